@@ -1,0 +1,1 @@
+"""Where weights, tokenizer and chat template come from."""

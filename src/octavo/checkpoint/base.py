@@ -1,0 +1,90 @@
+"""What every checkpoint reader hands over, whatever the file format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.model.config import ModelConfig
+
+
+class CheckpointError(ValueError):
+    """A file that cannot be served; the message names the file and what is wrong with it."""
+
+
+class WeightFormat(IntEnum):
+    """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification)."""
+
+    F32 = 0
+    F16 = 1
+    Q4_0 = 2
+    Q4_1 = 3
+    Q5_0 = 6
+    Q5_1 = 7
+    Q8_0 = 8
+    Q4_K = 12
+    Q5_K = 13
+    Q6_K = 14
+    BF16 = 30
+
+
+class Weight(NamedTuple):
+    """One stored weight. ``data`` is a read-only byte view into the (mapped) file.
+
+    A matrix is [out, in], each row a whole number of blocks along ``in``; rows are contiguous.
+    """
+
+    name: str  # as the file calls it, for error messages
+    format: WeightFormat
+    shape: tuple[int, ...]  # outermost first
+    data: npt.NDArray[np.uint8]
+
+
+class Tokenizer(Protocol):
+    """Text to token ids and back. Thread-safe."""
+
+    vocab_size: int
+    bos_token_id: int | None
+    eos_token_ids: frozenset[int]  # every token that ends a turn, resolved once at load
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Special tokens written in the text are recognised; BOS is added if the model wants it."""
+        ...
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes a token stands for; b"" for control tokens. For incremental decoding."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """The token as shown in logprobs."""
+        ...
+
+    def is_special(self, token_id: int) -> bool: ...
+
+
+class ChatTemplate(Protocol):
+    def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
+        """The prompt text. Raises `ChatTemplateError` with the template's own message."""
+        ...
+
+
+class ChatTemplateError(ValueError):
+    """The template refused the messages, failed, or ran too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model ready to be loaded. ``weights`` maps the Program's roles to stored weights."""
+
+    path: Path
+    config: ModelConfig
+    weights: dict[str, Weight]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None

@@ -1,0 +1,37 @@
+"""Time as the engine sees it: real, or virtual so that a simulated day takes seconds."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds on a monotonic scale."""
+        ...
+
+    def advance(self, seconds: float) -> None:
+        """A step took this long. Real time has passed by itself; virtual time moves here."""
+        ...
+
+
+class RealClock:
+    def now(self) -> float:
+        return time.monotonic()
+
+    def advance(self, seconds: float) -> None:
+        pass
+
+
+class VirtualClock:
+    def __init__(self, start: float = 0.0) -> None:
+        self._now = start
+
+    def now(self) -> float:
+        return self._now
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"time cannot go back by {-seconds} s")
+        self._now += seconds

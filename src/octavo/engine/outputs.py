@@ -1,0 +1,36 @@
+"""What the engine delivers, step by step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from octavo.schedule.request import FinishReason, RequestRecord
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural-log probabilities at one position: the token there and the most likely ones."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
+
+
+class Delta(NamedTuple):
+    """New output of one sequence of a request. Joined deltas equal the whole output.
+
+    ``text`` never ends inside a character or inside what may still become a stop string.
+    ``finish_reason`` is None until the sequence's last delta. ``record`` is set on the request's
+    very last delta only, and the record is then complete. ``prompt_logprobs`` (None for the first
+    token) comes with the request's first delta when asked for.
+    """
+
+    request_id: str
+    index: int  # which of the n sequences
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one a token id, when asked for
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    record: RequestRecord | None = None

@@ -1,0 +1,65 @@
+"""What the scheduler hands to an executor for one step, and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.kv.layout import KvLayout
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step's work as flat arrays: T tokens of S sequences, decode rows and prefill chunks alike.
+
+    The tokens of a sequence are contiguous and at consecutive positions. ``block_tables`` is the
+    scheduler's own persistent array, updated in place; entry [g, slot, p // block_size] is the
+    block of position p in group g, -1 where a window has given it back or nothing is allocated.
+    """
+
+    token_ids: Int32  # [T]
+    positions: Int32  # [T]
+    seq_offsets: Int32  # [S + 1]; sequence s owns tokens seq_offsets[s] … seq_offsets[s + 1] - 1
+    seq_slots: Int32  # [S], the row of each sequence in block_tables
+    block_tables: Int32  # [groups, max sequences, max blocks a sequence]
+    logits_rows: Int32  # [L], ascending indices into the T tokens
+    copies: Int32  # [C, 2] (source block, destination block), done before anything else
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+
+class StepResult(NamedTuple):
+    """``logits`` is [L, vocab] and belongs to the executor: valid until the next execute.
+
+    None from the cost executor, which computes no numbers.
+    """
+
+    logits: Float32 | None
+    duration: float  # seconds: measured (native) or predicted (cost)
+
+
+class Executor(Protocol):
+    """Computes steps over an arena of KV blocks that it owns."""
+
+    layout: KvLayout
+    num_blocks: int
+    max_tokens: int  # most tokens a batch may have
+    max_logits_rows: int  # most rows a batch may want logits of
+
+    def execute(self, batch: Batch) -> StepResult: ...
+
+    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
+        """[len(blocks), block_bytes]: a copy of the blocks' bytes."""
+        ...
+
+    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,1 @@
+"""What a network is: its shape (`ModelConfig`) and its computation (`Program`)."""

@@ -1,0 +1,113 @@
+"""A model's computation, written once and read by every executor.
+
+A Program is a straight list of ops over named values. Each value is a matrix of shape
+[tokens, width]; the number of tokens is the only free dimension. Ops name their weights by role
+(``layers.3.attn_q``); the weights themselves come from the checkpoint. The native executor lowers
+a Program to kernels, the cost executor counts its bytes and operations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from octavo.model.config import Activation, ModelConfig, Rope
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """out[t] = scale * weight[token_ids[t]]."""
+
+    weight: str
+    out: str
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """out = x / sqrt(mean(x²) + eps) * weight, over groups of ``group`` elements (0 = whole row).
+
+    With ``group`` = head_dim it is the per-head q/k norm; the weight then has ``group`` elements.
+    """
+
+    x: str
+    weight: str
+    out: str
+    eps: float
+    group: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """out = x @ weight.T (+ bias); weight is [out_features, in_features]."""
+
+    x: str
+    weight: str
+    out: str
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RopeAndStoreKv:
+    """Rotate q and k in place by position; write k and v to the sequence's block of ``layer``."""
+
+    q: str
+    k: str
+    v: str
+    layer: int
+    rope: Rope
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """out = softmax(softcap(scale * q·k)) v over the cached keys of each token's own sequence.
+
+    A query at position p sees keys max(0, p - window + 1) … p (all of 0 … p without a window).
+    """
+
+    q: str
+    out: str
+    layer: int
+    scale: float
+    window: int | None = None
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GatedActivation:
+    """out = activation(gate) * up."""
+
+    gate: str
+    up: str
+    out: str
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """out = x + y."""
+
+    x: str
+    y: str
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logits:
+    """logits = softcap(x[rows that want logits] @ weight.T); the last op of a Program."""
+
+    x: str
+    weight: str
+    softcap: float = 0.0
+
+
+Op = Embed | RmsNorm | Linear | RopeAndStoreKv | PagedAttention | GatedActivation | Add | Logits
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """``widths`` gives every value's elements per token; ``weights`` every weight's shape."""
+
+    config: ModelConfig
+    ops: tuple[Op, ...]
+    widths: dict[str, int]
+    weights: dict[str, tuple[int, ...]]  # role -> shape, outermost first ([out, in] for matrices)

@@ -1,0 +1,1 @@
+"""Who runs next: request life cycle and scheduler."""

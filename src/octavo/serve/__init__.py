@@ -1,0 +1,1 @@
+"""HTTP: OpenAI routes, limits, metrics, life cycle."""

@@ -16,7 +16,7 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(slots=True)
 class Batch:
-    """One step's work as flat arrays: T tokens of S sequences, decode rows and prefill chunks alike.
+    """One step as flat arrays: T tokens of S sequences, decode rows and prefill chunks alike.
 
     The tokens of a sequence are contiguous and at consecutive positions. ``block_tables`` is the
     scheduler's own persistent array, updated in place; entry [g, slot, p // block_size] is the

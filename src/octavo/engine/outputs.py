@@ -26,7 +26,7 @@ class Delta(NamedTuple):
     """
 
     request_id: str
-    index: int  # which of the n sequences
+    choice: int  # which of the n sequences
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one a token id, when asked for

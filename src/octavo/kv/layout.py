@@ -66,7 +66,7 @@ class KvLayout:
         size = gcd(*(len(layers) for layers in kinds.values()))
         groups = tuple(
             KvGroup(tuple(layers[start : start + size]), window)
-            for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] or 0))
+            for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
             for start in range(0, len(layers), size)
         )
         return KvLayout(groups, block_size, config.num_kv_heads, config.head_dim, element_bytes)

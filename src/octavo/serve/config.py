@@ -1,0 +1,66 @@
+"""How the server listens, who may use it, and when it gives up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    """Names follow vLLM's flags where it has one. Sizes in bytes, times in seconds.
+
+    Raises `ValueError` naming the field.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one, printed at start
+    uds: str | None = None  # a Unix socket's path; host and port are then not used
+    root_path: str = ""  # the path a proxy in front has stripped
+
+    api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
+    served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
+    response_role: str = "assistant"
+
+    # Browsers of other origins: none unless named, for a page on the web could else use a
+    # server that its visitor runs on loopback.
+    allowed_origins: tuple[str, ...] = ()
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+    max_request_bytes: int = 4 << 20
+    max_choices: int = 1024  # prompts × n of one request
+    merge_deltas: bool = True  # deltas ready at once become one chunk per choice
+    enable_force_include_usage: bool = False
+    sse_keep_alive_interval: float = 0.0  # a comment line after so much silence; 0: none
+    stream_write_timeout: float = 60.0  # a client that takes nothing for so long is dropped
+    keep_alive_timeout: float = 75.0  # an idle connection is closed after so long
+    live_timeout: float = 60.0  # /live fails when one step takes longer
+    shutdown_timeout: float = 30.0  # running requests may finish for so long after SIGTERM
+
+    docs: bool = True  # /docs and /openapi.json
+    access_log: bool = True
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"port is {self.port}, outside 0 to 65535")
+        for name in ("max_request_bytes", "max_choices"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+        for name in ("stream_write_timeout", "keep_alive_timeout", "live_timeout"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, not above 0")
+        for name in ("shutdown_timeout", "sse_keep_alive_interval"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 0")
+        if any(not key or not key.isascii() for key in self.api_key):
+            raise ValueError("api_key is empty or not ASCII")
+        if any(not name for name in self.served_model_name):
+            raise ValueError("served_model_name is empty")
+        if self.root_path and not self.root_path.startswith("/"):
+            raise ValueError(f"root_path is {self.root_path!r} and must start with /")
+        if self.log_level not in ("debug", "info", "warning", "error", "critical"):
+            raise ValueError(f"log_level is {self.log_level!r}")
+        if self.allow_credentials and "*" in self.allowed_origins:
+            raise ValueError("allow_credentials cannot go with an allowed_origins of *")

@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from octavo.sample.sampler import TokenLogprobs as TokenLogprobs
 from octavo.schedule.request import FinishReason, RequestRecord
-
-
-class TokenLogprobs(NamedTuple):
-    """Natural-log probabilities at one position: the token there and the most likely ones."""
-
-    token_id: int
-    logprob: float
-    rank: int  # 1 = most likely
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), most likely first
 
 
 class Delta(NamedTuple):

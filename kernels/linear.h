@@ -37,8 +37,9 @@ struct LinearKernels {
     // Bytes `pack` writes for an [n, k] matrix (n rounded up to kColumns), a multiple of 64.
     size_t (*packed_bytes)(Format, int64_t n, int64_t k);
 
-    // Repacks column blocks [block_begin, block_end) of the file's row-major matrix `src`; lossless.
-    // Padding columns (past n) are zero. Distinct ranges may be packed by distinct threads.
+    // Repacks column blocks [block_begin, block_end) of the file's row-major matrix `src`;
+    // lossless. Padding columns (past n) are zero. Distinct ranges may be packed by distinct
+    // threads.
     void (*pack)(Format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
                  int64_t block_begin, int64_t block_end);
 
@@ -50,7 +51,8 @@ struct LinearKernels {
     bool (*same_activations)(Format, Format);
 
     // Prepares rows [row_begin, row_end) of x (row stride ldx floats) into dst, laid out for `rows`
-    // rows. Each row's result depends on that row alone. Distinct ranges may run on distinct threads.
+    // rows. Each row's result depends on that row alone. Distinct ranges may run on distinct
+    // threads.
     void (*prepare)(Format, const float *x, int64_t ldx, int64_t rows, int64_t k, std::byte *dst,
                     int64_t row_begin, int64_t row_end);
 

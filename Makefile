@@ -1,5 +1,59 @@
+# make serve and make test each do all their own set-up; everything lands in .venv and the model
+# cache (OCTAVO_HOME, else the XDG cache).
+
 PYTHON ?= python3
-.PHONY: native
-native:
+VENV := .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8000
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+
+.PHONY: serve test setup native models lint long bench clean
+
+serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
+	$(BIN)/octavo pull smollm2
+	@echo "serving on http://$(HOST):$(PORT); stop with Ctrl-C"
+	$(BIN)/octavo serve smollm2 --host $(HOST) --port $(PORT)
+
+test: setup models lint  ## lint, types and tests (minutes)
+	$(BIN)/pytest -q
+
+long: setup models  ## the long runs of the property tests (hours)
+	$(BIN)/pytest -q -m long --timeout 0
+
+bench: setup models  ## what produces the published figures
+	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $$(git ls-files '*.cpp' '*.h')
+
+models: setup
+	$(BIN)/octavo pull smollm2 gemma3-270m
+
+setup: $(VENV)/.ready $(VENV)/.native  ## .venv with everything, the native module built
+
+# The package is installed as links to src/; the native module is built apart, so that an edited
+# kernel costs an incremental build and not an install.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than Python 3.11; run make PYTHON=…"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev]"
+	@touch $@
+
+NATIVE := CMakeLists.txt $(shell find kernels -name '*.cpp' -o -name '*.h')
+
+$(VENV)/.native: $(VENV)/.ready $(NATIVE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) --no-print-directory native PYTHON="$(CURDIR)/$(BIN)/python"
+	@touch $@
+
+native:  ## the C++ kernels, in place, with PYTHON's cmake, ninja and nanobind
 	cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) > build.log 2>&1 || (cat build.log; exit 1)
 	cmake --build build/dev
+
+clean:
+	rm -rf $(VENV) build build.log src/octavo/_native*.so

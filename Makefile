@@ -17,10 +17,10 @@ serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 	$(BIN)/octavo serve smollm2 --host $(HOST) --port $(PORT)
 
 test: setup models lint  ## lint, types and tests (minutes)
-	$(BIN)/pytest -q
+	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q
 
 long: setup models  ## the long runs of the property tests (hours)
-	$(BIN)/pytest -q -m long --timeout 0
+	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0
 
 bench: setup models  ## what produces the published figures
 	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done
@@ -41,7 +41,7 @@ setup: $(VENV)/.ready $(VENV)/.native  ## .venv with everything, the native modu
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11; run make PYTHON=…"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -x $(BIN)/python || { rm -rf build/dev; $(PYTHON) -m venv $(VENV); }
 	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev]"
 	@touch $@
 
@@ -52,8 +52,10 @@ $(VENV)/.native: $(VENV)/.ready $(NATIVE)
 	@touch $@
 
 native:  ## the C++ kernels, in place, with PYTHON's cmake, ninja and nanobind
-	cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) > build.log 2>&1 || (cat build.log; exit 1)
+	@mkdir -p build
+	cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) \
+	  > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
 	cmake --build build/dev
 
 clean:
-	rm -rf $(VENV) build build.log src/octavo/_native*.so
+	rm -rf $(VENV) build src/octavo/_native*.so

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from math import inf
 
 
 class Activation(Enum):
@@ -59,6 +60,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0  # cap * tanh(x / cap); 0 = none
     logits_softcap: float = 0.0
+    biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -82,12 +84,27 @@ class ModelConfig:
             )
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps is {self.norm_eps}, outside 0 to 1")
+        for name in ("attention_scale", "embedding_scale"):
+            value = getattr(self, name)
+            if not 0.0 < value < inf:
+                raise ValueError(f"{name} is {value}, not a positive number")
+        for name in ("attention_softcap", "logits_softcap"):
+            value = getattr(self, name)
+            if not 0.0 <= value < inf:
+                raise ValueError(f"{name} is {value}, not a number from 0")
         for index, layer in enumerate(self.layers):
             if layer.window is not None and layer.window < 1:
                 raise ValueError(f"layer {index}: window is {layer.window}, below 1")
             rope = layer.rope
             if not 2 <= rope.dim <= self.head_dim or rope.dim % 2:
                 raise ValueError(f"layer {index}: rope dim {rope.dim} does not fit the head")
+            if not (0.0 < rope.theta < inf and 0.0 < rope.scale < inf):
+                raise ValueError(
+                    f"layer {index}: rope theta {rope.theta} and scale {rope.scale} "
+                    "are not both positive numbers"
+                )
+            if not all(0.0 < factor < inf for factor in rope.factors):
+                raise ValueError(f"layer {index}: a rope factor is not a positive number")
             if rope.factors and len(rope.factors) != rope.dim // 2:
                 raise ValueError(
                     f"layer {index}: {len(rope.factors)} rope factors for {rope.dim // 2} pairs"

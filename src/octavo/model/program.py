@@ -1,7 +1,8 @@
 """A model's computation, written once and read by every executor.
 
 A Program is a straight list of ops over named values. Each value is a matrix of shape
-[tokens, width]; the number of tokens is the only free dimension. Ops name their weights by role
+[tokens, width]; the number of tokens is the only free dimension. A name is a buffer: it may be
+written again, also by an op that reads it (``x = x + h``). Ops name their weights by role
 (``layers.3.attn_q``); the weights themselves come from the checkpoint. The native executor lowers
 a Program to kernels, the cost executor counts its bytes and operations.
 """

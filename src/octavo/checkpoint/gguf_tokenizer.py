@@ -1,0 +1,235 @@
+"""Builds the tokenizer that a GGUF file's ``tokenizer.ggml.*`` metadata describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+
+from octavo.checkpoint.gguf import GgufFile
+from octavo.checkpoint.tokenizer import (
+    SPACE,
+    BpeTokenizer,
+    byte_alphabet,
+    byte_level_bytes,
+    sentencepiece_bytes,
+)
+
+# Token types (gguf specification, tokenizer.ggml.token_type).
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+# How each kind of byte-level vocabulary cuts text before merging; None is GPT-2's own way.
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+PRE_TOKENIZERS: dict[str, str | None] = {
+    "default": None,
+    "gpt-2": None,
+    "smollm": None,  # its digits are single tokens: no cut is needed between them
+    "llama-bpe": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+}
+# Llama 3 takes a word that is in the vocabulary as it is, and wants BOS unless the file says no.
+_LLAMA3_KINDS = {"llama-bpe", "llama-v3", "llama3"}
+
+# Tokens that end a turn in the chat formats in use, for files that name only one of them.
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+
+
+def gguf_tokenizer(file: GgufFile, vocab_size: int) -> BpeTokenizer:
+    """Raises `CheckpointError` when the vocabulary is missing, broken or of an unknown kind."""
+    return _Reader(file, vocab_size).tokenizer()
+
+
+class _Reader:
+    def __init__(self, file: GgufFile, vocab_size: int) -> None:
+        self.file = file
+        self.vocab_size = vocab_size
+        strings = file.strings("tokenizer.ggml.tokens")
+        if strings is None:
+            file.fail("has no tokenizer: metadata key tokenizer.ggml.tokens is missing")
+        if len(strings) != vocab_size:
+            file.fail(
+                f"tokenizer.ggml.tokens has {len(strings)} tokens for a vocabulary of {vocab_size}"
+            )
+        self.tokens = strings.text()
+        types = self.column("tokenizer.ggml.token_type")
+        self.types = np.full(vocab_size, NORMAL) if types is None else types
+
+    def tokenizer(self) -> BpeTokenizer:
+        kind = self.file.get("tokenizer.ggml.model", str)
+        if kind == "gpt2":
+            return self.byte_level()
+        if kind != "llama":
+            self.fail("model", f"{kind!r} is not supported; supported are gpt2, llama")
+        return self.sentencepiece()
+
+    def byte_level(self) -> BpeTokenizer:
+        pre = self.file.get("tokenizer.ggml.pre", str, "default")
+        if pre not in PRE_TOKENIZERS:
+            self.fail("pre", f"{pre!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
+        merges = self.file.strings("tokenizer.ggml.merges")
+        if merges is None:
+            self.fail("merges", "is missing")
+        pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges.text())]
+        backend = self.backend(pairs, ignore_merges=pre in _LLAMA3_KINDS)
+        split = PRE_TOKENIZERS[pre]
+        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+        backend.pre_tokenizer = (
+            level
+            if split is None
+            else pre_tokenizers.Sequence(
+                [pre_tokenizers.Split(Regex(split), behavior="isolated"), level]
+            )
+        )
+        alphabet = set(byte_alphabet().values())
+        self.add_tokens(backend)
+        foreign = [i for i in self.of_type(USER_DEFINED) if not set(self.tokens[i]) <= alphabet]
+        return self.finish(
+            backend, byte_level_bytes, verbatim=foreign, add_bos=pre in _LLAMA3_KINDS
+        )
+
+    def sentencepiece(self) -> BpeTokenizer:
+        gemma = self.file.get("general.architecture", str).startswith("gemma")
+        verbatim = [i for i in self.of_type(USER_DEFINED) if SPACE in self.tokens[i]]
+        if gemma:
+            # Runs of spaces are stored as spaces, but the text they meet has ▁ in their place.
+            self.tokens = [
+                SPACE * len(token) if " " in token and not token.strip(" ") else token
+                for token in self.tokens
+            ]
+        prefix = self.file.get("tokenizer.ggml.add_space_prefix", bool, not gemma)
+        backend = self.backend(self.derived_merges(gemma), byte_fallback=True)
+        if prefix:
+            backend.pre_tokenizer = pre_tokenizers.Metaspace(
+                replacement=SPACE, prepend_scheme="first", split=False
+            )
+        else:
+            backend.normalizer = normalizers.Replace(" ", SPACE)
+        self.add_tokens(backend)
+        return self.finish(
+            backend, sentencepiece_bytes, verbatim=verbatim, add_bos=True, leading_space=prefix
+        )
+
+    def derived_merges(self, gemma: bool) -> list[tuple[str, str]]:
+        """The merges that a SentencePiece vocabulary implies: every cut of a token into two.
+
+        Best first by score; Gemma's files rank by position instead, and score all added tokens
+        alike.
+        """
+        ids = {token: index for index, token in enumerate(self.tokens)}
+        if gemma:
+            rank = np.arange(self.vocab_size, dtype=np.float64)
+        else:
+            scores = self.column("tokenizer.ggml.scores")
+            if scores is None:
+                self.fail("scores", "is missing")
+            rank = -scores.astype(np.float64)
+        pairs = []
+        keys = []
+        for token, index in ids.items():
+            for cut in range(1, len(token)):
+                left, right = token[:cut], token[cut:]
+                if left in ids and right in ids:
+                    pairs.append((left, right))
+                    keys.append((rank[index], -len(left)))
+        order = sorted(range(len(pairs)), key=keys.__getitem__)
+        return [pairs[index] for index in order]
+
+    # ── Parts ───────────────────────────────────────────────────────────────────────────────────
+
+    def backend(self, merges: list[tuple[str, str]], **options: bool) -> Tokenizer:
+        vocab = {token: index for index, token in enumerate(self.tokens)}
+        if len(vocab) != self.vocab_size:
+            twice = next(t for i, t in enumerate(self.tokens) if vocab[t] != i)
+            self.fail("tokens", f"holds {twice!r} twice")
+        unknown = self.token_id("unknown") if options.get("byte_fallback") else None
+        try:
+            model = models.BPE(
+                vocab,
+                merges,
+                unk_token=None if unknown is None else self.tokens[unknown],
+                fuse_unk=unknown is not None,
+                **options,
+            )
+        except Exception as error:  # the library raises plain Exception
+            self.fail("merges", f"does not fit the tokens: {error}")
+        return Tokenizer(model)
+
+    def add_tokens(self, backend: Tokenizer) -> None:
+        """Control and user-defined tokens are matched whole in the text, before anything else."""
+        backend.add_special_tokens(
+            [
+                AddedToken(self.tokens[i], normalized=False, special=True)
+                for i in self.of_type(CONTROL)
+            ]
+        )
+        backend.add_tokens(
+            [
+                AddedToken(self.tokens[i], normalized=False, special=False)
+                for i in self.of_type(USER_DEFINED)
+                if SPACE not in self.tokens[i]
+            ]
+        )
+
+    def finish(
+        self,
+        backend: Tokenizer,
+        to_bytes: Callable[[str], bytes],
+        *,
+        verbatim: list[int],
+        add_bos: bool,
+        leading_space: bool = False,
+    ) -> BpeTokenizer:
+        bos = self.token_id("bos")
+        eos = [self.token_id(name) for name in ("eos", "eot", "eom")]
+        marked = {*self.of_type(CONTROL), *self.of_type(USER_DEFINED)}
+        turns = {i for token in END_OF_TURN if (i := backend.token_to_id(token)) in marked}
+        add_eos = self.file.get("tokenizer.ggml.add_eos_token", bool, False)
+        return BpeTokenizer(
+            backend,
+            vocab_size=self.vocab_size,
+            to_bytes=to_bytes,
+            control=[*self.of_type(CONTROL), *self.of_type(UNKNOWN)],
+            verbatim=verbatim,
+            bos_token_id=bos,
+            add_bos=self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos),
+            eos_token_ids={i for i in (*eos, *turns) if i is not None},
+            append_token_id=eos[0] if add_eos else None,
+            strip_leading_space=leading_space,
+        )
+
+    def of_type(self, kind: int) -> list[int]:
+        return [int(index) for index in np.flatnonzero(self.types == kind)]
+
+    def token_id(self, name: str) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        value = self.file.get(key, int, None)
+        if value is not None and not 0 <= value < self.vocab_size:
+            self.file.fail(f"{key} is {value}, outside the vocabulary of {self.vocab_size}")
+        return value
+
+    def column(self, key: str) -> np.ndarray | None:
+        values = self.file.numbers(key)
+        if values is not None and len(values) != self.vocab_size:
+            self.file.fail(f"{key} has {len(values)} entries for {self.vocab_size} tokens")
+        return values
+
+    def fail(self, key: str, reason: str) -> NoReturn:
+        self.file.fail(f"tokenizer.ggml.{key} {reason}")

@@ -1,0 +1,70 @@
+"""Imports between rooms run one way, as docs/architecture.md says."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import octavo
+
+PACKAGE = Path(octavo.__file__).parent
+
+# What each room may import from; `engine/clock.py` and the like are reached through their room.
+ALLOWED: dict[str, set[str]] = {
+    "model": set(),
+    "checkpoint": {"model"},
+    "kv": {"model"},
+    "sample": set(),
+    "schedule": {"kv", "model", "sample", "execute.batch"},
+    "execute": {"kv", "model", "checkpoint", "_native"},
+    "engine": {"schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Modules of the package that a file imports, as dotted names below ``octavo``."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "octavo":
+                names = [f"octavo.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        found |= {name.removeprefix("octavo.") for name in names if name.startswith("octavo.")}
+    return found
+
+
+@pytest.mark.parametrize("room", ALLOWED)
+def test_a_room_imports_only_from_rooms_below_it(room: str) -> None:
+    allowed = ALLOWED[room] | {room}
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        for name in imports(path):
+            if name.startswith("__"):
+                continue
+            parts = name.split(".")
+            assert any(".".join(parts[:depth]) in allowed for depth in (1, 2)), (
+                f"{path.relative_to(PACKAGE)} imports octavo.{name}"
+            )
+
+
+@pytest.mark.parametrize("room", ["kv", "schedule"])
+def test_cache_and_scheduler_import_nothing_heavy(room: str) -> None:
+    modules = [
+        f"octavo.{room}.{path.stem}"
+        for path in (PACKAGE / room).glob("*.py")
+        if path.stem != "__init__"
+    ]
+    script = (
+        f"import importlib, sys\n[importlib.import_module(m) for m in {modules!r}]\n"
+        "print([m for m in ('octavo._native', 'tokenizers', 'fastapi', 'jinja2', 'typer', 'rich',"
+        " 'huggingface_hub') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

@@ -1,0 +1,76 @@
+// The weight formats of GGUF files: block sizes and 16-bit floats.
+//
+// Included by code that is compiled once a tier, so everything here has internal linkage: a shared
+// inline function could be linked in its AVX-512 form into the generic tier.
+#pragma once
+
+#include "linear.h"
+
+#include <cstdint>
+#include <cstring>
+
+namespace octavo {
+
+struct FormatInfo {
+    int64_t block_values; // k must be a multiple of this
+    int64_t block_bytes;
+    bool quantized; // activations are prepared as 8-bit groups rather than floats
+};
+
+[[maybe_unused]] static constexpr FormatInfo format_info(Format format) {
+    switch (format) {
+    case Format::F32:
+        return {1, 4, false};
+    case Format::F16:
+    case Format::BF16:
+        return {1, 2, false};
+    case Format::Q4_0:
+        return {32, 18, true};
+    case Format::Q4_1:
+        return {32, 20, true};
+    case Format::Q5_0:
+        return {32, 22, true};
+    case Format::Q5_1:
+        return {32, 24, true};
+    case Format::Q8_0:
+        return {32, 34, true};
+    case Format::Q4_K:
+        return {256, 144, true};
+    case Format::Q5_K:
+        return {256, 176, true};
+    case Format::Q6_K:
+        return {256, 210, true};
+    }
+    return {1, 0, false};
+}
+
+template <class T> static inline T load_as(const void *from) {
+    T value;
+    std::memcpy(&value, from, sizeof value);
+    return value;
+}
+
+template <class T> static inline void store_as(void *to, T value) {
+    std::memcpy(to, &value, sizeof value);
+}
+
+// IEEE binary16 to binary32, exact, subnormals, infinities and NaN included.
+[[maybe_unused]] static inline float half_to_float(uint16_t half) {
+    const uint32_t sign = static_cast<uint32_t>(half & 0x8000u) << 16;
+    uint32_t magnitude = static_cast<uint32_t>(half & 0x7fffu) << 13;
+    // Rebias by a multiplication, which normalizes subnormals too; infinity and NaN come out as
+    // 2^16 and above, and then need the largest exponent.
+    float value = load_as<float>(&magnitude) * 0x1p112f;
+    magnitude = load_as<uint32_t>(&value);
+    if ((half & 0x7c00u) == 0x7c00u)
+        magnitude |= 0x7f800000u;
+    magnitude |= sign;
+    return load_as<float>(&magnitude);
+}
+
+[[maybe_unused]] static inline float bfloat_to_float(uint16_t bfloat) {
+    const uint32_t bits = static_cast<uint32_t>(bfloat) << 16;
+    return load_as<float>(&bits);
+}
+
+} // namespace octavo

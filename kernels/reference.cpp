@@ -1,0 +1,164 @@
+#include "reference.h"
+
+#include "formats.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace octavo::reference {
+namespace {
+
+float half(const uint8_t *from) {
+    const auto bits = load_as<uint16_t>(from);
+    const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+    float value = 0;
+    if (exponent == 0)
+        value = std::ldexp(static_cast<float>(fraction), -24);
+    else if (exponent < 31)
+        value = std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+    else
+        value = fraction == 0 ? INFINITY : NAN;
+    return bits & 0x8000 ? -value : value;
+}
+
+// Q4_0, Q4_1, Q5_0, Q5_1: fp16 d, fp16 m (the _1 formats), 4 bytes of fifth bits (the Q5 formats),
+// 16 bytes of nibbles. w = d · (q − 8 or 16), or d · q + m.
+void dequantize_32(const uint8_t *block, bool with_min, bool with_fifth, float *out) {
+    const float d = half(block);
+    const float m = with_min ? half(block + 2) : 0;
+    const uint8_t *at = block + (with_min ? 4 : 2);
+    uint32_t fifth = 0;
+    if (with_fifth) {
+        fifth = load_as<uint32_t>(at);
+        at += 4;
+    }
+    const int zero = with_min ? 0 : with_fifth ? 16 : 8;
+    for (int i = 0; i < 32; ++i) {
+        int q = i < 16 ? at[i] & 15 : at[i - 16] >> 4;
+        if (fifth >> i & 1)
+            q += 16;
+        out[i] = static_cast<float>(q - zero) * d;
+        if (with_min)
+            out[i] += m;
+    }
+}
+
+// Q4_K, Q5_K: fp16 d, fp16 dmin, 12 bytes of eight 6-bit scales and eight mins, 32 bytes of fifth
+// bits (Q5_K), 128 bytes of nibbles. w = d · scale · q − dmin · min.
+void dequantize_k(const uint8_t *block, bool with_fifth, float *out) {
+    const float d = half(block), dmin = half(block + 2);
+    const uint8_t *packed = block + 4;
+    const uint8_t *fifth = block + 16;
+    const uint8_t *nibbles = block + (with_fifth ? 48 : 16);
+    for (int i = 0; i < 256; ++i) {
+        const int group = i / 32;
+        int scale, min;
+        if (group < 4) {
+            scale = packed[group] % 64;
+            min = packed[group + 4] % 64;
+        } else {
+            scale = packed[group + 4] % 16 + packed[group - 4] / 64 * 16;
+            min = packed[group + 4] / 16 + packed[group] / 64 * 16;
+        }
+        const uint8_t byte = nibbles[i / 64 * 32 + i % 32];
+        int q = group % 2 == 0 ? byte % 16 : byte / 16;
+        if (with_fifth && (fifth[i % 32] >> group & 1))
+            q += 16;
+        out[i] =
+            d * static_cast<float>(scale) * static_cast<float>(q) - dmin * static_cast<float>(min);
+    }
+}
+
+// Q6_K: 128 bytes of low nibbles, 64 bytes of upper pairs of bits, 16 int8 scales, fp16 d.
+// w = d · scale · (q − 32).
+void dequantize_6k(const uint8_t *block, float *out) {
+    const float d = half(block + 208);
+    for (int i = 0; i < 256; ++i) {
+        const int in_half = i % 128, part = in_half / 32;
+        const uint8_t low = block[i / 128 * 64 + in_half % 64];
+        const uint8_t high = block[128 + i / 128 * 32 + i % 32];
+        const int q = (part < 2 ? low % 16 : low / 16) + (high >> 2 * part & 3) * 16;
+        const auto scale = static_cast<int8_t>(block[192 + i / 16]);
+        out[i] = d * static_cast<float>(scale) * static_cast<float>(q - 32);
+    }
+}
+
+} // namespace
+
+size_t row_bytes(Format format, int64_t k) {
+    const FormatInfo info = format_info(format);
+    return static_cast<size_t>(k / info.block_values * info.block_bytes);
+}
+
+void dequantize(Format format, const std::byte *row, int64_t k, float *out) {
+    const FormatInfo info = format_info(format);
+    const auto *block = reinterpret_cast<const uint8_t *>(row);
+    for (int64_t i = 0; i < k; i += info.block_values, block += info.block_bytes) {
+        float *to = out + i;
+        switch (format) {
+        case Format::F32:
+            *to = load_as<float>(block);
+            break;
+        case Format::F16:
+            *to = half(block);
+            break;
+        case Format::BF16:
+            *to = bfloat_to_float(load_as<uint16_t>(block));
+            break;
+        case Format::Q4_0:
+            dequantize_32(block, false, false, to);
+            break;
+        case Format::Q4_1:
+            dequantize_32(block, true, false, to);
+            break;
+        case Format::Q5_0:
+            dequantize_32(block, false, true, to);
+            break;
+        case Format::Q5_1:
+            dequantize_32(block, true, true, to);
+            break;
+        case Format::Q8_0:
+            for (int j = 0; j < 32; ++j)
+                to[j] = static_cast<float>(static_cast<int8_t>(block[2 + j])) * half(block);
+            break;
+        case Format::Q4_K:
+            dequantize_k(block, false, to);
+            break;
+        case Format::Q5_K:
+            dequantize_k(block, true, to);
+            break;
+        case Format::Q6_K:
+            dequantize_6k(block, to);
+            break;
+        }
+    }
+}
+
+void round_activations(const float *x, int64_t k, float *out) {
+    for (int64_t g = 0; g < k; g += 32) {
+        float max = 0;
+        for (int64_t i = g; i < g + 32; ++i)
+            max = std::max(max, std::fabs(x[i]));
+        for (int64_t i = g; i < g + 32; ++i)
+            out[i] = max >= 0x1p-120f ? std::nearbyint(x[i] * (127.0f / max)) * (max / 127.0f) : 0;
+    }
+}
+
+void matmul(const float *x, const float *w, int64_t rows, int64_t n, int64_t k, double *out,
+            double *magnitude) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < n; ++c) {
+            double sum = 0, absolute = 0;
+            for (int64_t i = 0; i < k; ++i) {
+                const double product =
+                    static_cast<double>(x[r * k + i]) * static_cast<double>(w[c * k + i]);
+                sum += product;
+                absolute += std::fabs(product);
+            }
+            out[r * n + c] = sum;
+            if (magnitude != nullptr)
+                magnitude[r * n + c] = absolute;
+        }
+}
+
+} // namespace octavo::reference

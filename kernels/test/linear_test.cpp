@@ -1,0 +1,371 @@
+// Tests of the linear kernels of every tier this CPU has, against the scalar references and against
+// themselves: the bits of an element must not depend on what is computed beside it.
+//
+//   linear_test [cases]     random cases for each format and tier (default 6)
+#include "formats.h"
+#include "reference.h"
+#include "tier.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+constexpr Format kFormats[] = {Format::F32,  Format::F16,  Format::BF16, Format::Q8_0,
+                               Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1,
+                               Format::Q4_K, Format::Q5_K, Format::Q6_K};
+
+const char *name(Format format) {
+    switch (format) {
+    case Format::F32:
+        return "F32";
+    case Format::F16:
+        return "F16";
+    case Format::BF16:
+        return "BF16";
+    case Format::Q8_0:
+        return "Q8_0";
+    case Format::Q4_0:
+        return "Q4_0";
+    case Format::Q4_1:
+        return "Q4_1";
+    case Format::Q5_0:
+        return "Q5_0";
+    case Format::Q5_1:
+        return "Q5_1";
+    case Format::Q4_K:
+        return "Q4_K";
+    case Format::Q5_K:
+        return "Q5_K";
+    case Format::Q6_K:
+        return "Q6_K";
+    }
+    return "?";
+}
+
+int failures = 0;
+
+#define CHECK(condition, ...)                                                                      \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            std::printf("FAILED %s:%d: %s: ", __FILE__, __LINE__, #condition);                     \
+            std::printf(__VA_ARGS__);                                                              \
+            std::printf("\n");                                                                     \
+            if (++failures > 20)                                                                   \
+                std::exit(1);                                                                      \
+        }                                                                                          \
+    } while (false)
+
+using Rng = std::mt19937_64;
+
+int64_t draw(Rng &rng, int64_t low, int64_t high) {
+    return std::uniform_int_distribution<int64_t>(low, high)(rng);
+}
+
+float normal(Rng &rng) {
+    return std::normal_distribution<float>()(rng);
+}
+
+// An exactly sized, aligned allocation, so that a sanitizer sees any access outside it.
+struct Buffer {
+    explicit Buffer(size_t size)
+        : data(static_cast<std::byte *>(
+                   std::aligned_alloc(64, std::max<size_t>(64, (size + 63) / 64 * 64))),
+               std::free) {}
+    std::unique_ptr<std::byte, void (*)(void *)> data;
+};
+
+// A random fp16 number of magnitude about 2^-7, now and then subnormal or zero.
+uint16_t random_half(Rng &rng) {
+    const auto sign = static_cast<uint16_t>(draw(rng, 0, 1) << 15);
+    const auto fraction = static_cast<uint16_t>(draw(rng, 0, 1023));
+    const int64_t exponent = draw(rng, 0, 19) == 0 ? 0 : draw(rng, 6, 10);
+    return static_cast<uint16_t>(sign | exponent << 10 | fraction);
+}
+
+// Random file blocks: every bit pattern of the quants and packed scales, tame fp16 factors.
+std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, Rng &rng) {
+    const FormatInfo info = format_info(format);
+    std::vector<std::byte> out(static_cast<size_t>(n) * reference::row_bytes(format, k));
+    for (size_t at = 0; at < out.size(); at += static_cast<size_t>(info.block_bytes)) {
+        std::byte *block = out.data() + at;
+        if (format == Format::F32) {
+            store_as(block, normal(rng));
+            continue;
+        }
+        if (format == Format::F16) {
+            store_as(block, random_half(rng));
+            continue;
+        }
+        if (format == Format::BF16) {
+            const float value = normal(rng);
+            std::memcpy(block, reinterpret_cast<const std::byte *>(&value) + 2, 2);
+            continue;
+        }
+        for (int64_t i = 0; i < info.block_bytes; ++i)
+            block[i] = static_cast<std::byte>(rng());
+        store_as(format == Format::Q6_K ? block + 208 : block, random_half(rng));
+        if (format == Format::Q4_1 || format == Format::Q5_1 || format == Format::Q4_K ||
+            format == Format::Q5_K)
+            store_as(block + 2, random_half(rng));
+    }
+    return out;
+}
+
+std::vector<float> random_rows(int64_t rows, int64_t k, Rng &rng) {
+    std::vector<float> out(static_cast<size_t>(rows * k));
+    for (float &x : out)
+        x = normal(rng);
+    // Groups of very different size, and some that are all zero or next to nothing.
+    for (int64_t i = 0; i < rows * k; i += 32)
+        if (draw(rng, 0, 7) == 0) {
+            const float factors[] = {0.0f, 1e-42f, 1e-30f, 1e4f, 100.0f};
+            const float factor = factors[draw(rng, 0, 4)];
+            for (int64_t j = i; j < std::min(i + 32, rows * k); ++j)
+                out[static_cast<size_t>(j)] *= factor;
+        }
+    return out;
+}
+
+// A packed matrix and what it was made of.
+struct Matrix {
+    Matrix(const LinearKernels &kernels, Format format, int64_t n, int64_t k, Rng &rng)
+        : file(random_matrix(format, n, k, rng)), buffer(kernels.packed_bytes(format, n, k)),
+          packed{format, n, k, buffer.data.get()} {
+        const int64_t blocks = (n + kColumns - 1) / kColumns, middle = draw(rng, 0, blocks);
+        std::memset(buffer.data.get(), 0xff, kernels.packed_bytes(format, n, k));
+        kernels.pack(format, file.data(), n, k, buffer.data.get(), middle, blocks);
+        kernels.pack(format, file.data(), n, k, buffer.data.get(), 0, middle);
+    }
+
+    std::vector<float> weights() const {
+        std::vector<float> out(static_cast<size_t>(packed.n * packed.k));
+        for (int64_t c = 0; c < packed.n; ++c)
+            reference::dequantize(packed.format,
+                                  file.data() + static_cast<size_t>(c) *
+                                                    reference::row_bytes(packed.format, packed.k),
+                                  packed.k, out.data() + c * packed.k);
+        return out;
+    }
+
+    std::vector<std::byte> file;
+    Buffer buffer;
+    PackedMatrix packed;
+};
+
+Buffer prepared(const LinearKernels &kernels, Format format, const std::vector<float> &x,
+                int64_t rows, int64_t k) {
+    Buffer out(kernels.activation_bytes(format, rows, k));
+    kernels.prepare(format, x.data(), k, rows, k, out.data.get(), 0, rows);
+    return out;
+}
+
+// The product, one row and one column block at a time: what every other way must equal.
+std::vector<float> one_by_one(const LinearKernels &kernels, const Matrix &m,
+                              const std::byte *activations, int64_t rows) {
+    std::vector<float> out(static_cast<size_t>(rows * m.packed.n));
+    const int64_t blocks = (m.packed.n + kColumns - 1) / kColumns;
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t b = 0; b < blocks; ++b)
+            kernels.matmul(m.packed, activations, rows, r, r + 1, b, b + 1, out.data(), m.packed.n,
+                           false);
+    return out;
+}
+
+bool same_bits(const float *a, const float *b, size_t count) {
+    return std::memcmp(a, b, count * sizeof(float)) == 0;
+}
+
+struct Shape {
+    int64_t rows, n, k;
+};
+
+Shape random_shape(Format format, Rng &rng) {
+    const int64_t ns[] = {1, 15, 16, 17, 48, 71, 130, 200};
+    Shape s{draw(rng, 1, 33), ns[draw(rng, 0, 7)], 0};
+    const int64_t block = std::max<int64_t>(format_info(format).block_values, 1);
+    s.k = block * draw(rng, 1, block == 1 ? 300 : block == 32 ? 24 : 4);
+    return s;
+}
+
+void test_dequantize(const LinearKernels &kernels, const Matrix &m) {
+    const std::vector<float> expected = m.weights();
+    std::vector<float> row(static_cast<size_t>(m.packed.k));
+    for (int64_t c = 0; c < m.packed.n; ++c) {
+        kernels.dequantize_row(m.packed, c, row.data());
+        CHECK(same_bits(row.data(), expected.data() + c * m.packed.k, row.size()),
+              "%s row %ld of %ld x %ld", name(m.packed.format), c, m.packed.n, m.packed.k);
+    }
+}
+
+// Against the reference: with activations rounded alike, within the rounding of fp32 sums; without,
+// within half a step of 1/127 of each group's largest activation.
+void test_against_reference(const Matrix &m, const std::vector<float> &x,
+                            const std::vector<float> &out, int64_t rows) {
+    const int64_t n = m.packed.n, k = m.packed.k;
+    const std::vector<float> w = m.weights();
+    const auto count = static_cast<size_t>(rows * n);
+    std::vector<double> expected(count), magnitude(count);
+    std::vector<float> rounded = x;
+    const bool quantized = format_info(m.packed.format).quantized;
+    if (quantized)
+        reference::round_activations(x.data(), rows * k, rounded.data());
+    reference::matmul(rounded.data(), w.data(), rows, n, k, expected.data(), magnitude.data());
+    // A format's min and scale terms may be larger than the weight they cancel to.
+    const double terms = static_cast<double>(quantized ? k / 32 + 8 : k);
+    for (size_t i = 0; i < count; ++i) {
+        const double bound = 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
+        CHECK(std::fabs(out[i] - expected[i]) <= bound,
+              "%s %ld x %ld x %ld at %zu: %.9g instead of %.9g, bound %g", name(m.packed.format),
+              rows, n, k, i, static_cast<double>(out[i]), expected[i], bound);
+    }
+    if (!quantized)
+        return;
+    reference::matmul(x.data(), w.data(), rows, n, k, expected.data(), magnitude.data());
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t c = 0; c < n; ++c) {
+            double bound = 0;
+            for (int64_t g = 0; g < k; g += 32) {
+                float max = 0;
+                for (int64_t i = g; i < g + 32; ++i)
+                    max = std::max(max, std::fabs(x[static_cast<size_t>(r * k + i)]));
+                for (int64_t i = g; i < g + 32; ++i)
+                    bound += 0.5001 * max / 127 *
+                             std::fabs(static_cast<double>(w[static_cast<size_t>(c * k + i)]));
+            }
+            const auto i = static_cast<size_t>(r * n + c);
+            bound += 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
+            CHECK(std::fabs(out[i] - expected[i]) <= bound, "%s: quantization error %g above %g",
+                  name(m.packed.format), std::fabs(out[i] - expected[i]), bound);
+        }
+}
+
+// Random ranges of rows and column blocks, a wider output, and accumulation.
+void test_ranges(const LinearKernels &kernels, const Matrix &m, const std::byte *activations,
+                 const std::vector<float> &expected, int64_t rows, Rng &rng) {
+    const int64_t n = m.packed.n, blocks = (n + kColumns - 1) / kColumns;
+    for (int round = 0; round < 6; ++round) {
+        const int64_t r0 = draw(rng, 0, rows - 1), r1 = draw(rng, r0, rows);
+        const int64_t b0 = draw(rng, 0, blocks - 1), b1 = draw(rng, b0, blocks);
+        const int64_t ldo = n + draw(rng, 0, 3);
+        const bool accumulate = draw(rng, 0, 1) == 1;
+        std::vector<float> before(static_cast<size_t>((rows - 1) * ldo + n));
+        for (float &y : before)
+            y = normal(rng);
+        std::vector<float> out = before;
+        kernels.matmul(m.packed, activations, rows, r0, r1, b0, b1, out.data(), ldo, accumulate);
+        for (int64_t r = 0; r < rows; ++r)
+            for (int64_t c = 0; c < (r + 1 < rows ? ldo : n); ++c) {
+                const auto at = static_cast<size_t>(r * ldo + c);
+                float want = before[at];
+                if (r >= r0 && r < r1 && c >= b0 * kColumns && c < std::min(n, b1 * kColumns)) {
+                    const float result = expected[static_cast<size_t>(r * n + c)];
+                    want = accumulate ? want + result : result;
+                }
+                CHECK(same_bits(&out[at], &want, 1),
+                      "%s %ld x %ld x %ld rows [%ld, %ld) blocks [%ld, %ld)%s: (%ld, %ld) is %.9g "
+                      "instead of %.9g",
+                      name(m.packed.format), rows, n, m.packed.k, r0, r1, b0, b1,
+                      accumulate ? " accumulated" : "", r, c, static_cast<double>(out[at]),
+                      static_cast<double>(want));
+            }
+    }
+}
+
+// A row with a NaN or an infinity spoils itself only.
+void test_bad_row(const LinearKernels &kernels, const Matrix &m, std::vector<float> x,
+                  const std::vector<float> &expected, int64_t rows, Rng &rng) {
+    const int64_t n = m.packed.n, k = m.packed.k, bad = draw(rng, 0, rows - 1);
+    const float values[] = {NAN, INFINITY, -INFINITY, -NAN};
+    x[static_cast<size_t>(bad * k + draw(rng, 0, k - 1))] = values[draw(rng, 0, 3)];
+    const Buffer activations = prepared(kernels, m.packed.format, x, rows, k);
+    std::vector<float> out(static_cast<size_t>(rows * n));
+    kernels.matmul(m.packed, activations.data.get(), rows, 0, rows, 0,
+                   (n + kColumns - 1) / kColumns, out.data(), n, false);
+    for (int64_t r = 0; r < rows; ++r) {
+        if (r != bad) {
+            CHECK(same_bits(&out[static_cast<size_t>(r * n)], &expected[static_cast<size_t>(r * n)],
+                            static_cast<size_t>(n)),
+                  "%s: row %ld changed by row %ld", name(m.packed.format), r, bad);
+            continue;
+        }
+        for (int64_t c = 0; c < n; ++c)
+            CHECK(!std::isfinite(out[static_cast<size_t>(r * n + c)]),
+                  "%s: a NaN or infinity was lost", name(m.packed.format));
+    }
+}
+
+void test_case(const Tier &tier, Format format, Shape s, Rng &rng) {
+    const LinearKernels &kernels = tier.linear;
+    const Matrix m(kernels, format, s.n, s.k, rng);
+    const std::vector<float> x = random_rows(s.rows, s.k, rng);
+    const Buffer activations = prepared(kernels, format, x, s.rows, s.k);
+    const std::vector<float> out = one_by_one(kernels, m, activations.data.get(), s.rows);
+    test_dequantize(kernels, m);
+    test_against_reference(m, x, out, s.rows);
+    test_ranges(kernels, m, activations.data.get(), out, s.rows, rng);
+    test_bad_row(kernels, m, x, out, s.rows, rng);
+}
+
+// Quantized activations are the same in every tier; products are the same in the tiers that fuse.
+void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Shape s,
+                       uint64_t seed) {
+    std::vector<std::byte> activations;
+    std::vector<float> fused;
+    for (const Tier *tier : tiers) {
+        Rng rng(seed);
+        const Matrix m(tier->linear, format, s.n, s.k, rng);
+        const std::vector<float> x = random_rows(s.rows, s.k, rng);
+        const size_t size = tier->linear.activation_bytes(format, s.rows, s.k);
+        const Buffer buffer = prepared(tier->linear, format, x, s.rows, s.k);
+        // Compare the rows' contents through the product with one tier's kernel.
+        const std::vector<float> out = one_by_one(tier->linear, m, buffer.data.get(), s.rows);
+        (void)size;
+        if (std::string(tier->name) == "generic")
+            continue;
+        if (fused.empty())
+            fused = out;
+        CHECK(same_bits(fused.data(), out.data(), out.size()), "%s: %s differs from %s",
+              name(format), tier->name, tiers.front()->name);
+    }
+}
+
+} // namespace
+} // namespace octavo
+
+int main(int argc, char **argv) {
+    using namespace octavo;
+    const int cases = argc > 1 ? std::atoi(argv[1]) : 6;
+    std::vector<const Tier *> tiers;
+    for (const char *tier_name : {"generic", "avx2", "avx512"}) {
+        try {
+            tiers.push_back(&find_tier(tier_name));
+        } catch (const std::invalid_argument &error) {
+            std::printf("skipped %s: %s\n", tier_name, error.what());
+        }
+    }
+    uint64_t seed = 1;
+    for (const Format format : kFormats) {
+        for (const Tier *tier : tiers) {
+            for (int i = 0; i < cases; ++i) {
+                Rng rng(seed++);
+                const Shape s = random_shape(format, rng);
+                test_case(*tier, format, s, rng);
+            }
+            Rng rng(seed++);
+            test_case(*tier, format, {2, 17, 16384}, rng);
+            if (failures == 0)
+                std::printf("passed %s %s\n", tier->name, name(format));
+        }
+        test_across_tiers(tiers, format, {5, 71, 512}, seed++);
+    }
+    return failures == 0 ? 0 : 1;
+}

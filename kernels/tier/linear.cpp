@@ -1,0 +1,159 @@
+// The linear kernels of one tier: the loops over tiles, and the table.
+#include "tier.h"
+
+#include "linear_pack.h"
+#include "linear_tile.h"
+
+namespace octavo {
+namespace {
+
+const uint8_t *bytes(const std::byte *from) {
+    return reinterpret_cast<const uint8_t *>(from);
+}
+
+// Calls f.operator()<F>() for the run-time format.
+template <class Function> decltype(auto) with_format(Format format, Function f) {
+    switch (format) {
+    case Format::F32:
+        return f.template operator()<Format::F32>();
+    case Format::F16:
+        return f.template operator()<Format::F16>();
+    case Format::BF16:
+        return f.template operator()<Format::BF16>();
+    case Format::Q4_0:
+        return f.template operator()<Format::Q4_0>();
+    case Format::Q4_1:
+        return f.template operator()<Format::Q4_1>();
+    case Format::Q5_0:
+        return f.template operator()<Format::Q5_0>();
+    case Format::Q5_1:
+        return f.template operator()<Format::Q5_1>();
+    case Format::Q8_0:
+        return f.template operator()<Format::Q8_0>();
+    case Format::Q4_K:
+        return f.template operator()<Format::Q4_K>();
+    case Format::Q5_K:
+        return f.template operator()<Format::Q5_K>();
+    case Format::Q6_K:
+        return f.template operator()<Format::Q6_K>();
+    }
+    __builtin_unreachable();
+}
+
+size_t packed_bytes(Format format, int64_t n, int64_t k) {
+    const int64_t block_bytes =
+        with_format(format, [&]<Format F>() { return planes<F>(k).block_bytes; });
+    return static_cast<size_t>(round_up(n, kColumns) / kColumns * block_bytes);
+}
+
+void pack(Format format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
+          int64_t block_begin, int64_t block_end) {
+    with_format(format, [&]<Format F>() {
+        constexpr FormatInfo info = format_info(F);
+        const int64_t row_bytes = k / info.block_values * info.block_bytes;
+        const int64_t block_bytes = planes<F>(k).block_bytes;
+        for (int64_t b = block_begin; b < block_end; ++b) {
+            const int64_t first = b * kColumns;
+            const int64_t columns = n - first < kColumns ? n - first : kColumns;
+            pack_column_block<F>(bytes(src) + first * row_bytes, columns, k,
+                                 reinterpret_cast<uint8_t *>(dst) + b * block_bytes);
+        }
+    });
+}
+
+int64_t activation_stride(Format format, int64_t k) {
+    return format_info(format).quantized ? activation_groups(k) * kLine : activation_floats(k) * 4;
+}
+
+size_t activation_bytes(Format format, int64_t rows, int64_t k) {
+    return static_cast<size_t>(rows * activation_stride(format, k));
+}
+
+bool same_activations(Format a, Format b) {
+    return format_info(a).quantized == format_info(b).quantized;
+}
+
+void prepare(Format format, const float *x, int64_t ldx, int64_t /*rows*/, int64_t k,
+             std::byte *dst, int64_t row_begin, int64_t row_end) {
+    const int64_t stride = activation_stride(format, k);
+    for (int64_t r = row_begin; r < row_end; ++r) {
+        const float *from = x + r * ldx;
+        std::byte *to = dst + r * stride;
+        if (!format_info(format).quantized) {
+            std::memcpy(to, from, static_cast<size_t>(k) * sizeof(float));
+            continue;
+        }
+        auto *groups = reinterpret_cast<ActivationGroup *>(to);
+        for (int64_t g = 0; g < k / kGroup; ++g)
+            prepare_group(from + g * kGroup, groups[g]);
+    }
+}
+
+// Splits [0, rows) into tiles of kMaxTileRows rows and one of the rest.
+template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
+    // All rows pass over as many column blocks as a tile takes, while those are in the cache.
+    constexpr int C = tile_columns<F>(R);
+    while (rows >= R) {
+        Tile part = tile;
+        int64_t left = blocks;
+        for (; left >= C; left -= C) {
+            compute_tile<F, R, C>(part);
+            part.weights += C * part.planes.block_bytes;
+            part.out += C * kColumns;
+            part.columns -= C * kColumns;
+        }
+        for (; left > 0; --left) {
+            compute_tile<F, R, 1>(part);
+            part.weights += part.planes.block_bytes;
+            part.out += kColumns;
+            part.columns -= kColumns;
+        }
+        tile.activations += R * tile.activation_stride;
+        tile.out += R * tile.ldo;
+        rows -= R;
+    }
+    if constexpr (R > 1)
+        if (rows > 0)
+            panel<F, R - 1>(tile, rows, blocks);
+}
+
+void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t /*rows*/,
+            int64_t row_begin, int64_t row_end, int64_t block_begin, int64_t block_end, float *out,
+            int64_t ldo, bool accumulate) {
+    with_format(matrix.format, [&]<Format F>() {
+        // Column blocks that all rows pass before the next: what a tile of one row takes at most.
+        constexpr int64_t kPanel = 4;
+        const int64_t stride = activation_stride(F, matrix.k);
+        const Planes at = planes<F>(matrix.k);
+        for (int64_t b = block_begin; b < block_end; b += kPanel) {
+            const int64_t blocks = block_end - b < kPanel ? block_end - b : kPanel;
+            panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * at.block_bytes,
+                                    .planes = at,
+                                    .k = matrix.k,
+                                    .activations = activations + row_begin * stride,
+                                    .activation_stride = stride,
+                                    .out = out + row_begin * ldo + b * kColumns,
+                                    .ldo = ldo,
+                                    .columns = matrix.n - b * kColumns,
+                                    .accumulate = accumulate},
+                                   row_end - row_begin, blocks);
+        }
+    });
+}
+
+void dequantize_row(const PackedMatrix &matrix, int64_t index, float *out) {
+    with_format(matrix.format, [&]<Format F>() {
+        dequantize_lane<F>(bytes(matrix.data) + index / kColumns * planes<F>(matrix.k).block_bytes,
+                           index % kColumns, matrix.k, out);
+    });
+}
+
+} // namespace
+
+const LinearKernels &OCTAVO_TIERED(linear_kernels)() {
+    static constexpr LinearKernels kTable = {
+        packed_bytes, pack, activation_bytes, same_activations, prepare, matmul, dequantize_row};
+    return kTable;
+}
+
+} // namespace octavo

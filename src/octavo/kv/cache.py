@@ -1,0 +1,346 @@
+"""The paged cache of all sequences: block tables over one pool, shared prefixes, copy-on-write.
+
+A sequence has a slot: its row in ``tables``. The cache knows nothing of requests; the scheduler
+tells it which positions it is about to write (`reserve`), and afterwards that they are written
+(`advance`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.kv.layout import KvLayout
+from octavo.kv.pool import BlockPool
+from octavo.kv.prefix import Hash, Node, PrefixIndex, chain_hash
+
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A cached prefix: its nodes, and how many tokens of it are taken over."""
+
+    nodes: tuple[Node, ...]
+    num_tokens: int
+
+
+NO_HIT = Hit((), 0)
+
+
+class KvCache:
+    """Block tables, pool and prefix index, kept consistent.
+
+    ``tables`` [groups, slots, blocks] int32 is updated in place; entry [g, slot, b] is the block
+    of positions b * block_size … in group g, -1 where nothing is allocated or where a window has
+    given the block back. ``num_tokens`` [slots] int32 counts the positions written.
+
+    A block that several sequences refer to, or whose content is in the prefix index, is never
+    written: `reserve` first copies it (``copies``, in order, before anything else in the step).
+    """
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        num_blocks: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        *,
+        enable_prefix_caching: bool = True,
+        hasher: Hash = chain_hash,
+    ) -> None:
+        self.layout = layout
+        self.block_size = layout.block_size
+        self.pool = BlockPool(num_blocks)
+        self.index = PrefixIndex(num_blocks, len(layout.groups), hasher)
+        self.enable_prefix_caching = enable_prefix_caching
+        self.tables: Int32 = np.full(
+            (len(layout.groups), max_seqs, max_blocks_per_seq), -1, dtype=np.int32
+        )
+        self.num_tokens: Int32 = np.zeros(max_seqs, dtype=np.int32)
+        self.num_blocks: Int32 = np.zeros(max_seqs, dtype=np.int32)  # allocated, given back or not
+        self.copies: list[tuple[int, int]] = []
+        self.shared_tails: set[int] = set()  # slots whose next write may fall into a shared block
+        self._windows = tuple(group.window for group in layout.groups)
+        self._first = [[0] * max_seqs for _ in layout.groups]  # first block not given back
+        self._tip: list[Node | None] = [None] * max_seqs  # node of the last registered block
+        self._registered = [0] * max_seqs  # blocks registered or taken from the index
+        self._slots = list(range(max_seqs - 1, -1, -1))
+
+    # Sizes
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
+
+    def peak_blocks(self, num_tokens: int) -> int:
+        """Most blocks a sequence of ``num_tokens`` positions holds, written one by one."""
+        total = -(-num_tokens // self.block_size)
+        return sum(
+            total if window is None else min(total, -(-(window - 1) // self.block_size) + 1)
+            for window in self._windows
+        )
+
+    def held_blocks(self, slot: int) -> int:
+        end = int(self.num_blocks[slot])
+        return sum(end - first[slot] for first in self._first)
+
+    def waste(self) -> float:
+        """Allocated but unfilled slots ÷ allocated slots (0 when nothing is allocated)."""
+        allocated = self.pool.num_used * self.block_size
+        unfilled = int(self.num_blocks.sum()) * self.block_size - int(self.num_tokens.sum())
+        return min(1.0, unfilled * len(self._windows) / allocated) if allocated else 0.0
+
+    # Beginning and end of a sequence
+
+    def lookup(self, tokens: array[int], salt: str | None) -> Hit:
+        """The longest cached prefix that every group can use.
+
+        A group without a window needs all blocks; one with a window only those that the next
+        position still sees. The last token is always left to compute.
+        """
+        if not self.enable_prefix_caching:
+            return NO_HIT
+        node = self.index.find(None, (salt or "").encode())
+        if node is None:
+            return NO_HIT
+        size = self.block_size
+        last = len(tokens) - 1
+        nodes: list[Node] = []
+        runs = [0] * len(self._windows)  # cached blocks in a row, up to here
+        best = 0
+        for start in range(0, len(tokens) - size + 1, size):
+            node = self.index.find(node, tokens[start : start + size].tobytes())
+            if node is None:
+                break
+            nodes.append(node)
+            position = min(start + size, last)
+            usable = True
+            for group, window in enumerate(self._windows):
+                runs[group] = runs[group] + 1 if node.blocks[group] >= 0 else 0
+                first = 0 if window is None else max(0, position - window + 1) // size
+                usable = usable and runs[group] >= len(nodes) - first
+            if usable:
+                best = len(nodes)
+        return Hit(tuple(nodes[:best]), min(best * size, last)) if best else NO_HIT
+
+    def blocks_to_take(self, hit: Hit) -> int:
+        """How many free blocks `open` would take for this hit."""
+        refs = self.pool.refs
+        return sum(
+            refs[node.blocks[group]] == 0
+            for group, first in enumerate(self._first_needed(hit.num_tokens))
+            for node in hit.nodes[first:]
+        )
+
+    def open(self, hit: Hit = NO_HIT, salt: str | None = None) -> int:
+        """Take a slot, and the hit's blocks with it."""
+        slot = self._slots.pop()
+        count = len(hit.nodes)
+        self.num_blocks[slot] = count
+        self.num_tokens[slot] = hit.num_tokens
+        for group, first in enumerate(self._first_needed(hit.num_tokens)):
+            self._first[group][slot] = min(first, count)
+            for position in range(first, count):
+                block = hit.nodes[position].blocks[group]
+                self.pool.share(block)
+                self.tables[group, slot, position] = block
+        if count * self.block_size > hit.num_tokens:
+            self.shared_tails.add(slot)
+        if self.enable_prefix_caching:
+            tip = hit.nodes[-1] if count else self.index.add(None, (salt or "").encode())
+            if tip is not None:
+                self.index.pin(tip)
+            self._tip[slot] = tip
+            self._registered[slot] = count
+        return slot
+
+    def fork(self, slot: int) -> int:
+        """A new slot with the same content; all blocks are shared."""
+        child = self._slots.pop()
+        count = int(self.num_blocks[slot])
+        self.num_blocks[child] = count
+        self.num_tokens[child] = self.num_tokens[slot]
+        for group, first in enumerate(self._first):
+            first[child] = first[slot]
+            row = self.tables[group, slot, first[slot] : count]
+            self.tables[group, child, first[slot] : count] = row
+            for block in row.tolist():
+                self.pool.share(block)
+        self.shared_tails.update((slot, child))
+        tip = self._tip[child] = self._tip[slot]
+        self._registered[child] = self._registered[slot]
+        if tip is not None:
+            self.index.pin(tip)
+        return child
+
+    def close(self, slot: int) -> None:
+        """Give the slot and its blocks back; what is cached stays usable, its beginning longest."""
+        count = int(self.num_blocks[slot])
+        for group, first in enumerate(self._first):
+            for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
+                self.pool.release(block, keep=self.index.holds(block))
+            first[slot] = 0
+        self.tables[:, slot, :count] = -1
+        self.num_blocks[slot] = 0
+        self.num_tokens[slot] = 0
+        self._registered[slot] = 0
+        self.shared_tails.discard(slot)
+        tip = self._tip[slot]
+        if tip is not None:
+            self._tip[slot] = None
+            self.index.unpin(tip)
+        self._slots.append(slot)
+
+    # A step
+
+    def room(self, slot: int) -> int:
+        """How many further positions could be reserved now (their blocks are free)."""
+        size = self.block_size
+        groups = len(self._windows)
+        free = self.pool.num_free
+        if slot in self.shared_tails:
+            # A cached block of this sequence alone frees itself when it is copied.
+            copied = sum(self.pool.refs[block] > 1 for block in self._tail(slot))
+            if copied > free:
+                return 0
+            free -= copied
+        free += self._outside_window(slot)
+        slack = int(self.num_blocks[slot]) * size - int(self.num_tokens[slot])
+        return slack + free // groups * size
+
+    def reserve(self, slot: int, count: int) -> bool:
+        """Make the next ``count`` positions writable: all of them, or nothing changes and False.
+
+        Blocks that the first of them no longer sees through a window are given back.
+        """
+        if self.room(slot) < count:
+            return False
+        size = self.block_size
+        start = int(self.num_tokens[slot])
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                first = self._first[group]
+                while first[slot] < self._keep_from(slot, start, window):
+                    block = int(self.tables[group, slot, first[slot]])
+                    self.tables[group, slot, first[slot]] = -1
+                    self.pool.release(block, keep=self.index.holds(block))
+                    first[slot] += 1
+        if slot in self.shared_tails:
+            self.shared_tails.discard(slot)
+            for group, block in enumerate(self._tail(slot)):
+                if self._must_copy(block):
+                    # Released first: when it is the only free block it is handed back as it is.
+                    self.pool.release(block, keep=True)
+                    copy = self._allocate()
+                    self.tables[group, slot, start // size] = copy
+                    if copy != block:
+                        self.copies.append((block, copy))
+        for position in range(int(self.num_blocks[slot]), -(-(start + count) // size)):
+            for group in range(len(self._windows)):
+                self.tables[group, slot, position] = self._allocate()
+            self.num_blocks[slot] = position + 1
+        return True
+
+    def take_copies(self) -> Int32:
+        """The [C, 2] (source, destination) copies of this step."""
+        if not self.copies:
+            return NO_COPIES
+        copies = np.array(self.copies, dtype=np.int32)
+        self.copies.clear()
+        return copies
+
+    def advance(self, slot: int, count: int) -> None:
+        """The next ``count`` positions have been written."""
+        self.num_tokens[slot] += count
+
+    def register(self, slot: int, tokens: array[int]) -> None:
+        """Enter the slot's newly filled blocks into the prefix index. ``tokens`` are the
+        sequence's, at least those written.
+        """
+        tip = self._tip[slot]
+        if tip is None:
+            return
+        size = self.block_size
+        full = int(self.num_tokens[slot]) // size
+        for position in range(self._registered[slot], full):
+            node = self.index.add(tip, tokens[position * size : (position + 1) * size].tobytes())
+            if node is not None:
+                for group in range(len(self._windows)):
+                    block = int(self.tables[group, slot, position])
+                    if block >= 0:
+                        self.index.put(node, group, block)
+                self.index.pin(node)
+            self.index.unpin(tip)
+            self._tip[slot] = tip = node
+            if tip is None:
+                break
+        self._registered[slot] = full
+
+    # Inside
+
+    def _first_needed(self, position: int) -> list[int]:
+        """For each group the first block that a query at ``position`` reads."""
+        return [
+            0 if window is None else max(0, position - window + 1) // self.block_size
+            for window in self._windows
+        ]
+
+    def _keep_from(self, slot: int, start: int, window: int) -> int:
+        """First block to keep: the window's first, and never past what is allocated."""
+        needed = max(0, start - window + 1) // self.block_size
+        return min(needed, int(self.num_blocks[slot]))
+
+    def _outside_window(self, slot: int) -> int:
+        """Blocks that `reserve` would free: nobody else refers to them."""
+        start = int(self.num_tokens[slot])
+        refs = self.pool.refs
+        free = 0
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                first = self._first[group][slot]
+                row = self.tables[group, slot, first : self._keep_from(slot, start, window)]
+                free += sum(refs[block] == 1 for block in row.tolist())
+        return free
+
+    def _tail(self, slot: int) -> list[int]:
+        """The block of the next position in each group, if it is allocated and partly filled."""
+        start = int(self.num_tokens[slot])
+        if start % self.block_size == 0 or start // self.block_size >= self.num_blocks[slot]:
+            return []
+        blocks: list[int] = self.tables[:, slot, start // self.block_size].tolist()
+        return blocks
+
+    def _must_copy(self, block: int) -> bool:
+        return self.pool.refs[block] > 1 or self.index.holds(block)
+
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        self.index.forget(block)
+        return block
+
+    def check(self) -> None:
+        """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
+        self.pool.check()
+        self.index.check()
+        blocks, counts = np.unique(self.tables[self.tables >= 0], return_counts=True)
+        refs = np.zeros(self.pool.num_blocks, dtype=np.int64)
+        refs[blocks] = counts
+        wrong = np.flatnonzero(refs != np.array(self.pool.refs))
+        if len(wrong):
+            block = int(wrong[0])
+            raise RuntimeError(
+                f"block {block}: {self.pool.refs[block]} references counted, "
+                f"{refs[block]} in the tables"
+            )
+        idle = self._slots
+        if self.num_blocks[idle].any() or self.num_tokens[idle].any():
+            raise RuntimeError("a closed slot still holds blocks")
+        if (self.num_tokens > self.num_blocks * self.block_size).any():
+            raise RuntimeError("a sequence has more tokens than slots")
+
+
+NO_COPIES: Int32 = np.empty((0, 2), dtype=np.int32)

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
+from octavo.engine.clock import Clock
 from octavo.engine.outputs import Delta
-from octavo.schedule.request import Request, RequestRecord
+from octavo.execute.batch import Executor, StepResult
+from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
+from octavo.schedule.request import (
+    AdmissionError,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestRecord,
+)
+from octavo.schedule.scheduler import Scheduled, Scheduler
+from octavo.schedule.sequence import RequestState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -17,11 +34,12 @@ class EngineStats:
 
     running: int = 0  # sequences in the batch or prefilling
     waiting: int = 0  # sequences queued, preempted ones included
+    waiting_tokens: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0  # referenced by a sequence
     kv_waste: float = 0.0  # allocated but unfilled slots ÷ allocated slots
     steps: int = 0
-    prompt_tokens: int = 0  # of admitted requests at their first scheduling
+    prompt_tokens: int = 0  # of requests that were scheduled
     generation_tokens: int = 0
     computed_tokens: int = 0  # put through the model, recomputation included
     preemptions: int = 0
@@ -36,37 +54,345 @@ class EngineStats:
         return self.kv_blocks_used / self.kv_blocks if self.kv_blocks else 0.0
 
 
+class Step(NamedTuple):
+    """What an observer sees of a step: after sampling, before anything is committed."""
+
+    scheduled: Scheduled
+    result: StepResult
+    sampled: Sampled
+    started: float  # clock seconds
+    ended: float
+
+
+class Observer(Protocol):
+    """Told of every step and every outcome, on the engine's thread. Must not raise or block."""
+
+    def on_step(self, step: Step) -> None: ...
+
+    def on_end(self, record: RequestRecord) -> None:
+        """``record.outcome`` has just been set; rejected requests are told too."""
+        ...
+
+
+class Text(Protocol):
+    """A sequence's text as it grows."""
+
+    stop_reason: str | None  # the stop string that was found
+
+    def append(self, token_id: int) -> str:
+        """The text that is now certain. Once ``stop_reason`` is set the text is complete."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back, when no token follows."""
+        ...
+
+
+TextFactory = Callable[[SamplingParams], Text]
+
+
+class NoText:
+    """For simulations and token-only callers."""
+
+    stop_reason: str | None = None
+
+    def append(self, token_id: int) -> str:
+        return ""
+
+    def finish(self) -> str:
+        return ""
+
+
+@dataclass(slots=True)
+class _Output:
+    """What the engine keeps of a sequence."""
+
+    sampler: SamplerState
+    text: Text
+    ending_ids: frozenset[int]
+    own_stop_ids: Collection[int]
+    max_tokens: int
+    wants_logprobs: bool
+    num_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta takes it
+
+
 class Engine:
     """Synchronous engine. Not thread-safe: one thread calls it (`AsyncEngine` owns one)."""
 
-    def check(self, request: Request) -> None:
-        """Refuse what can never run: `AdmissionError` with the arithmetic, `InvalidParameter`.
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        clock: Clock,
+        *,
+        vocab_size: int,
+        eos_token_ids: Collection[int] = (),
+        text: TextFactory = lambda params: NoText(),
+        max_logprobs: int = 20,
+    ) -> None:
+        self.executor = executor
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.clock = clock
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_logprobs = max_logprobs
+        self.observers: list[Observer] = []
+        self._text = text
+        self._requests: dict[str, RequestState] = {}
+        self._ended: list[Delta] = []  # last deltas of requests that ended between steps
+        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks)
+
+    # Requests
+
+    def check(self, request: Request) -> Request:
+        """The request as it will run: parameters validated, seed decided. Raises `AdmissionError`
+        with the arithmetic or `InvalidParameter` if it can never run.
 
         Reads only what does not change, so any thread may call it.
         """
-        raise NotImplementedError
+        params = request.params.validated(self.vocab_size, self.max_logprobs).with_seed()
+        request = replace(request, params=params)
+        self.scheduler.check(request)
+        for edge in (min, max):
+            token_id = edge(request.prompt_token_ids)
+            if not 0 <= token_id < self.vocab_size:
+                raise AdmissionError(
+                    f"token id {token_id} in the prompt is outside 0 to {self.vocab_size - 1}",
+                    "prompt",
+                )
+        return request
 
-    def add_request(self, request: Request) -> RequestRecord:
+    def add_request(self, request: Request, arrival: float | None = None) -> RequestRecord:
         """Queue a request; it joins the next step. Raises as `check` does, and when the queue is
         full (`AdmissionError` with ``retryable``). The record is the live one, filled as it runs.
         """
-        raise NotImplementedError
+        record = self.new_record(request, arrival)
+        try:
+            request = self.check(request)
+            self.scheduler.check_queue(len(request.prompt_token_ids))
+            self.admit(request, record)
+        except ValueError as error:
+            self.reject(record, error)
+            raise
+        return record
+
+    def new_record(self, request: Request, arrival: float | None = None) -> RequestRecord:
+        return RequestRecord(
+            request.request_id,
+            self.clock.now() if arrival is None else arrival,
+            len(request.prompt_token_ids),
+            request.params.n,
+            request.params.max_tokens,
+        )
+
+    def reject(self, record: RequestRecord, error: Exception) -> None:
+        record.error = str(error)
+        self._close(record, Outcome.REJECTED)
+
+    def admit(self, request: Request, record: RequestRecord) -> None:
+        """Queue a request that has passed `check`."""
+        if request.request_id in self._requests:
+            raise AdmissionError(f"request id {request.request_id!r} is in use", "request_id")
+        params = request.params
+        state = self.scheduler.add(request, record)
+        record.max_tokens = state.max_tokens
+        ending_ids = params.ending_ids(self.eos_token_ids)
+        for seq in state.sequences:
+            seq.output = _Output(
+                self.sampler.new_state(params, request.prompt_token_ids, ending_ids, seq.choice),
+                self._text(params),
+                ending_ids,
+                params.stop_token_ids,
+                state.max_tokens,
+                params.logprobs is not None,
+            )
+        if params.prompt_logprobs is not None:
+            state.sequences[0].output.prompt_logprobs = [None]
+        self._requests[request.request_id] = state
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
         (finish_reason ABORT, with the record) comes out of the next `step`. False if unknown.
         """
-        raise NotImplementedError
+        state = self._requests.get(request_id)
+        if state is None:
+            return False
+        self._end(state, FinishReason.ABORT, self._ended)
+        return True
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to run or to deliver."""
+        return bool(self._requests or self._ended)
+
+    # The loop
 
     def step(self) -> list[Delta]:
         """Run one step and return what it produced, in batch order. Never raises for a request's
         fault: a failed request's last Delta has finish_reason ERROR and the record its message.
         """
-        raise NotImplementedError
+        deltas, self._ended = self._ended, []
+        started = self.clock.now()
+        scheduled = self.scheduler.schedule(started)
+        if scheduled is None:
+            return deltas
+        try:
+            result = self.executor.execute(scheduled.batch)
+            sampled = self.sampler.sample(
+                result.logits,
+                scheduled.sample_rows,
+                [seq.output.sampler for seq in scheduled.samples],
+            )
+            self._score_prompts(scheduled, result)
+        except Exception as error:
+            logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
+            self.scheduler.discard(scheduled)
+            for seq in scheduled.sequences:
+                self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
+            return deltas
+        self.clock.advance(result.duration)
+        now = self.clock.now()
+        for observer in self.observers:
+            observer.on_step(Step(scheduled, result, sampled, started, now))
+        for index, message in sampled.errors.items():
+            self._end(scheduled.samples[index].owner, FinishReason.ERROR, deltas, message)
+        self.scheduler.commit(scheduled, sampled.token_ids)
+        self._deliver(scheduled, sampled, now, deltas)
+        stats = self._stats
+        stats.steps += 1
+        stats.last_step_tokens = scheduled.batch.num_tokens
+        stats.computed_tokens += scheduled.batch.num_tokens
+        stats.last_step_seconds = now - started
+        return deltas
 
-    def has_work(self) -> bool:
-        """Whether `step` has anything to run or to deliver."""
-        raise NotImplementedError
+    def _score_prompts(self, scheduled: Scheduled, result: StepResult) -> None:
+        """Collect the prompt logprobs of this step's chunks for the request's first delta."""
+        for seq, row, position, size in scheduled.prompt_rows:
+            request = seq.owner.request
+            seq.output.prompt_logprobs += self.sampler.prompt_logprobs(
+                result.logits,
+                range(row, row + size),
+                request.prompt_token_ids[position : position + size],
+                request.params.prompt_logprobs or 0,
+            )
+
+    def _deliver(
+        self, scheduled: Scheduled, sampled: Sampled, now: float, deltas: list[Delta]
+    ) -> None:
+        """One Delta for every token drawn; sequences that are done leave."""
+        logprobs = sampled.logprobs
+        for index, (seq, token_id) in enumerate(
+            zip(scheduled.samples, sampled.token_ids, strict=True)
+        ):
+            if seq.slot < 0:
+                continue
+            owner = seq.owner
+            record = owner.record
+            output: _Output = seq.output
+            output.num_tokens = num_tokens = output.num_tokens + 1
+            record.completion_tokens += 1
+            record.last_token = now
+            if record.first_token is None:
+                record.first_token = now
+            reason: FinishReason | None = None
+            stop_reason: str | int | None = None
+            if token_id in output.ending_ids:
+                text = output.text.finish()
+                reason = FinishReason.STOP
+                stop_reason = token_id if token_id in output.own_stop_ids else None
+            else:
+                text = output.text.append(token_id)
+                stop_reason = output.text.stop_reason
+                if stop_reason is not None:
+                    reason = FinishReason.STOP
+                elif num_tokens >= output.max_tokens:
+                    text += output.text.finish()
+                    reason = FinishReason.LENGTH
+            if reason is not None and self.scheduler.finish(seq, reason):
+                self._close(record, Outcome.FINISHED, now)
+                del self._requests[owner.request.request_id]
+            deltas.append(
+                Delta(
+                    owner.request.request_id,
+                    seq.choice,
+                    text,
+                    [token_id],
+                    [logprobs[index]] if output.wants_logprobs else None,  # type: ignore
+                    reason,
+                    stop_reason,
+                    output.prompt_logprobs,
+                    record if record.outcome is not None else None,
+                )
+            )
+            output.prompt_logprobs = None
+
+    def _end(
+        self,
+        state: RequestState,
+        reason: FinishReason,
+        deltas: list[Delta],
+        error: str | None = None,
+    ) -> None:
+        """End what is left of a request, with a last delta for each unfinished sequence."""
+        record = state.record
+        if record.outcome is not None:
+            return
+        unfinished = self.scheduler.end(state, reason)
+        record.error = error
+        self._close(record, Outcome.ABORTED if error is None else Outcome.FAILED)
+        del self._requests[state.request.request_id]
+        for seq in unfinished:
+            deltas.append(
+                Delta(
+                    record.request_id,
+                    seq.choice,
+                    "",
+                    [],
+                    finish_reason=reason,
+                    record=record if seq is unfinished[-1] else None,
+                )
+            )
+
+    def _close(self, record: RequestRecord, outcome: Outcome, now: float | None = None) -> None:
+        """The request's one outcome."""
+        if record.outcome is not None:
+            raise RuntimeError(f"request {record.request_id!r} ended twice")
+        record.outcome = outcome
+        record.finished = self.clock.now() if now is None else now
+        self._stats.generation_tokens += record.completion_tokens
+        for observer in self.observers:
+            observer.on_end(record)
+
+    # What is going on
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        scheduler, pool = self.scheduler, self.scheduler.kv.pool
+        return replace(
+            self._stats,
+            running=len(scheduler.decoding) + len(scheduler.prefilling),
+            waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.waiting_tokens,
+            kv_blocks_used=pool.num_used,
+            kv_waste=scheduler.kv.waste(),
+            prompt_tokens=scheduler.prompt_tokens,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefix_queries,
+            prefix_hits=scheduler.prefix_hits,
+        )
+
+    def check_integrity(self) -> None:
+        """Free + referenced blocks = all blocks, references equal the tables, every request is
+        somewhere; `RuntimeError` otherwise. Nearly free when the engine is idle.
+        """
+        if not self._requests:
+            self.scheduler.check_idle()
+            return
+        self.scheduler.check_integrity()
+
+    def close(self) -> None:
+        """End every request and give the executor's memory back."""
+        for state in list(self._requests.values()):
+            self._end(state, FinishReason.ABORT, self._ended)
+        self.executor.close()

@@ -127,11 +127,11 @@ class KvCache:
                 best = len(nodes)
         return Hit(tuple(nodes[:best]), min(best * size, last)) if best else NO_HIT
 
-    def blocks_to_take(self, hit: Hit) -> int:
-        """How many free blocks `open` would take for this hit."""
+    def blocks_in_use(self, hit: Hit) -> int:
+        """How many of the hit's blocks others refer to, so that sharing them costs nothing."""
         refs = self.pool.refs
         return sum(
-            refs[node.blocks[group]] == 0
+            refs[node.blocks[group]] > 0
             for group, first in enumerate(self._first_needed(hit.num_tokens))
             for node in hit.nodes[first:]
         )

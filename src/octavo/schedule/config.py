@@ -1,0 +1,41 @@
+"""The limits a scheduler works within."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Names and meanings of vLLM's flags. Raises `ValueError` with the arithmetic."""
+
+    max_model_len: int  # most tokens of a sequence, prompt and output together
+    max_num_seqs: int = 256  # most sequences in a batch
+    max_num_batched_tokens: int = 512  # most tokens in a step
+    max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
+    enable_prefix_caching: bool = True
+    max_num_queued_reqs: int | None = None  # None: no bound
+    max_num_queued_tokens: int | None = None  # prompt tokens waiting
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+        for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
+            bound = getattr(self, name)
+            if bound is not None and bound < 1:
+                raise ValueError(f"{name} is {bound}: nothing would ever be admitted")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
+                f"{self.max_num_seqs}: every running sequence needs one token a step"
+            )
+        if self.logits_rows < self.max_num_seqs:
+            raise ValueError(
+                f"max_logits_rows {self.logits_rows} is below max_num_seqs {self.max_num_seqs}: "
+                "every running sequence needs one row a step"
+            )
+
+    @property
+    def logits_rows(self) -> int:
+        return self.max_num_seqs if self.max_logits_rows is None else self.max_logits_rows

@@ -1,0 +1,62 @@
+"""One stream of tokens in the making, and the request it belongs to."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from octavo.schedule.request import Request, RequestRecord
+
+
+class Status(Enum):
+    """Where a sequence is. Several tokens may be missing from the cache only while PREFILLING."""
+
+    WAITING = auto()  # queued, new or preempted; holds nothing
+    PREFILLING = auto()  # has a slot; its known tokens go through the model in chunks
+    DECODING = auto()  # has a slot; its last token is the next to go through the model
+    FORKING = auto()  # one of n > 1: begins when the first of them has put the prompt through
+    FINISHED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a request's n answers. ``token_ids`` is prompt and output in one array."""
+
+    owner: RequestState
+    choice: int
+    order: tuple[int, int]  # (arrival number, choice): who came first
+    token_ids: array[int]
+    status: Status = Status.WAITING
+    slot: int = -1  # row in the block tables while PREFILLING or DECODING
+    num_scored: int = 0  # prompt positions whose logprobs have been delivered
+    output: Any = None  # the engine's: sampler state, detokenizer, stop rules
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request in the engine: its sequences and its record."""
+
+    request: Request
+    record: RequestRecord
+    max_tokens: int
+    sequences: list[Sequence] = field(default_factory=list)
+    num_unfinished: int = 0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def forking(self) -> list[Sequence]:
+        """The sequences that wait for the first one's prompt."""
+        return [seq for seq in self.sequences if seq.status is Status.FORKING]
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether prompt logprobs are still to be computed."""
+        return (
+            self.request.params.prompt_logprobs is not None
+            and self.sequences[0].num_scored < self.num_prompt_tokens - 1
+        )

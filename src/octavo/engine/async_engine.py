@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
 from collections.abc import AsyncIterator
 
 from octavo.engine.engine import Engine, EngineStats
 from octavo.engine.outputs import Delta
-from octavo.schedule.request import Request, RequestRecord
+from octavo.schedule.request import AdmissionError, Request, RequestRecord
+
+logger = logging.getLogger(__name__)
 
 
 class EngineDead(RuntimeError):
@@ -21,18 +28,84 @@ class Stream(AsyncIterator[Delta]):
     Leaving the iteration early does not abort: call `abort`.
     """
 
-    request_id: str
-    record: RequestRecord  # the live record; complete when record.outcome is set
+    def __init__(self, engine: AsyncEngine, record: RequestRecord) -> None:
+        self.request_id = record.request_id
+        self.record = record  # the live record; complete when record.outcome is set
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._arrived: list[Delta] = []
+        self._ready: deque[Delta] = deque()
+        self._wakeup: asyncio.Future[None] | None = None
+        self._error: EngineDead | None = None
+        self._over = False  # nothing more will arrive
 
     def __aiter__(self) -> Stream:
         return self
 
     async def __anext__(self) -> Delta:
-        raise NotImplementedError
+        while not self._ready:
+            if self._arrived:
+                self._ready.extend(joined(self._arrived))
+                self._arrived = []
+            elif self._error is not None:
+                raise self._error
+            elif self._over:
+                raise StopAsyncIteration
+            else:
+                self._wakeup = self._loop.create_future()
+                try:
+                    await self._wakeup
+                finally:
+                    self._wakeup = None
+        return self._ready.popleft()
 
     def abort(self) -> None:
         """Ask the engine to end the request; returns at once. No-op when it has ended."""
-        raise NotImplementedError
+        if not self._over:
+            self._engine.abort(self.request_id)
+
+    # On the stream's own loop
+
+    def _push(self, delta: Delta) -> None:
+        if self._over:
+            return
+        self._arrived.append(delta)
+        self._over = delta.record is not None
+        self._wake()
+
+    def _fail(self, error: EngineDead) -> None:
+        if not self._over:
+            self._over = True
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+
+def joined(deltas: list[Delta]) -> list[Delta]:
+    """Consecutive deltas of one request as one for each choice, the one with the record last."""
+    if len(deltas) == 1:
+        return deltas
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.choice, []).append(delta)
+    merged = [_join(parts) if len(parts) > 1 else parts[0] for parts in choices.values()]
+    merged.sort(key=lambda delta: delta.record is not None)
+    return merged
+
+
+def _join(parts: list[Delta]) -> Delta:
+    logprobs = None
+    if any(part.logprobs is not None for part in parts):
+        logprobs = [entry for part in parts for entry in part.logprobs or ()]
+    return parts[-1]._replace(
+        text="".join(part.text for part in parts),
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=parts[0].prompt_logprobs,
+    )
 
 
 class AsyncEngine:
@@ -44,40 +117,199 @@ class AsyncEngine:
 
     def __init__(self, engine: Engine, *, hang_timeout: float = 60.0) -> None:
         """``hang_timeout``: seconds a single step may take before the engine counts as dead."""
-        raise NotImplementedError
+        self.engine = engine
+        self.hang_timeout = hang_timeout
+        self._condition = threading.Condition()
+        # Guarded by the condition:
+        self._inbox: list[tuple[Request, RequestRecord]] = []
+        self._inbox_tokens = 0
+        self._aborts: list[str] = []
+        self._streams: dict[str, Stream] = {}
+        self._draining = False
+        self._stopping = False
+        self._error: EngineDead | None = None
+        self._busy_since: float | None = None  # start of the current step; None while asleep
+        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self._watch: asyncio.TimerHandle | None = None
 
-    async def start(self) -> None: ...
+    async def start(self) -> None:
+        self._thread.start()
 
     def submit(self, request: Request) -> Stream:
         """Queue a request. Raises `AdmissionError` (retryable when the queue is full or the
         engine drains), `InvalidParameter` or `EngineDead` at once.
         """
-        raise NotImplementedError
+        record = self.engine.new_record(request)
+        try:
+            request = self.engine.check(request)
+            with self._condition:
+                if self._error is not None:
+                    raise self._error
+                if self._draining or self._stopping:
+                    raise AdmissionError("the server is shutting down", retryable=True)
+                if request.request_id in self._streams:
+                    raise AdmissionError(
+                        f"request id {request.request_id!r} is in use", "request_id"
+                    )
+                self.engine.scheduler.check_queue(
+                    record.prompt_tokens, len(self._inbox), self._inbox_tokens
+                )
+                stream = self._streams[request.request_id] = Stream(self, record)
+                self._inbox.append((request, record))
+                self._inbox_tokens += record.prompt_tokens
+                self._condition.notify()
+        except ValueError as error:
+            self.engine.reject(record, error)
+            raise
+        self._arm_watch()
+        return stream
 
-    def abort(self, request_id: str) -> None: ...
+    def abort(self, request_id: str) -> None:
+        """Ask for a request's end; returns at once. Unknown and ended ones are ignored."""
+        with self._condition:
+            if request_id in self._streams:
+                self._aborts.append(request_id)
+                self._condition.notify()
 
     def stats(self) -> EngineStats:
-        raise NotImplementedError
+        stats = self.engine.stats()
+        stats.waiting += len(self._inbox)
+        stats.waiting_tokens += self._inbox_tokens
+        return stats
 
     @property
     def alive(self) -> bool:
         """The thread runs, and its current step started less than ``hang_timeout`` ago."""
-        raise NotImplementedError
+        return (
+            self._error is None
+            and self._thread.is_alive()
+            and time.monotonic() - self.last_tick < self.hang_timeout
+        )
 
     @property
     def last_tick(self) -> float:
         """`time.monotonic` of the loop's last sign of life (now, while it sleeps idle)."""
-        raise NotImplementedError
+        busy_since = self._busy_since
+        return time.monotonic() if busy_since is None else busy_since
 
     @property
     def draining(self) -> bool:
-        raise NotImplementedError
+        return self._draining
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, wait until everything running has ended; at the timeout abort the
         rest (their streams end with finish_reason ABORT). True if all ended by themselves.
         """
-        raise NotImplementedError
+        with self._condition:
+            self._draining = True
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while self._streams and self.alive:
+            if deadline is not None and time.monotonic() >= deadline:
+                for request_id in list(self._streams):
+                    self.abort(request_id)
+                await self._emptied(5.0)
+                return False
+            await asyncio.sleep(0.01)
+        return not self._streams
 
     async def stop(self) -> None:
         """Abort what runs and end the thread."""
+        with self._condition:
+            self._stopping = True
+            self._aborts += self._streams
+            self._condition.notify()
+        if self._thread.is_alive():
+            await self._emptied(self.hang_timeout)
+            await asyncio.to_thread(self._thread.join, self.hang_timeout)
+        self._fail_streams(EngineDead("the engine was stopped"))
+        if self._watch is not None:
+            self._watch.cancel()
+
+    async def _emptied(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
+        while self._streams and self.alive and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+
+    # The thread
+
+    def _run(self) -> None:
+        try:
+            while self._turn():
+                pass
+        except BaseException as error:
+            logger.critical("the engine thread died", exc_info=True)
+            self._fail_streams(EngineDead(f"the engine died: {error!r}"))
+
+    def _turn(self) -> bool:
+        """Sleep until there is work, take what has arrived, run one step."""
+        with self._condition:
+            if not (self._inbox or self._aborts or self.engine.has_work()):
+                self._busy_since = None
+                self.engine.check_integrity()
+                while not (self._inbox or self._aborts or self._stopping):
+                    self._condition.wait()
+            self._busy_since = time.monotonic()
+            if self._stopping and not (self._inbox or self._aborts or self.engine.has_work()):
+                self._busy_since = None
+                return False
+            arrived, self._inbox, self._inbox_tokens = self._inbox, [], 0
+            aborts, self._aborts = self._aborts, []
+        for request, record in arrived:
+            try:
+                self.engine.admit(request, record)
+            except Exception as error:
+                logger.exception("request %r was not taken", request.request_id)
+                self._deliver([self.engine.refuse(record, error)])
+        for request_id in aborts:
+            self.engine.abort(request_id)
+        self._deliver(self.engine.step())
+        return True
+
+    def _deliver(self, deltas: list[Delta]) -> None:
+        """One wake-up for each event loop that has a stream in this step."""
+        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
+        with self._condition:
+            for delta in deltas:
+                stream = self._streams.get(delta.request_id)
+                if stream is None:  # given up on when the engine seemed dead
+                    continue
+                by_loop.setdefault(stream._loop, []).append((stream, delta))
+                if delta.record is not None:
+                    del self._streams[delta.request_id]
+        for loop, deliveries in by_loop.items():
+            try:
+                loop.call_soon_threadsafe(_push_all, deliveries)
+            except RuntimeError:  # the loop is closed: nobody listens any more
+                for stream, _ in deliveries:
+                    self.abort(stream.request_id)
+
+    def _fail_streams(self, error: EngineDead) -> None:
+        with self._condition:
+            self._error = self._error or error
+            streams, self._streams = list(self._streams.values()), {}
+        for stream in streams:
+            try:
+                stream._loop.call_soon_threadsafe(stream._fail, error)
+            except RuntimeError:
+                continue
+
+    # Liveness: armed while a stream is open
+
+    def _arm_watch(self) -> None:
+        if self._watch is None:
+            loop = asyncio.get_running_loop()
+            self._watch = loop.call_later(self.hang_timeout / 4, self._look)
+
+    def _look(self) -> None:
+        self._watch = None
+        if not self.alive and self._error is None:
+            self._fail_streams(
+                EngineDead(f"the engine has not moved for {self.hang_timeout:g} seconds")
+            )
+        elif self._streams:
+            self._arm_watch()
+
+
+def _push_all(deliveries: list[tuple[Stream, Delta]]) -> None:
+    for stream, delta in deliveries:
+        stream._push(delta)

@@ -70,7 +70,9 @@ class Observer(Protocol):
     def on_step(self, step: Step) -> None: ...
 
     def on_end(self, record: RequestRecord) -> None:
-        """``record.outcome`` has just been set; rejected requests are told too."""
+        """``record.outcome`` has just been set. Rejected requests are told too, on the thread
+        that submitted them.
+        """
         ...
 
 
@@ -192,25 +194,36 @@ class Engine:
         record.error = str(error)
         self._close(record, Outcome.REJECTED)
 
+    def refuse(self, record: RequestRecord, error: Exception) -> Delta:
+        """End a request that passed `check` and still could not be queued."""
+        record.error = str(error)
+        self._close(record, Outcome.FAILED)
+        return Delta(record.request_id, 0, "", [], finish_reason=FinishReason.ERROR, record=record)
+
     def admit(self, request: Request, record: RequestRecord) -> None:
         """Queue a request that has passed `check`."""
         if request.request_id in self._requests:
             raise AdmissionError(f"request id {request.request_id!r} is in use", "request_id")
         params = request.params
-        state = self.scheduler.add(request, record)
-        record.max_tokens = state.max_tokens
+        max_tokens = self.scheduler.check(request)
         ending_ids = params.ending_ids(self.eos_token_ids)
-        for seq in state.sequences:
-            seq.output = _Output(
-                self.sampler.new_state(params, request.prompt_token_ids, ending_ids, seq.choice),
+        outputs = [
+            _Output(
+                self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice),
                 self._text(params),
                 ending_ids,
                 params.stop_token_ids,
-                state.max_tokens,
+                max_tokens,
                 params.logprobs is not None,
             )
+            for choice in range(params.n)
+        ]
         if params.prompt_logprobs is not None:
-            state.sequences[0].output.prompt_logprobs = [None]
+            outputs[0].prompt_logprobs = [None]
+        record.max_tokens = max_tokens
+        state = self.scheduler.add(request, record)
+        for seq, output in zip(state.sequences, outputs, strict=True):
+            seq.output = output
         self._requests[request.request_id] = state
 
     def abort(self, request_id: str) -> bool:
@@ -283,6 +296,7 @@ class Engine:
     ) -> None:
         """One Delta for every token drawn; sequences that are done leave."""
         logprobs = sampled.logprobs
+        before = len(deltas)
         for index, (seq, token_id) in enumerate(
             zip(scheduled.samples, sampled.token_ids, strict=True)
         ):
@@ -327,6 +341,7 @@ class Engine:
                 )
             )
             output.prompt_logprobs = None
+        self._stats.generation_tokens += len(deltas) - before
 
     def _end(
         self,
@@ -361,7 +376,6 @@ class Engine:
             raise RuntimeError(f"request {record.request_id!r} ended twice")
         record.outcome = outcome
         record.finished = self.clock.now() if now is None else now
-        self._stats.generation_tokens += record.completion_tokens
         for observer in self.observers:
             observer.on_end(record)
 

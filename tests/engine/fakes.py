@@ -1,0 +1,242 @@
+"""An executor that knows what every cache slot must hold, and a sampler that needs no logits."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.engine.clock import Clock, VirtualClock
+from octavo.engine.engine import Engine
+from octavo.execute.batch import Batch, Int32, StepResult
+from octavo.kv.layout import KvGroup, KvLayout
+from octavo.kv.prefix import Hash, chain_hash
+from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Sampled, TokenLogprobs
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.scheduler import Scheduler
+from octavo.schedule.sequence import Sequence as Seq
+
+VOCAB = 64
+
+
+def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
+    groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
+    return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, element_bytes=2)
+
+
+@dataclass
+class FakeState:
+    seed: int
+    choice: int
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens)
+
+    def record(self, token_id: int) -> None:
+        self.tokens.append(token_id)
+
+    def rewind(self, count: int) -> None:
+        del self.tokens[len(self.tokens) - count :]
+
+    def fork(self, choice: int) -> FakeState:
+        return FakeState(self.seed, choice, self.tokens[:])
+
+
+class FakeSampler:
+    """Tokens are a function of (seed, choice, position), as with counter-based random numbers.
+
+    ``vocab`` small makes different requests generate the same tokens, and so share blocks.
+    ``broken`` seeds give no token, as a row that is not a number would.
+    """
+
+    def __init__(self, vocab: int = VOCAB) -> None:
+        self.vocab = vocab
+        self.broken: set[int] = set()
+
+    def new_state(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_token_ids: Collection[int],
+        choice: int = 0,
+    ) -> FakeState:
+        return FakeState(params.seed or 0, choice)
+
+    def draw(self, state: FakeState) -> int:
+        mixed = (state.seed * 1_000_003 + state.choice * 7919 + state.num_generated) * 2654435761
+        return (mixed >> 7) % self.vocab
+
+    def sample(self, logits: object, rows: Sequence[int], states: Sequence[FakeState]) -> Sampled:
+        tokens, errors = [], {}
+        for index, state in enumerate(states):
+            if state.seed in self.broken:
+                errors[index] = "the logits are not numbers"
+                tokens.append(-1)
+            else:
+                token = self.draw(state)
+                state.record(token)
+                tokens.append(token)
+        return Sampled(tokens, None, errors)
+
+    def prompt_logprobs(
+        self, logits: object, rows: Sequence[int], token_ids: Sequence[int], top: int
+    ) -> list[TokenLogprobs]:
+        assert len(rows) == len(token_ids)
+        return [TokenLogprobs(token, -1.0, 1, ()) for token in token_ids]
+
+
+class WrongContent(AssertionError):
+    pass
+
+
+class Crash(RuntimeError):
+    pass
+
+
+class CheckingExecutor:
+    """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
+    each query that every key it sees is the one its own tokens demand.
+    """
+
+    def __init__(
+        self,
+        kv_layout: KvLayout,
+        num_blocks: int,
+        *,
+        max_tokens: int,
+        max_logits_rows: int,
+        duration: float = 0.001,
+    ) -> None:
+        self.layout = kv_layout
+        self.num_blocks = num_blocks
+        self.max_tokens = max_tokens
+        self.max_logits_rows = max_logits_rows
+        self.duration = duration
+        self.crash_next = False
+        self.steps = 0
+        self.content = np.zeros((num_blocks, kv_layout.block_size), dtype=np.int64)
+        self.scheduler: Scheduler | None = None
+        self._prefixes: dict[int, tuple[Seq, list[int]]] = {}
+
+    def expected(self, seq: Seq) -> npt.NDArray[np.int64]:
+        """The hash of every prefix of the sequence's tokens."""
+        known, hashes = self._prefixes.get(id(seq), (seq, []))
+        if known is not seq:
+            hashes = []
+        last = hashes[-1] if hashes else 0
+        for token in seq.token_ids[len(hashes) :]:
+            last = (hash((last, token)) & 0x3FFFFFFFFFFFFFFF) | 1
+            hashes.append(last)
+        if len(self._prefixes) > 4096:
+            self._prefixes.clear()
+        self._prefixes[id(seq)] = (seq, hashes)
+        return np.array(hashes, dtype=np.int64)
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.steps += 1
+        assert self.scheduler is not None
+        kv = self.scheduler.kv
+        size = self.layout.block_size
+        offsets = batch.seq_offsets.tolist()
+        assert 0 < batch.num_tokens <= self.max_tokens
+        assert len(batch.logits_rows) <= self.max_logits_rows
+        assert (np.diff(batch.logits_rows) > 0).all()
+        assert offsets[0] == 0
+        assert offsets[-1] == batch.num_tokens == len(batch.positions)
+        assert len(set(batch.seq_slots.tolist())) == len(batch.seq_slots) == len(offsets) - 1
+        for source, destination in batch.copies.tolist():
+            self.content[destination] = self.content[source]
+        by_slot = {seq.slot: seq for seq in self.scheduler.decoding + self.scheduler.prefilling}
+        spans = []
+        for index, slot in enumerate(batch.seq_slots.tolist()):
+            begin, end = offsets[index], offsets[index + 1]
+            seq = by_slot[slot]
+            start = int(batch.positions[begin])
+            stop = start + end - begin
+            assert batch.positions[begin:end].tolist() == list(range(start, stop))
+            assert batch.token_ids[begin:end].tolist() == seq.token_ids[start:stop].tolist()
+            hashes = self.expected(seq)
+            spans.append((seq, start, stop, hashes))
+            if self.crash_next and index % 2:
+                continue  # a crash may leave a step half done
+            for group in range(len(self.layout.groups)):
+                for position in range(start, stop):
+                    block = int(batch.block_tables[group, slot, position // size])
+                    if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
+                        raise WrongContent(f"position {position} is written to block {block}")
+                    self.content[block, position % size] = hashes[position] + group
+        if self.crash_next:
+            self.crash_next = False
+            raise Crash("injected")
+        for seq, start, stop, hashes in spans:
+            for group, kind in enumerate(self.layout.groups):
+                first = 0 if kind.window is None else max(0, start - kind.window + 1)
+                row = batch.block_tables[group, seq.slot, first // size : -(-stop // size)]
+                if (row < 0).any():
+                    raise WrongContent(f"a key that position {start} sees was given back")
+                keys = self.content[row].reshape(-1)[first % size :][: stop - first]
+                if not np.array_equal(keys, hashes[first:stop] + group):
+                    raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
+        return StepResult(None, self.duration)
+
+    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
+        return self.content[blocks].view(np.uint8)
+
+    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
+        self.content[blocks] = data.view(np.int64)
+
+    def close(self) -> None:
+        pass
+
+
+def build(
+    *,
+    windows: Sequence[int | None] = (None,),
+    block_size: int = 16,
+    num_blocks: int = 64,
+    max_model_len: int = 256,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 64,
+    max_logits_rows: int | None = None,
+    enable_prefix_caching: bool = True,
+    max_num_queued_reqs: int | None = None,
+    max_num_queued_tokens: int | None = None,
+    vocab: int = VOCAB,
+    hasher: Hash = chain_hash,
+    clock: Clock | None = None,
+    eos: Collection[int] = (),
+    duration: float = 0.001,
+) -> Engine:
+    """An engine over the checking executor; ``engine.executor`` is it."""
+    config = SchedulerConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_logits_rows=max_logits_rows,
+        enable_prefix_caching=enable_prefix_caching,
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
+    )
+    kv_layout = layout(windows, block_size)
+    scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
+    executor = CheckingExecutor(
+        kv_layout,
+        num_blocks,
+        max_tokens=max_num_batched_tokens,
+        max_logits_rows=config.logits_rows,
+        duration=duration,
+    )
+    executor.scheduler = scheduler
+    return Engine(
+        executor,
+        scheduler,
+        FakeSampler(vocab),
+        clock or VirtualClock(),
+        vocab_size=VOCAB,
+        eos_token_ids=eos,
+    )

@@ -1,0 +1,151 @@
+"""The engine in its thread: streams, back-pressure, aborts, drain, death."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from engine.fakes import CheckingExecutor, build
+from engine.test_engine import request
+from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream
+from octavo.engine.clock import RealClock
+from octavo.engine.engine import Engine
+from octavo.engine.outputs import Delta
+from octavo.schedule.request import AdmissionError, FinishReason, Outcome
+
+
+async def started(engine: Engine | None = None, **kwargs: float) -> AsyncEngine:
+    async_engine = AsyncEngine(engine or build(clock=RealClock()), **kwargs)
+    await async_engine.start()
+    return async_engine
+
+
+async def collect(stream: Stream) -> list[Delta]:
+    return [delta async for delta in stream]
+
+
+async def test_streams_end_once_with_all_tokens() -> None:
+    engine = await started()
+    streams = [
+        engine.submit(request(str(i), list(range(1 + i)), max_tokens=20, n=1 + i % 3))
+        for i in range(40)
+    ]
+    results = await asyncio.gather(*map(collect, streams))
+    for i, deltas in enumerate(results):
+        assert sum(len(delta.token_ids) for delta in deltas) == 20 * (1 + i % 3)
+        assert [delta.record is not None for delta in deltas].count(True) == 1
+        assert deltas[-1].record is streams[i].record
+        assert streams[i].record.outcome is Outcome.FINISHED
+    await engine.stop()
+    assert not engine._thread.is_alive()
+
+
+async def test_admission_errors_are_raised_at_once() -> None:
+    engine = await started()
+    with pytest.raises(AdmissionError, match="no tokens"):
+        engine.submit(request("a", []))
+    with pytest.raises(AdmissionError, match=r"200 prompt tokens \+ 100 max_tokens = 300.* 256"):
+        engine.submit(request("a", [1] * 200, max_tokens=100))
+    stream = engine.submit(request("a", [1], max_tokens=50))
+    with pytest.raises(AdmissionError, match="in use"):
+        engine.submit(request("a", [1]))
+    await collect(stream)
+    await engine.stop()
+
+
+async def test_an_abandoned_stream_stops_within_a_step() -> None:
+    engine = await started(build(clock=RealClock(), max_model_len=100_000, num_blocks=7000))
+    stream = engine.submit(request("a", [1], max_tokens=99_000))
+    await anext(stream)
+    stream.abort()
+    deltas = await collect(stream)
+    assert deltas[-1].finish_reason is FinishReason.ABORT
+    assert stream.record.outcome is Outcome.ABORTED
+    assert engine.stats().kv_blocks_used == 0
+    stream.abort()
+    await engine.stop()
+
+
+async def test_a_slow_consumer_gets_everything_in_few_pieces() -> None:
+    engine = await started()
+    stream = engine.submit(request("a", [1], max_tokens=100, n=2))
+    first = await anext(stream)
+    while stream.record.outcome is None:
+        time.sleep(0.001)  # the consumer's loop is held up; the engine is not
+    rest = await collect(stream)
+    assert len(rest) <= 4
+    assert len(first.token_ids) + sum(len(delta.token_ids) for delta in rest) == 200
+    await engine.stop()
+
+
+async def test_drain_lets_running_requests_finish_and_refuses_new_ones() -> None:
+    engine = await started()
+    tasks = [
+        asyncio.create_task(collect(engine.submit(request(str(i), [1], max_tokens=30))))
+        for i in range(4)
+    ]
+    await asyncio.sleep(0)
+    drain = asyncio.create_task(engine.drain(30))
+    await asyncio.sleep(0)
+    with pytest.raises(AdmissionError) as refused:
+        engine.submit(request("late", [1]))
+    assert refused.value.retryable
+    assert await drain
+    for deltas in await asyncio.gather(*tasks):
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+    await engine.stop()
+
+
+async def test_drain_aborts_what_is_left_at_the_timeout() -> None:
+    engine = await started(build(clock=RealClock(), max_model_len=100_000, num_blocks=7000))
+    task = asyncio.create_task(collect(engine.submit(request("a", [1], max_tokens=99_000))))
+    await asyncio.sleep(0.01)
+    assert not await engine.drain(0.01)
+    assert (await task)[-1].finish_reason is FinishReason.ABORT
+    await engine.stop()
+
+
+async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
+    engine = await started()
+
+    def die(now: float) -> None:
+        raise MemoryError("injected")
+
+    engine.engine.scheduler.schedule = die  # type: ignore[assignment,method-assign]
+    streams = [engine.submit(request(str(i), [1])) for i in range(3)]
+    for stream in streams:
+        with pytest.raises(EngineDead, match="injected"):
+            await collect(stream)
+    assert not engine.alive
+    with pytest.raises(EngineDead):
+        engine.submit(request("b", [1]))
+    await engine.stop()
+
+
+async def test_when_a_step_hangs_every_stream_gets_an_error() -> None:
+    inner = build(clock=RealClock())
+    assert isinstance(inner.executor, CheckingExecutor)
+    release = threading.Event()
+    execute = inner.executor.execute
+    inner.executor.execute = lambda batch: (release.wait(20), execute(batch))[1]  # type: ignore
+    engine = await started(inner, hang_timeout=0.1)
+    stream = engine.submit(request("a", [1]))
+    with pytest.raises(EngineDead, match="not moved"):
+        await collect(stream)
+    assert not engine.alive
+    release.set()
+    await engine.stop()
+
+
+async def test_an_idle_engine_uses_no_cpu() -> None:
+    engine = await started()
+    await collect(engine.submit(request("a", [1])))
+    before = time.process_time()
+    await asyncio.sleep(0.3)
+    assert engine.alive
+    assert engine._busy_since is None
+    assert time.process_time() - before < 0.1
+    await engine.stop()

@@ -31,12 +31,14 @@ struct Entry {
 const auto &entries() {
     static const std::array table{
 #ifdef OCTAVO_X86
-        Entry{{"avx512", linear_kernels_avx512()},
+        Entry{{"avx512", linear_kernels_avx512(), scan_kernels_avx512()},
               has_avx512,
               "AVX-512 F, BW, DQ, VL, VNNI and BF16"},
-        Entry{{"avx2", linear_kernels_avx2()}, has_avx2, "AVX2, FMA and F16C"},
+        Entry{{"avx2", linear_kernels_avx2(), scan_kernels_avx2()}, has_avx2, "AVX2, FMA and F16C"},
 #endif
-        Entry{{"generic", linear_kernels_generic()}, [] { return true; }, "nothing"},
+        Entry{{"generic", linear_kernels_generic(), scan_kernels_generic()},
+              [] { return true; },
+              "nothing"},
     };
     return table;
 }

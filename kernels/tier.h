@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "linear.h"
+#include "scan.h"
 
 #define OCTAVO_JOIN_(a, b) a##_##b
 #define OCTAVO_JOIN(a, b) OCTAVO_JOIN_(a, b)
@@ -23,6 +24,7 @@ const LinearKernels &linear_kernels_avx512();
 struct Tier {
     const char *name;
     const LinearKernels &linear;
+    const ScanKernels &scan;
 };
 
 // The tier of that name ("generic", "avx2", "avx512"); "" means the best this CPU has. Throws

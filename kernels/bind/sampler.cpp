@@ -1,0 +1,192 @@
+#include "sampler.h"
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "bind.h"
+#include "tier.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace octavo {
+namespace {
+
+using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Ids = std::vector<int32_t>;
+
+const char *explain(RowError error) {
+    return error == RowError::kNotFinite ? "a logit is not a number or infinite"
+                                         : "no token is allowed";
+}
+
+// (token id, logprob, rank, ((id, logprob), ...)), the fields of Python's TokenLogprobs.
+nb::tuple as_tuple(int32_t token, const Logprobs &logprobs) {
+    nb::list top;
+    for (const auto &[id, logprob] : logprobs.top)
+        top.append(nb::make_tuple(id, logprob));
+    return nb::make_tuple(token, logprobs.logprob, logprobs.rank, nb::tuple(top));
+}
+
+const float *row_of(const Logits &logits, int64_t row, int64_t vocab_size) {
+    if (static_cast<int64_t>(logits.shape(1)) != vocab_size || logits.stride(1) != 1)
+        throw std::invalid_argument("logits have rows of " + std::to_string(logits.shape(1)) +
+                                    " (stride " + std::to_string(logits.stride(1)) +
+                                    "), not of the vocabulary's " + std::to_string(vocab_size));
+    if (row < 0 || row >= static_cast<int64_t>(logits.shape(0)))
+        throw std::invalid_argument("row " + std::to_string(row) + " is not one of " +
+                                    std::to_string(logits.shape(0)));
+    return logits.data() + row * logits.stride(0);
+}
+
+// (token ids, list of logprobs or None, {index: error}).
+nb::tuple sample(Sampler &sampler, const Logits &logits, const nb::sequence &rows,
+                 const nb::sequence &states) {
+    struct Item {
+        const float *logits;
+        SamplerState *state;
+        Drawn drawn;
+    };
+    std::vector<Item> items;
+    items.reserve(nb::len(states));
+    bool any_logprobs = false;
+    for (nb::handle state : states) {
+        items.push_back({nullptr, &nb::cast<SamplerState &>(state), {}});
+        any_logprobs = any_logprobs || items.back().state->options().logprobs >= 0;
+        if (items.back().state->vocab_size() != sampler.vocab_size())
+            throw std::invalid_argument("a state belongs to another vocabulary");
+    }
+    if (nb::len(rows) != items.size())
+        throw std::invalid_argument(std::to_string(nb::len(rows)) + " rows for " +
+                                    std::to_string(items.size()) + " states");
+    size_t index = 0;
+    for (nb::handle row : rows)
+        items[index++].logits = row_of(logits, nb::cast<int64_t>(row), sampler.vocab_size());
+    {
+        nb::gil_scoped_release release;
+        for (Item &item : items)
+            item.drawn = sampler.draw(item.logits, *item.state);
+    }
+    nb::list tokens;
+    nb::list logprobs;
+    nb::dict errors;
+    index = 0;
+    for (const Item &item : items) {
+        const Drawn &drawn = item.drawn;
+        tokens.append(drawn.token);
+        if (any_logprobs) {
+            if (item.state->options().logprobs >= 0 && drawn.error == RowError::kNone)
+                logprobs.append(as_tuple(drawn.token, drawn.logprobs));
+            else
+                logprobs.append(nb::none());
+        }
+        if (drawn.error != RowError::kNone)
+            errors[nb::int_(index)] = explain(drawn.error);
+        ++index;
+    }
+    return nb::make_tuple(tokens, any_logprobs ? nb::object(logprobs) : nb::none(), errors);
+}
+
+nb::list prompt_logprobs(Sampler &sampler, const Logits &logits, const Ids &rows, const Ids &tokens,
+                         int64_t top) {
+    if (rows.size() != tokens.size())
+        throw std::invalid_argument(std::to_string(rows.size()) + " rows for " +
+                                    std::to_string(tokens.size()) + " tokens");
+    std::vector<const float *> pointers;
+    for (size_t i = 0; i < rows.size(); ++i) {
+        pointers.push_back(row_of(logits, rows[i], sampler.vocab_size()));
+        if (tokens[i] < 0 || tokens[i] >= sampler.vocab_size())
+            throw std::invalid_argument("token id " + std::to_string(tokens[i]) +
+                                        " is outside the vocabulary");
+    }
+    std::vector<Logprobs> found(rows.size());
+    {
+        nb::gil_scoped_release release;
+        for (size_t i = 0; i < rows.size(); ++i) {
+            const RowError error = sampler.logprobs(pointers[i], tokens[i], top, found[i]);
+            if (error != RowError::kNone)
+                throw std::invalid_argument("prompt position " + std::to_string(i) + ": " +
+                                            explain(error));
+        }
+    }
+    nb::list result;
+    for (size_t i = 0; i < rows.size(); ++i)
+        result.append(as_tuple(tokens[i], found[i]));
+    return result;
+}
+
+} // namespace
+} // namespace octavo
+
+void bind_sampler(nb::module_ &m) {
+    using namespace octavo;
+    nb::class_<SamplerState>(m, "SamplerState")
+        .def(
+            "__init__",
+            [](SamplerState *self, int64_t vocab_size, const Ids &prompt_token_ids,
+               float temperature, int64_t top_k, float top_p, float min_p, float presence_penalty,
+               float frequency_penalty, float repetition_penalty,
+               std::vector<std::pair<int32_t, float>> logit_bias,
+               std::optional<Ids> allowed_token_ids, Ids banned_token_ids, Ids stop_token_ids,
+               int64_t min_tokens, int64_t logprobs, int64_t seed, uint32_t choice) {
+                SamplingOptions options{
+                    temperature,
+                    top_k,
+                    top_p,
+                    min_p,
+                    presence_penalty,
+                    frequency_penalty,
+                    repetition_penalty,
+                    std::move(logit_bias),
+                    allowed_token_ids.has_value(),
+                    allowed_token_ids ? std::move(*allowed_token_ids) : Ids{},
+                    std::move(banned_token_ids),
+                    std::move(stop_token_ids),
+                    min_tokens,
+                    logprobs,
+                    static_cast<uint64_t>(seed),
+                    choice,
+                };
+                new (self) SamplerState(std::move(options), vocab_size, prompt_token_ids);
+            },
+            nb::kw_only(), "vocab_size"_a, "prompt_token_ids"_a, "temperature"_a, "top_k"_a,
+            "top_p"_a, "min_p"_a, "presence_penalty"_a, "frequency_penalty"_a,
+            "repetition_penalty"_a, "logit_bias"_a, "allowed_token_ids"_a.none(),
+            "banned_token_ids"_a, "stop_token_ids"_a, "min_tokens"_a, "logprobs"_a, "seed"_a,
+            "choice"_a)
+        .def_prop_ro("num_generated", &SamplerState::num_generated)
+        .def("record", &SamplerState::record, "token_id"_a)
+        .def("rewind", &SamplerState::rewind, "count"_a)
+        .def("fork", &SamplerState::fork, "choice"_a)
+        .def("uniform", &SamplerState::uniform, "position"_a);
+    nb::class_<Sampler>(m, "Sampler")
+        .def(
+            "__init__",
+            [](Sampler *self, int64_t vocab_size, const std::string &isa) {
+                if (vocab_size < 1)
+                    throw std::invalid_argument("a vocabulary has at least one token");
+                new (self) Sampler(vocab_size, find_tier(isa).scan);
+            },
+            "vocab_size"_a, "isa"_a)
+        .def("sample", &sample, "logits"_a, "rows"_a, "states"_a)
+        .def("prompt_logprobs", &prompt_logprobs, "logits"_a, "rows"_a, "token_ids"_a, "top"_a);
+    m.def(
+        "philox",
+        [](std::vector<uint32_t> counter, std::vector<uint32_t> key) {
+            if (counter.size() != 4 || key.size() != 2)
+                throw std::invalid_argument("Philox4x32 takes four counter words and two of key");
+            uint32_t words[4] = {counter[0], counter[1], counter[2], counter[3]};
+            philox(words, key[0], key[1]);
+            return std::vector<uint32_t>(words, words + 4);
+        },
+        "counter"_a, "key"_a, "Philox4x32-10: four random words.");
+}

@@ -53,8 +53,9 @@ class NativeSampler:
     ) -> Sampled:
         token_ids, logprobs, errors = self._native.sample(logits, rows, states)
         if logprobs is not None:
-            logprobs = [None if entry is None else TokenLogprobs(*entry) for entry in logprobs]
-        return Sampled(token_ids, logprobs, errors)
+            named = [None if entry is None else TokenLogprobs(*entry) for entry in logprobs]
+            return Sampled(token_ids, named, errors)
+        return Sampled(token_ids, None, errors)
 
     def prompt_logprobs(
         self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int

@@ -1,12 +1,210 @@
-"""The process: bind, load, print what was loaded, serve, drain on a signal."""
+"""The process: bind, load, say what was loaded, serve, drain on a signal."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from octavo.engine.load import EngineConfig
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
+from octavo.serve.metrics import Metrics
+from octavo.serve.model import ServedModel
+
+log = logging.getLogger("octavo.serve")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_LAST_BYTES = 5.0  # seconds that answers already complete have to reach their clients
+_IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
 
 
 def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
-    raise NotImplementedError
+    """Load ``model`` and serve it until a signal.
+
+    Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
+    `load_engine` raises.
+    """
+    _set_up_logging(serve.log_level)
+    try:
+        # Before loading: a port that is taken is known at once.
+        listener = bind(serve)
+    except OSError as error:
+        where = serve.uds or f"{serve.host}:{serve.port}"
+        print(f"octavo: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        return 1
+    try:
+        loaded = load_engine(model, engine)
+        for line in loaded.report().splitlines():
+            log.info("%s", line)
+        return uvloop.run(_serve(loaded, str(model), serve, listener))
+    finally:
+        listener.close()
+        _remove_socket_file(serve.uds)
+
+
+async def _serve(
+    loaded: LoadedEngine, model: str, config: ServeConfig, listener: socket.socket
+) -> int:
+    tokenizer = loaded.checkpoint.tokenizer
+    served = ServedModel(
+        names=config.served_model_name or (model,),
+        tokenizer=tokenizer,
+        chat_template=loaded.checkpoint.chat_template,
+        max_model_len=loaded.max_model_len,
+        root=model,
+    )
+    engine = AsyncEngine(loaded.engine, hang_timeout=config.live_timeout)
+    metrics = Metrics(served.name, engine.stats, served.max_model_len)
+    metrics.info(
+        "cache_config_info",
+        "The paged cache.",
+        {
+            "block_size": loaded.config.block_size,
+            "num_blocks": loaded.num_blocks,
+            "cache_dtype": loaded.config.kv_cache_dtype,
+            "enable_prefix_caching": loaded.config.enable_prefix_caching,
+        },
+    )
+    await engine.start()
+    try:
+        await serve(create_app(engine, served, config, metrics), engine, config, listener)
+    finally:
+        await engine.stop()
+    return 0
+
+
+async def serve(
+    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+) -> None:
+    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            root_path=config.root_path,
+            timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
+            timeout_graceful_shutdown=round(_LAST_BYTES),
+        )
+    )
+    loop = asyncio.get_running_loop()
+    draining: asyncio.Task[None] | None = None
+
+    async def drain() -> None:
+        done = await engine.drain(config.shutdown_timeout)
+        log.info("all requests have ended" if done else "timeout: the rest was aborted")
+        server.should_exit = True
+
+    def on_signal(which: signal.Signals) -> None:
+        nonlocal draining
+        if draining is not None:
+            log.warning("%s again: stopping at once", which.name)
+            logging.shutdown()
+            _remove_socket_file(config.uds)
+            os._exit(128 + which)
+        log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
+        draining = loop.create_task(drain())
+
+    for which in _SIGNALS:
+        loop.add_signal_handler(which, on_signal, which)
+    try:
+        log.info("listening on %s (docs at /docs)", _url(listener, config))
+        await server.serve(sockets=[listener])
+    finally:
+        for which in _SIGNALS:
+            loop.remove_signal_handler(which)
+
+
+def bind(config: ServeConfig) -> socket.socket:
+    """A socket bound as ``config`` says, not yet listening. Raises `OSError`."""
+    if config.uds is not None:
+        _refuse_foreign_file(config.uds)
+        listener = socket.socket(socket.AF_UNIX)
+        try:
+            listener.bind(config.uds)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # A peer that vanished without a word is noticed even while its request waits. Accepted
+        # connections inherit this.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_BEFORE_PROBE)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to `serve`, which drains before it stops."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _refuse_foreign_file(path: str) -> None:
+    """Take the place of a socket nobody listens on; leave anything else alone."""
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            raise OSError(f"{path} exists and is not a socket")
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+            else:
+                raise OSError(f"somebody listens on {path}")
+
+
+def _remove_socket_file(path: str | None) -> None:
+    if path is not None:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+
+
+def _url(listener: socket.socket, config: ServeConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    host, port = listener.getsockname()[:2]
+    host = f"[{host}]" if ":" in host else host
+    return f"http://{host}:{port}{config.root_path}/v1"
+
+
+def _set_up_logging(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logger = logging.getLogger("octavo")
+    logger.handlers = [handler]
+    logger.propagate = False
+    logger.setLevel(level.upper())
+    for name in ("uvicorn.error",):
+        noisy = logging.getLogger(name)
+        noisy.handlers = [handler]
+        noisy.propagate = False
+        noisy.setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

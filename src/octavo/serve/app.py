@@ -1,0 +1,78 @@
+"""The ASGI application: its routes and the layers around them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.serve import chat, completions, routes
+from octavo.serve.config import ServeConfig
+from octavo.serve.docs import docs_routes
+from octavo.serve.gate import Door, Gate
+from octavo.serve.generate import Generate
+from octavo.serve.metrics import Metrics
+from octavo.serve.model import ServedModel
+
+_WORKERS = 4  # threads that read bodies: one long prompt does not keep the short ones waiting
+
+
+def create_app(
+    engine: AsyncEngine, model: ServedModel, config: ServeConfig, metrics: Metrics | None = None
+) -> ASGIApp:
+    """The server as an ASGI application. The engine is started and stopped by the caller."""
+    if metrics is None:
+        metrics = Metrics(model.name, engine.stats, model.max_model_len)
+    workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="octavo-prompt")
+    models = routes.Models(model)
+    probes = routes.Probes(engine)
+    generate = partial(Generate, engine, config, metrics, workers)
+    worker = partial(routes.Worker, config, workers)
+    get, post = ["GET"], ["POST"]
+    table = [
+        Route("/v1/models", models.list, methods=get),
+        Route("/v1/models/{model:path}", models.get, methods=get),
+        Route(
+            "/v1/completions",
+            generate(partial(completions.prepare, model, config)),
+            methods=post,
+        ),
+        Route(
+            "/v1/chat/completions",
+            generate(partial(chat.prepare, model, config)),
+            methods=post,
+        ),
+        Route("/tokenize", worker(partial(routes.tokenize, model)), methods=post),
+        Route("/detokenize", worker(partial(routes.detokenize, model)), methods=post),
+        Route("/health", probes.live, methods=get),
+        Route("/ping", probes.live, methods=get),
+        Route("/live", probes.live, methods=get),
+        Route("/ready", probes.ready, methods=get),
+        Route("/metrics", routes.MetricsRoute(metrics), methods=get),
+        Route("/version", routes.version, methods=get),
+        *(docs_routes(config) if config.docs else ()),
+    ]
+    app: ASGIApp = Door(
+        Router(table, redirect_slashes=False, default=_not_found),
+        config.api_key,
+    )
+    if config.allowed_origins:
+        app = CORSMiddleware(
+            app,
+            allow_origins=config.allowed_origins,
+            allow_methods=config.allowed_methods,
+            allow_headers=config.allowed_headers,
+            allow_credentials=config.allow_credentials,
+            expose_headers=["X-Request-Id"],
+        )
+    paths = frozenset(route.path for route in table)
+    return Gate(app, metrics.http, paths, access_log=config.access_log)
+
+
+async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404, f"there is no {scope['path']} here")

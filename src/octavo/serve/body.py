@@ -1,0 +1,136 @@
+"""Request bodies: read within a limit, decoded strictly.
+
+JSON allows what no request means and what bites later: a key given twice (the last one would win
+silently), NaN and Infinity as Python writes them, numbers that overflow to infinity, escapes that
+are half a character. All are refused here, once, for every route.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn, TypeVar
+
+import msgspec
+from starlette.types import Receive
+
+from octavo.serve.errors import ApiError, ClientGone
+
+T = TypeVar("T")
+
+_DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
+
+
+async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
+    """The whole body, at most ``limit`` bytes.
+
+    Raises `ApiError` 413 or 415, `ClientGone`.
+    """
+    media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    # Asking for it by name also keeps out what a browser may post to another origin unasked.
+    if media != b"application/json":
+        raise ApiError(415, "the Content-Type must be application/json")
+    declared = headers.get(b"content-length", b"")
+    size = int(declared) if declared.isdigit() else 0
+    too_long = ApiError(
+        413, f"the request body is longer than {limit} bytes", headers={"Connection": "close"}
+    )
+    if size > limit and (size > _DISCARD or b"expect" in headers):
+        raise too_long
+    parts = []
+    read = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        read += len(part)
+        if read <= limit:
+            parts.append(part)
+        elif read > _DISCARD:
+            raise too_long
+        else:
+            parts.clear()
+        if not message.get("more_body", False):
+            break
+    if read > limit:
+        raise too_long
+    return b"".join(parts)
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """The JSON object in ``body``. Raises `ApiError` 400."""
+    try:
+        text = body.decode("utf-8")
+        value = _DECODER.decode(text)
+        if _SURROGATE.search(text):
+            _refuse_surrogates(value, "")
+    except UnicodeDecodeError:
+        raise ApiError(400, "the request body is not UTF-8") from None
+    except RecursionError:
+        raise ApiError(400, "the request body is nested too deeply") from None
+    except ValueError as error:
+        raise ApiError(400, f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the request body must be a JSON object")
+    return value
+
+
+def convert(value: object, to: type[T]) -> T:
+    """``value`` as a request struct. Raises `ApiError` 400 naming the field at fault."""
+    try:
+        return msgspec.convert(value, to)
+    except msgspec.ValidationError as error:
+        match = _AT.match(str(error))
+        assert match
+        what, path = match["what"], match["path"] or ""
+        param = path.removeprefix("key in ").removeprefix("$").removeprefix(".")
+        if missing := re.search("missing required field `(.*)`", what):
+            param = f"{param}.{missing[1]}" if param else missing[1]
+            raise ApiError(400, f"{param} is missing", param) from None
+        raise ApiError(400, f"{param}: {what}" if param else what, param or None) from None
+    except RecursionError:
+        raise ApiError(400, "the request body is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ApiError(400, f"the key {key!r} is given twice", key)
+            seen.add(key)
+    return value
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ApiError(400, f"the number {text[:40]} is out of range")
+    return value
+
+
+def _constant(name: str) -> NoReturn:
+    raise ApiError(400, f"{name} is not a JSON number")
+
+
+def _refuse_surrogates(value: object, path: str) -> None:
+    if isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:
+            raise ApiError(400, f"{path or 'a key'} has half a surrogate pair", path) from None
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            _refuse_surrogates(item, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _refuse_surrogates(key, "")
+            _refuse_surrogates(item, f"{path}.{key}" if path else key)
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)

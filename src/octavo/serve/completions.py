@@ -1,0 +1,165 @@
+"""``/v1/completions``: a text goes on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from octavo.engine.outputs import Delta
+from octavo.schedule.request import Request
+from octavo.serve.body import decode_object
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import ApiError
+from octavo.serve.generate import Output, Prepared, Reply
+from octavo.serve.model import ServedModel
+from octavo.serve.prompts import Prompt, completion_prompts
+from octavo.serve.protocol import CompletionRequest, parse
+from octavo.serve.responses import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionLogprobsWriter,
+    Usage,
+    extend,
+    json,
+)
+from octavo.serve.sampling import sampling_params
+
+_DEFAULT_MAX_TOKENS = 16
+
+
+def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
+    """Raises `ApiError`, `InvalidParameter`."""
+    request = parse(decode_object(body), CompletionRequest)
+    model.check_name(request.model)
+    n = 1 if request.n is None else request.n
+    if request.best_of is not None and request.best_of != n:
+        raise ApiError(400, f"best_of must equal n, which is {n}", "best_of")
+    prompts = completion_prompts(
+        model,
+        request.prompt,
+        add_special_tokens=request.add_special_tokens is not False,
+        most=config.max_choices,
+    )
+    if len(prompts) * n > config.max_choices:
+        raise ApiError(
+            400, f"{len(prompts)} prompts × n {n} is more than {config.max_choices} choices", "n"
+        )
+    reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
+    requests = []
+    for index, prompt in enumerate(prompts):
+        max_tokens = request.max_tokens
+        if max_tokens is None:
+            # The default is no wish: it gives way to the context, which a number asked for may not.
+            room = model.max_model_len - len(prompt.token_ids)
+            max_tokens = min(_DEFAULT_MAX_TOKENS, room) if room > 0 else _DEFAULT_MAX_TOKENS
+        params = sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
+        if request.echo and params.prompt_logprobs is None:
+            params = replace(params, prompt_logprobs=request.logprobs)
+        requests.append(
+            Request(
+                request_id=f"{reply.id}-{index}",
+                prompt_token_ids=prompt.token_ids,
+                params=params,
+                priority=request.priority or 0,
+                cache_salt=request.cache_salt,
+            )
+        )
+    return Prepared(requests, reply, {})
+
+
+class CompletionReply(Reply):
+    def __init__(
+        self,
+        model: ServedModel,
+        request: CompletionRequest,
+        prompts: list[Prompt],
+        *,
+        force_usage: bool,
+    ) -> None:
+        super().__init__(
+            model,
+            request,
+            prompts,
+            prefix="cmpl",
+            chunk_object="text_completion",
+            force_usage=force_usage,
+        )
+        self._wants_logprobs = request.logprobs is not None
+        self._plain = not self._wants_logprobs and not request.return_token_ids
+        self._begun: set[int] = set()
+        self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._echo: list[str] | None = None
+        if request.echo:
+            decode = model.tokenizer.decode
+            keep = request.skip_special_tokens is False
+            self._echo = [
+                decode(prompt.token_ids, skip_special_tokens=not keep)
+                if prompt.text is None
+                else prompt.text
+                for prompt in prompts
+            ]
+
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        first = index not in self._begun
+        if self._plain and delta.finish_reason is None and not first:
+            if not delta.text:
+                return b""
+            return self.event(
+                b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null,"stop_reason":null}'
+                % (index, json.encode(delta.text))
+            )
+        self._begun.add(index)
+        output = Output()
+        output.add(delta)
+        return self.event(json.encode(self._choice(index, output, first=first)))
+
+    def whole(self, outputs: list[Output]) -> bytes:
+        return json.encode(
+            Completion(
+                id=self.id,
+                created=self.created,
+                model=self.model.name,
+                choices=[
+                    self._choice(index, output, first=True) for index, output in enumerate(outputs)
+                ],
+                usage=Usage.of(self.records),
+            )
+        )
+
+    def _choice(self, index: int, output: Output, *, first: bool) -> CompletionChoice:
+        """``first``: with what belongs to the choice's prompt."""
+        prompt = self.prompts[index // self.n]
+        text = "".join(output.text)
+        if first and self._echo is not None:
+            text = self._echo[index // self.n] + text
+        choice = CompletionChoice(
+            index=index,
+            text=text,
+            logprobs=self._take_logprobs(index, output) if self._wants_logprobs else None,
+            finish_reason=output.finish,
+            stop_reason=output.stop_reason,
+        )
+        if self.request.return_token_ids:
+            choice.token_ids = output.token_ids
+            if first:
+                choice.prompt_token_ids = prompt.token_ids
+        if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = self.shower.prompt_logprobs(output.prompt_logprobs)
+        return choice
+
+    def _take_logprobs(self, index: int, output: Output) -> CompletionLogprobs | None:
+        prompt = index // self.n
+        taken = None
+        if index not in self._logprobs:
+            self._logprobs[index] = CompletionLogprobsWriter(self.shower)
+            if self._echo is not None:
+                if output.prompt_logprobs is not None:
+                    taken = self._logprobs[index].take(
+                        self.prompts[prompt].token_ids, output.prompt_logprobs
+                    )
+                self._logprobs[index] = CompletionLogprobsWriter(
+                    self.shower, len(self._echo[prompt])
+                )
+        if output.logprobs:
+            taken = extend(taken, self._logprobs[index].take(output.token_ids, output.logprobs))
+        return taken

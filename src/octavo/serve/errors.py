@@ -1,0 +1,101 @@
+"""Errors as OpenAI's clients read them: ``{"error": {message, type, param, code}}``.
+
+The clients choose their exception by the HTTP status; ``code`` repeats it, ``type`` follows vLLM.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.exceptions import HTTPException
+
+from octavo.checkpoint.base import ChatTemplateError
+from octavo.engine.async_engine import EngineDead
+from octavo.sample.params import InvalidParameter
+from octavo.schedule.request import AdmissionError
+
+log = logging.getLogger(__name__)
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
+    413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+_LONGEST_MESSAGE = 2000  # characters; a message may quote the request
+
+
+class ApiError(Exception):
+    """An answer that is an error; ``param`` names the request field at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+    def body(self) -> bytes:
+        """The error object; always valid JSON, whatever the message quotes."""
+        return msgspec.json.encode(
+            {
+                "error": {
+                    "message": _clean(self.message),
+                    "type": _TYPES.get(self.status, "BadRequestError"),
+                    "param": None if self.param is None else _clean(self.param),
+                    "code": self.status,
+                }
+            }
+        )
+
+
+class ClientGone(Exception):
+    """The client has closed the connection; nobody is there to answer."""
+
+
+def unavailable(message: str, *, close: bool = False) -> ApiError:
+    """503: the same request may succeed later, here or at a neighbour."""
+    headers = {"Retry-After": "1"}
+    if close:
+        headers["Connection"] = "close"
+    return ApiError(503, message, headers=headers)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """What the client is told. Faults of the server are logged and not described to it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, InvalidParameter):
+        return ApiError(400, str(error), error.param)
+    if isinstance(error, AdmissionError):
+        if error.retryable:
+            return unavailable(str(error))
+        return ApiError(400, str(error), error.param)
+    if isinstance(error, ChatTemplateError):
+        return ApiError(400, str(error), "messages")
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, EngineDead):
+        log.error("the engine is dead: %s", error)
+        return ApiError(500, "the engine has stopped; nothing can be generated any more")
+    log.error("unexpected error", exc_info=error)
+    return ApiError(500, "internal error; the server's log says more")
+
+
+def _clean(text: str) -> str:
+    if len(text) > _LONGEST_MESSAGE:
+        text = text[:_LONGEST_MESSAGE] + "…"
+    return text.encode("utf-8", "replace").decode("utf-8")

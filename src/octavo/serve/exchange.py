@@ -1,0 +1,34 @@
+"""One HTTP request and its answer, as the layers of the server pass it along."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from starlette.types import Scope
+
+from octavo.schedule.request import RequestRecord
+
+_KEY = "octavo.exchange"
+
+
+@dataclass(slots=True)
+class Exchange:
+    """``records``: of what the engine was asked to generate for it, read by log and metrics."""
+
+    request_id: str  # the client's X-Request-Id, else drawn
+    started: float = field(default_factory=time.monotonic)
+    status: int = 0  # 0: no answer has begun
+    answer_id: str = ""  # cmpl-… or chatcmpl-…
+    records: list[RequestRecord] = field(default_factory=list)
+    labels: dict[str, object] = field(default_factory=dict)
+    client_gone: bool = False
+
+    def attach(self, scope: Scope) -> None:
+        scope[_KEY] = self
+
+    @staticmethod
+    def of(scope: Scope) -> Exchange:
+        exchange = scope[_KEY]
+        assert isinstance(exchange, Exchange)
+        return exchange

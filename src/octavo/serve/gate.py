@@ -1,0 +1,181 @@
+"""What every request passes, whatever its route: a name, the log, the key, one kind of error."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from octavo.schedule.request import RequestRecord
+from octavo.serve.errors import ApiError, ClientGone, as_api_error
+from octavo.serve.exchange import Exchange
+
+log = logging.getLogger(__name__)
+access = logging.getLogger("octavo.access")
+
+PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_CLIENT_CLOSED = 499  # what nginx logs when nobody waited for the answer
+
+
+class Gate:
+    """Outermost layer: gives each request its id and its one line in the log.
+
+    ``count`` is told (handler, method, status) of each answer; handlers are named by ``paths``.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        count: Callable[[str, str, int], None],
+        paths: frozenset[str],
+        *,
+        access_log: bool,
+    ) -> None:
+        self._app = app
+        self._count = count
+        self._paths = paths
+        self._access_log = access_log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = _header(scope, b"x-request-id")
+        valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
+        exchange = Exchange(given.decode() if given and valid else uuid.uuid4().hex)
+        exchange.attach(scope)
+        request_id = (b"x-request-id", exchange.request_id.encode())
+        complete = False
+
+        async def tell(message: Message) -> None:
+            nonlocal complete
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                message["headers"] = [*message.get("headers", ()), request_id]
+            else:
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            if given is None or valid:
+                await self._app(scope, receive, tell)
+            else:
+                refusal = ApiError(400, "X-Request-Id must be 1 to 128 visible ASCII characters")
+                await send_json(tell, refusal.status, refusal.body())
+        finally:
+            if not complete:
+                exchange.client_gone = True
+            self._finish(scope, exchange)
+
+    def _finish(self, scope: Scope, exchange: Exchange) -> None:
+        status = _CLIENT_CLOSED if exchange.client_gone else exchange.status
+        path = scope["path"]
+        # What is no route gets one name: the paths of scanners must not become time series.
+        self._count(path if path in self._paths else "other", scope["method"], status)
+        if not self._access_log or (path in PROBES and status < 400):
+            return
+        line = " ".join(
+            [
+                f"{scope['method']} {ascii(path)[1:-1]} {status}",
+                f"id={exchange.request_id}",
+                *([f"answer={exchange.answer_id}"] if exchange.answer_id else []),
+                *_of_records(exchange.records),
+                f"ms={1000 * (time.monotonic() - exchange.started):.1f}",
+            ]
+        )
+        access.info("%s", line)
+        if exchange.labels:
+            access.debug("id=%s labels=%r", exchange.request_id, exchange.labels)
+
+
+class Door:
+    """401 to whoever names none of the keys (the health probes are open), and an error object for
+    whatever is raised inside.
+    """
+
+    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+        self._app = app
+        # Digests have one length, so that comparing takes the same time whatever was sent.
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange.of(scope)
+        scope["app"] = self  # so that the router raises instead of answering in plain text
+        try:
+            self._check_key(scope)
+            await self._app(scope, receive, send)
+        except ClientGone:
+            exchange.client_gone = True
+        except Exception as error:
+            failure = as_api_error(error)
+            if not exchange.status:
+                await send_json(send, failure.status, failure.body(), failure.headers)
+
+    def _check_key(self, scope: Scope) -> None:
+        if not self._digests or scope["path"] in PROBES:
+            return
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        digest = hashlib.sha256(key.strip()).digest()
+        # Every key is compared, so that the time does not tell which one was near.
+        matches = sum(hmac.compare_digest(digest, known) for known in self._digests)
+        if scheme.lower() != b"bearer" or not matches:
+            raise ApiError(
+                401,
+                "the API key is missing or wrong",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+
+async def send_json(
+    send: Send, status: int, body: bytes, headers: MutableMapping[str, str] | None = None
+) -> None:
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                *((name.lower().encode(), v.encode()) for name, v in (headers or {}).items()),
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": body})
+
+
+def headers_of(scope: Scope) -> dict[bytes, bytes]:
+    return dict(scope["headers"])
+
+
+def _header(scope: Scope, name: bytes) -> bytes | None:
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for key, value in headers if key == name), None)
+
+
+def _of_records(records: list[RequestRecord]) -> list[str]:
+    if not records:
+        return []
+    first = min((r.first_token - r.arrival for r in records if r.first_token), default=None)
+    facts: dict[str, Any] = {
+        "prompt": sum(record.prompt_tokens for record in records),
+        "cached": sum(record.cached_tokens for record in records),
+        "completion": sum(record.completion_tokens for record in records),
+        "outcome": ",".join(
+            sorted({record.outcome.value if record.outcome else "running" for record in records})
+        ),
+        "preemptions": sum(record.preemptions for record in records),
+    }
+    if first is not None:
+        facts["ttft_ms"] = f"{1000 * first:.1f}"
+    return [f"{name}={value}" for name, value in facts.items()]

@@ -1,0 +1,86 @@
+"""The model as the routes see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+
+from octavo.checkpoint.base import ChatTemplate, Tokenizer
+from octavo.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``names``: what requests may call it; the first is what answers call it."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int  # tokens, prompt and answer together
+    root: str = ""  # the file or the id it was loaded from, as the user gave it
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r} does not exist here", "model")
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises `ApiError` 400 naming the first id outside the vocabulary."""
+        size = self.tokenizer.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
+            bad = next(token for token in token_ids if not 0 <= token < size)
+            raise ApiError(
+                400, f"{param}: token id {bad} is outside the vocabulary of {size}", param
+            )
+
+    def check_length(self, characters: int, param: str) -> None:
+        """Refuse, before it is tokenized, a text that fits under no tokenization.
+
+        Raises `ApiError` 400 with the arithmetic.
+        """
+        # Most texts are so short that the longest token need not be known.
+        if characters <= self.max_model_len:
+            return
+        most = self.max_model_len * self._longest_token
+        if characters > most:
+            raise ApiError(
+                400,
+                f"{param} has {characters} characters: more than the context of "
+                f"{self.max_model_len} tokens can hold ({most} characters)",
+                param,
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters, at most, that one token stands for."""
+        tokenizer = self.tokenizer
+        return max(
+            max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
+            max(
+                (
+                    len(tokenizer.token_text(token))
+                    for token in range(tokenizer.vocab_size)
+                    if tokenizer.is_special(token)
+                ),
+                default=1,
+            ),
+            1,
+        )
+
+    @cached_property
+    def shown(self) -> ShownTokens:
+        return ShownTokens(self.tokenizer)
+
+
+class ShownTokens:
+    """Tokens as logprobs show them, remembered: the likely ones come again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.text = lru_cache(1 << 14)(tokenizer.token_text)
+        self.bytes = lru_cache(1 << 14)(tokenizer.token_bytes)

@@ -1,0 +1,153 @@
+"""From a request's text or messages to token ids. Everything here runs in a worker thread."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from octavo.checkpoint.base import ChatTemplateError
+from octavo.serve.errors import ApiError
+from octavo.serve.model import ServedModel
+from octavo.serve.protocol import NEUTRAL_MESSAGE, drop_neutral
+
+_ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
+_TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+
+
+class Prompt(NamedTuple):
+    token_ids: list[int]
+    text: str | None  # as the client gave it; None: it gave ids
+
+
+def completion_prompts(
+    model: ServedModel, prompt: str | list[Any], *, add_special_tokens: bool, most: int
+) -> list[Prompt]:
+    """One text, one list of ids, or a list of texts or of lists of ids; at most ``most``."""
+    if isinstance(prompt, str):
+        return [_from_text(model, prompt, "prompt", add_special_tokens)]
+    if not prompt:
+        raise ApiError(400, "prompt is empty", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [_from_ids(model, prompt, "prompt")]
+    kinds = {type(item) for item in prompt}
+    if len(kinds) > 1 or int in kinds:
+        raise ApiError(
+            400, "prompt must be a text, token ids, or a list of only one of these", "prompt"
+        )
+    if len(prompt) > most:
+        raise ApiError(400, f"prompt has {len(prompt)} prompts, more than {most}", "prompt")
+    return [
+        _from_text(model, item, f"prompt[{index}]", add_special_tokens)
+        if isinstance(item, str)
+        else _from_ids(model, item, f"prompt[{index}]")
+        for index, item in enumerate(prompt)
+    ]
+
+
+def chat_prompt(
+    model: ServedModel,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool,
+    add_special_tokens: bool,
+    template_kwargs: dict[str, Any],
+) -> Prompt:
+    """The messages through the model's template. Raises `ApiError` 400."""
+    if model.chat_template is None:
+        raise ApiError(
+            400, "this model has no chat template; use /v1/completions with a prompt", "messages"
+        )
+    if not messages:
+        raise ApiError(400, "messages is empty", "messages")
+    for name in template_kwargs:
+        if name in _TAKEN:
+            raise ApiError(
+                400,
+                f"chat_template_kwargs.{name} is not a setting of the template",
+                f"chat_template_kwargs.{name}",
+            )
+    if add_generation_prompt is None:
+        add_generation_prompt = not continue_final_message
+    elif add_generation_prompt and continue_final_message:
+        raise ApiError(
+            400,
+            "continue_final_message cannot go with add_generation_prompt",
+            "continue_final_message",
+        )
+    plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    size = sum(len(message["content"]) for message in plain)
+    model.check_length(size, "messages")
+    try:
+        text = model.chat_template.render(
+            [dict(message) for message in plain],
+            add_generation_prompt=add_generation_prompt,
+            **template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise ApiError(400, str(error), "messages") from None
+    if continue_final_message:
+        text = _cut_after(text, plain[-1]["content"])
+    return _from_text(model, text, "messages", add_special_tokens)
+
+
+def _from_text(model: ServedModel, text: str, param: str, add_special_tokens: bool) -> Prompt:
+    model.check_length(len(text), param)
+    token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise ApiError(400, f"{param} has no tokens", param)
+    return Prompt(token_ids, text)
+
+
+def _from_ids(model: ServedModel, token_ids: list[int], param: str) -> Prompt:
+    if not token_ids:
+        raise ApiError(400, f"{param} has no tokens", param)
+    model.check_ids(token_ids, param)
+    return Prompt(token_ids, None)
+
+
+def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
+    """Role and content as text; whatever else a message carries is refused by name."""
+    message = dict(message)
+    drop_neutral(message, NEUTRAL_MESSAGE, path + ".")
+    for name in message:
+        if name not in ("role", "content"):
+            raise ApiError(400, f"unknown parameter: {path}.{name}", f"{path}.{name}")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise ApiError(400, f"{path}.role must be a name such as user", f"{path}.role")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "\n".join(
+            _text_of(part, f"{path}.content[{index}]") for index, part in enumerate(content)
+        )
+    if not isinstance(content, str):
+        raise ApiError(
+            400, f"{path}.content must be a text or a list of text parts", f"{path}.content"
+        )
+    return {"role": role, "content": content}
+
+
+def _text_of(part: object, path: str) -> str:
+    if not isinstance(part, dict) or part.get("type") != "text":
+        raise ApiError(400, f"{path}.type: only text parts are supported", f"{path}.type")
+    for name in part:
+        if name not in ("type", "text"):
+            raise ApiError(400, f"unknown parameter: {path}.{name}", f"{path}.{name}")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ApiError(400, f"{path}.text must be a text", f"{path}.text")
+    return text
+
+
+def _cut_after(text: str, content: str) -> str:
+    """``text`` up to the end of its last message, so that the model goes on with it."""
+    content = content.strip()  # templates trim
+    start = text.rfind(content) if content else -1
+    if start < 0:
+        raise ApiError(
+            400,
+            "continue_final_message: the template does not show the last message as it is",
+            "continue_final_message",
+        )
+    return text[: start + len(content)]

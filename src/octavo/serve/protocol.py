@@ -1,0 +1,205 @@
+"""The request bodies, field by field: what is honoured, what is a label, what is refused.
+
+A field is one of three things, and there is no fourth:
+
+- **honoured**: a field of the structs below;
+- **a label** (`LABELS`): it never changes an answer; it is checked and goes to the log;
+- **refused**: `NEUTRAL` lists fields that clients send although they ask for nothing by them. With
+  one of the listed values they are accepted, for they then mean what this server does anyway. With
+  any other value, and for every name not in this file, the request is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from octavo.serve.body import convert
+from octavo.serve.errors import ApiError
+
+# What identifies the caller or the conversation to OpenAI; here it is only written to the log.
+LABELS = ("user", "safety_identifier", "prompt_cache_key", "metadata")
+
+_UNSET_VALUES: tuple[Any, ...] = (None,)
+_NEUTRAL_EVERYWHERE: dict[str, tuple[Any, ...]] = {
+    "store": (None, False),
+    "service_tier": (None, "auto", "default"),
+    "response_format": (None, {"type": "text"}),
+    "prompt_cache_retention": _UNSET_VALUES,
+    "prompt_cache_options": _UNSET_VALUES,
+    "moderation": _UNSET_VALUES,
+    "structured_outputs": _UNSET_VALUES,
+    "guided_json": _UNSET_VALUES,
+    "guided_regex": _UNSET_VALUES,
+    "guided_choice": _UNSET_VALUES,
+    "guided_grammar": _UNSET_VALUES,
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "bad_words": (None, []),
+    "truncate_prompt_tokens": _UNSET_VALUES,
+    "spaces_between_special_tokens": (None, True),
+    "logits_processors": _UNSET_VALUES,
+    "kv_transfer_params": _UNSET_VALUES,
+    "vllm_xargs": _UNSET_VALUES,
+}
+NEUTRAL_COMPLETION: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL_EVERYWHERE,
+    "suffix": (None, ""),
+    "prompt_embeds": _UNSET_VALUES,
+}
+NEUTRAL_CHAT: dict[str, tuple[Any, ...]] = {
+    **_NEUTRAL_EVERYWHERE,
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),  # there are no tools to choose from
+    "parallel_tool_calls": (None, True, False),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "audio": _UNSET_VALUES,
+    "modalities": (None, ["text"]),
+    "prediction": _UNSET_VALUES,
+    "reasoning_effort": _UNSET_VALUES,
+    "include_reasoning": (None, True),
+    "verbosity": _UNSET_VALUES,
+    "web_search_options": _UNSET_VALUES,
+    "documents": (None, []),
+    "chat_template": _UNSET_VALUES,
+    "echo": (None, False),
+    "best_of": (None, 1),
+}
+# What a message may carry beside its role and content: clients send an answer back whole.
+NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
+    "name": _UNSET_VALUES,
+    "refusal": _UNSET_VALUES,
+    "audio": _UNSET_VALUES,
+    "annotations": (None, []),
+    "tool_calls": (None, []),
+    "tool_call_id": _UNSET_VALUES,
+    "function_call": _UNSET_VALUES,
+    "reasoning": _UNSET_VALUES,
+    "reasoning_content": _UNSET_VALUES,
+}
+
+Label = Annotated[str, Meta(max_length=512)]
+TokenId = Annotated[int, Meta(description="Outside the vocabulary: refused.")]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # only false: chunks are never padded
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What both ways to generate have. A null is the default."""
+
+    model: str | None = None  # None: the model that is served
+    n: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    max_tokens: int | None = None
+
+    # vLLM's extensions
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    banned_token_ids: list[int] | None = None  # the opposite of allowed_token_ids
+
+    user: Label | None = None
+    safety_identifier: Label | None = None
+    prompt_cache_key: Label | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Meta(max_length=64)], Label],
+            Meta(max_length=16),
+        ]
+        | None
+    ) = None
+
+
+class CompletionRequest(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
+    """``prompt``: a text, its token ids, or a list of either."""
+
+    prompt: str | list[str | int | list[int]]
+    best_of: int | None = None  # only the value of n
+    echo: bool | None = None
+    logprobs: int | None = None
+
+
+class ChatRequest(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None  # the same as max_tokens
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Either ``prompt`` or ``messages``, which go through the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None  # None: true for a prompt, false for messages
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+_NEUTRAL_OF: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
+    CompletionRequest: NEUTRAL_COMPLETION,
+    ChatRequest: NEUTRAL_CHAT,
+    TokenizeRequest: {},
+    DetokenizeRequest: {},
+}
+
+
+def parse(fields: dict[str, Any], to: type[R]) -> R:
+    """The request in ``fields``. Raises `ApiError` 400 naming what is unknown or not supported."""
+    drop_neutral(fields, _NEUTRAL_OF[to], "")
+    known = to.__struct_fields__
+    for name in fields:
+        if name not in known:
+            raise ApiError(400, f"unknown parameter: {name}", name)
+    return convert(fields, to)
+
+
+def drop_neutral(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], path: str) -> None:
+    """Take out of ``fields`` what asks for nothing. Raises `ApiError` 400 for the rest."""
+    for name in fields.keys() & neutral.keys():
+        value = fields[name]
+        # By type as well: 1 == True and 0 == False, but a number is no switch.
+        if not any(type(value) is type(ok) and value == ok for ok in neutral[name]):
+            raise ApiError(400, f"{path}{name} is not supported by this server", path + name)
+        del fields[name]

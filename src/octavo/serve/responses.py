@@ -1,0 +1,257 @@
+"""The response bodies. What OpenAI's API does not have is left out unless it was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from octavo.engine.outputs import TokenLogprobs
+from octavo.schedule.request import RequestRecord
+from octavo.serve.model import ServedModel
+
+FinishReason = Literal["stop", "length"]
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: int
+
+
+class Usage(Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+    @staticmethod
+    def of(records: list[RequestRecord]) -> Usage:
+        prompt = sum(record.prompt_tokens for record in records)
+        completion = sum(record.completion_tokens for record in records)
+        cached = sum(record.cached_tokens for record in records)
+        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+
+
+class CompletionLogprobs(Struct):
+    text_offset: list[int]  # characters from the start of this choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TopLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
+
+
+class CompletionChoice(Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(Struct, kw_only=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ModelCard(Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class Version(Struct):
+    version: str
+
+
+class ErrorBody(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(Struct):
+    error: ErrorBody
+
+
+json = msgspec.json.Encoder()
+
+
+class TokenShower:
+    """Tokens as one request wants them shown in its logprobs."""
+
+    def __init__(self, model: ServedModel, *, as_ids: bool, specials_in_text: bool) -> None:
+        self._shown = model.shown
+        self._as_ids = as_ids
+        self._specials_in_text = specials_in_text
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_ids else self._shown.text(token_id)
+
+    def in_text(self, token_id: int) -> bytes:
+        """What the token adds to the choice's text."""
+        stands_for = self._shown.bytes(token_id)
+        if not stands_for and self._specials_in_text:
+            return self._shown.text(token_id).encode()
+        return stands_for
+
+    def prompt_logprobs(self, entries: list[TokenLogprobs | None]) -> PromptLogprobs:
+        """Keyed by token id, the prompt's own token first, as vLLM gives them."""
+        return [None if entry is None else self._prompt_logprob(entry) for entry in entries]
+
+    def _prompt_logprob(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
+        shown = {
+            str(entry.token_id): PromptLogprob(
+                finite(entry.logprob), entry.rank, self.text(entry.token_id)
+            )
+        }
+        for rank, (token_id, logprob) in enumerate(entry.top, 1):
+            shown.setdefault(
+                str(token_id), PromptLogprob(finite(logprob), rank, self.text(token_id))
+            )
+        return shown
+
+    def chat_logprobs(self, entries: list[TokenLogprobs]) -> list[ChatLogprob]:
+        return [
+            ChatLogprob(
+                self.text(entry.token_id),
+                finite(entry.logprob),
+                self._bytes_or_none(entry.token_id),
+                [
+                    TopLogprob(self.text(token), finite(logprob), self._bytes_or_none(token))
+                    for token, logprob in entry.top
+                ],
+            )
+            for entry in entries
+        ]
+
+    def _bytes_or_none(self, token_id: int) -> list[int] | None:
+        """None for a control token, which stands for no bytes."""
+        return list(self._shown.bytes(token_id)) or None
+
+
+class CompletionLogprobsWriter:
+    """One choice's logprobs, token by token: knows how far the text has come.
+
+    A token that starts inside a character has the offset of that character.
+    """
+
+    def __init__(self, shower: TokenShower, first_offset: int = 0) -> None:
+        self._shower = shower
+        self._offset = first_offset  # characters begun so far
+
+    def take(
+        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
+    ) -> CompletionLogprobs:
+        """An entry is None for the first token of a prompt, which nothing predicts."""
+        out = CompletionLogprobs([], [], [], [])
+        shower = self._shower
+        for token_id, entry in zip(token_ids, entries, strict=True):
+            stands_for = shower.in_text(token_id)
+            inside = bool(stands_for) and stands_for[0] & 0xC0 == 0x80 and self._offset > 0
+            out.text_offset.append(self._offset - inside)
+            self._offset += sum(byte & 0xC0 != 0x80 for byte in stands_for)
+            out.tokens.append(shower.text(token_id))
+            if entry is None:
+                out.token_logprobs.append(None)
+                out.top_logprobs.append(None)
+            else:
+                out.token_logprobs.append(finite(entry.logprob))
+                top = {shower.text(token): finite(logprob) for token, logprob in entry.top}
+                top.setdefault(shower.text(token_id), finite(entry.logprob))
+                out.top_logprobs.append(top)
+        return out
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI and vLLM write the logprob of the impossible as -9999."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+def extend(into: CompletionLogprobs | None, more: CompletionLogprobs) -> CompletionLogprobs:
+    if into is None:
+        return more
+    into.text_offset += more.text_offset
+    into.token_logprobs += more.token_logprobs
+    into.tokens += more.tokens
+    into.top_logprobs += more.top_logprobs
+    return into

@@ -1,0 +1,140 @@
+"""The routes that generate nothing: models, tokens, probes, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from octavo import __version__
+from octavo.engine.async_engine import AsyncEngine
+from octavo.serve.body import decode_object, read_body
+from octavo.serve.config import ServeConfig
+from octavo.serve.errors import ApiError, unavailable
+from octavo.serve.gate import headers_of, send_json
+from octavo.serve.metrics import Metrics
+from octavo.serve.model import ServedModel
+from octavo.serve.prompts import chat_prompt
+from octavo.serve.protocol import DetokenizeRequest, TokenizeRequest, parse
+from octavo.serve.responses import (
+    Detokenized,
+    ModelCard,
+    ModelList,
+    Tokenized,
+    Version,
+    json,
+)
+
+
+def answer(value: object) -> Response:
+    return Response(json.encode(value), media_type="application/json")
+
+
+class Models:
+    def __init__(self, model: ServedModel) -> None:
+        self._cards = {
+            name: ModelCard(
+                id=name,
+                created=model.created,
+                root=model.root,
+                max_model_len=model.max_model_len,
+            )
+            for name in model.names
+        }
+
+    async def list(self, request: HttpRequest) -> Response:
+        return answer(ModelList(data=list(self._cards.values())))
+
+    async def get(self, request: HttpRequest) -> Response:
+        name = request.path_params["model"]
+        if name not in self._cards:
+            raise ApiError(404, f"the model {name!r} does not exist here", "model")
+        return answer(self._cards[name])
+
+
+class Probes:
+    """``/live`` asks: is the process beyond help? ``/ready``: should it get requests?"""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    async def live(self, request: HttpRequest) -> Response:
+        if not self._engine.alive:
+            raise ApiError(503, "the engine has stopped or hangs")
+        return answer({"status": "ok"})
+
+    async def ready(self, request: HttpRequest) -> Response:
+        if self._engine.draining:
+            raise unavailable("the server is shutting down")
+        return await self.live(request)
+
+
+class Worker:
+    """A POST route whose work, from reading the JSON on, is done in a worker thread."""
+
+    def __init__(
+        self, config: ServeConfig, workers: Executor, work: Callable[[bytes], object]
+    ) -> None:
+        self._config = config
+        self._workers = workers
+        self._work = work
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(self._workers, lambda: json.encode(self._work(body)))
+        await send_json(send, 200, body)
+
+
+def tokenize(model: ServedModel, body: bytes) -> Tokenized:
+    request = parse(decode_object(body), TokenizeRequest)
+    model.check_name(request.model)
+    if (request.prompt is None) == (request.messages is None):
+        raise ApiError(400, "give either prompt or messages", "prompt")
+    if request.prompt is not None:
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
+            if getattr(request, name) is not None:
+                raise ApiError(400, f"{name} needs messages", name)
+        model.check_length(len(request.prompt), "prompt")
+        token_ids = model.tokenizer.encode(
+            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        )
+    else:
+        assert request.messages is not None
+        token_ids = chat_prompt(
+            model,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            add_special_tokens=bool(request.add_special_tokens),
+            template_kwargs=request.chat_template_kwargs or {},
+        ).token_ids
+    shown = None
+    if request.return_token_strs:
+        shown = [model.shown.text(token_id) for token_id in token_ids]
+    return Tokenized(len(token_ids), model.max_model_len, token_ids, shown)
+
+
+def detokenize(model: ServedModel, body: bytes) -> Detokenized:
+    request = parse(decode_object(body), DetokenizeRequest)
+    model.check_name(request.model)
+    model.check_ids(request.tokens, "tokens")
+    return Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))
+
+
+async def version(request: HttpRequest) -> Response:
+    return answer(Version(__version__))
+
+
+class MetricsRoute:
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        accept = headers_of(scope).get(b"accept", b"").decode("latin-1")
+        body, content_type = self._metrics.exposition(accept)
+        await Response(body, headers={"content-type": content_type})(scope, receive, send)

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
+import octavo.checkpoint
+from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
+from octavo.engine.clock import RealClock
+from octavo.engine.detokenize import Detokenizer
 from octavo.engine.engine import Engine
+from octavo.engine.memory import available_memory
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+from octavo.model.program import Program
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.scheduler import Scheduler
 
 
 class DoesNotFit(ValueError):
@@ -17,20 +29,45 @@ class DoesNotFit(ValueError):
 class EngineConfig:
     """Names and meanings of vLLM's flags. None: derived from the model or the machine."""
 
-    max_model_len: int | None = None  # tokens; None: the model's context, capped to what fits
+    max_model_len: int | None = None  # tokens; None: the model's context, or what fits of it
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512  # a step's token budget
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
-    memory_utilization: float = 0.5  # share of the memory available after the weights
-    kv_cache_dtype: str = "f16"
+    memory_utilization: float = 0.5  # share of the memory available beside the weights
+    kv_cache_dtype: str = "auto"  # "auto" or "f16"
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     threads: int | None = None
-    seed: int | None = None
+    seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}, below 1")
+        if not 0 < self.memory_utilization <= 1:
+            raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
+        if self.kv_cache_dtype not in ("auto", "f16"):
+            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; f16 is")
+
+
+class CachePlan(NamedTuple):
+    """How the memory is divided. Sizes in bytes unless they say otherwise."""
+
+    num_blocks: int
+    max_model_len: int  # tokens
+    kv_cache_bytes: int
+    weight_bytes: int
+    work_bytes: int  # activations and logits of the largest step
+    capacity_tokens: int
+    capacity_sequences: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +86,157 @@ class LoadedEngine:
 
     def report(self) -> str:
         """The start report: one line a fact."""
-        raise NotImplementedError
+        model = self.checkpoint.config
+        stop = sorted(self.checkpoint.tokenizer.eos_token_ids)
+        shown = ", ".join(f"{self.checkpoint.tokenizer.token_text(i)!r} ({i})" for i in stop)
+        return "\n".join(
+            (
+                f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
+                f"{len(model.layers)} layers, weights {_size(self.weight_bytes)}",
+                f"context: {self.max_model_len} tokens (the model has {model.context_length})",
+                f"kv cache: {_size(self.kv_cache_bytes)}, {self.num_blocks} blocks of "
+                f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
+                f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
+                f"batch: up to {self.config.max_num_seqs} sequences and "
+                f"{self.config.max_num_batched_tokens} tokens a step",
+                f"stop tokens: {shown or 'none'}",
+            )
+        )
 
 
-def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = None) -> LoadedEngine:
+def plan_cache(
+    config: EngineConfig, compute: Program, layout: KvLayout, weight_bytes: int, available: int
+) -> CachePlan:
+    """Divide ``available`` bytes between weights, work space and blocks.
+
+    Raises `DoesNotFit` with the arithmetic.
+    """
+    model = compute.config
+    work = work_bytes(compute, config.max_num_batched_tokens, config.max_num_seqs)
+    left = available - weight_bytes - work
+    if config.kv_cache_memory_bytes is not None:
+        budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        budget, asked = int(left * config.memory_utilization), "memory_utilization"
+    division = (
+        f"{_size(available)} available - {_size(weight_bytes)} weights - {_size(work)} work space "
+        f"= {_size(left)}"
+    )
+    if budget > left or left <= 0:
+        raise DoesNotFit(f"{asked} asks for {_size(max(budget, 0))} of KV cache; {division}")
+    num_blocks = budget // layout.block_bytes
+    wanted = min(config.max_model_len or model.context_length, model.context_length)
+    if config.max_model_len is not None and config.max_model_len > model.context_length:
+        raise DoesNotFit(
+            f"max_model_len {config.max_model_len} is more than the model's context of "
+            f"{model.context_length} tokens"
+        )
+    fits = _longest(layout, num_blocks, wanted)
+    if fits < 2 or (config.max_model_len is not None and fits < wanted):
+        needed = peak_blocks(layout, max(wanted if config.max_model_len else 2, 2))
+        raise DoesNotFit(
+            f"a sequence of {wanted} tokens needs {needed} KV blocks of "
+            f"{_size(layout.block_bytes)} = {_size(needed * layout.block_bytes)}; "
+            f"{_size(budget)} of KV cache hold {num_blocks} ({division})"
+        )
+    return CachePlan(
+        num_blocks,
+        fits,
+        num_blocks * layout.block_bytes,
+        weight_bytes,
+        work,
+        num_blocks // len(layout.groups) * layout.block_size,
+        num_blocks / peak_blocks(layout, fits),
+    )
+
+
+def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
+    """Bytes of the largest step's activations and logits, in 32-bit floats."""
+    activations = max_tokens * sum(compute.widths.values())
+    return 4 * (activations + max_logits_rows * compute.config.vocab_size)
+
+
+def _longest(layout: KvLayout, num_blocks: int, wanted: int) -> int:
+    """The longest sequence, up to ``wanted`` tokens, that the blocks hold."""
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (
+            (middle, high) if peak_blocks(layout, middle) <= num_blocks else (low, middle - 1)
+        )
+    return low
+
+
+def _size(count: int) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"
+
+
+def load_engine(
+    model: str | Path | Checkpoint, config: EngineConfig | None = None
+) -> LoadedEngine:
     """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
 
-    Raises `CheckpointError`, or `DoesNotFit` before anything large is allocated.
+    A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`). Raises
+    `CheckpointError`, or `DoesNotFit` before anything large is allocated.
     """
-    raise NotImplementedError
+    # The compiled module is needed from here on, not to name the types above.
+    from octavo.execute.native import NativeExecutor
+    from octavo.sample.native import NativeSampler
+
+    config = config or EngineConfig()
+    if isinstance(model, str):
+        model = pull.resolve(model)
+    checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+    compute = program(checkpoint.config)
+    layout = KvLayout.of(checkpoint.config, config.block_size)
+    weight_bytes = sum(weight.data.nbytes for weight in checkpoint.weights.values())
+    plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
+    limits = SchedulerConfig(
+        max_model_len=plan.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_num_queued_tokens=config.max_num_queued_tokens,
+    )
+    scheduler = Scheduler(limits, layout, plan.num_blocks)
+    executor = NativeExecutor(
+        checkpoint,
+        compute,
+        layout,
+        num_blocks=plan.num_blocks,
+        max_tokens=limits.max_num_batched_tokens,
+        max_logits_rows=limits.logits_rows,
+        max_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=scheduler.kv.tables.shape[2],
+        threads=config.threads,
+        isa=config.isa,
+    )
+    tokenizer = checkpoint.tokenizer
+    engine = Engine(
+        executor,
+        scheduler,
+        NativeSampler(checkpoint.config.vocab_size),
+        RealClock(),
+        vocab_size=checkpoint.config.vocab_size,
+        eos_token_ids=tokenizer.eos_token_ids,
+        text=lambda params: Detokenizer(tokenizer, params),
+        max_logprobs=config.max_logprobs,
+        seed=config.seed,
+    )
+    return LoadedEngine(
+        engine,
+        checkpoint,
+        config,
+        plan.max_model_len,
+        plan.num_blocks,
+        plan.kv_cache_bytes,
+        weight_bytes,
+        plan.capacity_tokens,
+        plan.capacity_sequences,
+    )

@@ -20,6 +20,18 @@ from octavo.kv.prefix import Hash, Node, PrefixIndex, chain_hash
 Int32 = npt.NDArray[np.int32]
 
 
+def peak_blocks(layout: KvLayout, num_tokens: int) -> int:
+    """Most blocks a sequence of ``num_tokens`` positions ever holds, written one by one.
+
+    A window of w tokens spans at most ceil((w - 1) / block_size) + 1 blocks.
+    """
+    total = -(-num_tokens // layout.block_size)
+    return sum(
+        total if window is None else min(total, -(-(window - 1) // layout.block_size) + 1)
+        for window in (group.window for group in layout.groups)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Hit:
     """A cached prefix: its nodes, and how many tokens of it are taken over."""
@@ -78,11 +90,7 @@ class KvCache:
 
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks a sequence of ``num_tokens`` positions holds, written one by one."""
-        total = -(-num_tokens // self.block_size)
-        return sum(
-            total if window is None else min(total, -(-(window - 1) // self.block_size) + 1)
-            for window in self._windows
-        )
+        return peak_blocks(self.layout, num_tokens)
 
     def held_blocks(self, slot: int) -> int:
         end = int(self.num_blocks[slot])

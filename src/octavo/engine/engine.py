@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
@@ -20,7 +21,7 @@ from octavo.schedule.request import (
     RequestRecord,
 )
 from octavo.schedule.scheduler import Scheduled, Scheduler
-from octavo.schedule.sequence import RequestState
+from octavo.schedule.sequence import RequestState, Sequence
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class Engine:
         eos_token_ids: Collection[int] = (),
         text: TextFactory = lambda params: NoText(),
         max_logprobs: int = 20,
+        seed: int | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -141,6 +143,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
+        self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
         self._text = text
         self._requests: dict[str, RequestState] = {}
@@ -155,7 +158,9 @@ class Engine:
 
         Reads only what does not change, so any thread may call it.
         """
-        params = request.params.validated(self.vocab_size, self.max_logprobs).with_seed()
+        params = request.params.validated(self.vocab_size, self.max_logprobs)
+        if params.seed is None:
+            params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
         self.scheduler.check(request)
         for edge in (min, max):
@@ -258,7 +263,7 @@ class Engine:
                 scheduled.sample_rows,
                 [seq.output.sampler for seq in scheduled.samples],
             )
-            self._score_prompts(scheduled, result)
+            failures = self._score_prompts(scheduled, result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
             self.scheduler.discard(scheduled)
@@ -269,8 +274,9 @@ class Engine:
         now = self.clock.now()
         for observer in self.observers:
             observer.on_step(Step(scheduled, result, sampled, started, now))
-        for index, message in sampled.errors.items():
-            self._end(scheduled.samples[index].owner, FinishReason.ERROR, deltas, message)
+        failures += [(scheduled.samples[index], why) for index, why in sampled.errors.items()]
+        for seq, why in failures:
+            self._end(seq.owner, FinishReason.ERROR, deltas, why)
         self.scheduler.commit(scheduled, sampled.token_ids)
         self._deliver(scheduled, sampled, now, deltas)
         stats = self._stats
@@ -280,16 +286,26 @@ class Engine:
         stats.last_step_seconds = now - started
         return deltas
 
-    def _score_prompts(self, scheduled: Scheduled, result: StepResult) -> None:
-        """Collect the prompt logprobs of this step's chunks for the request's first delta."""
+    def _score_prompts(
+        self, scheduled: Scheduled, result: StepResult
+    ) -> list[tuple[Sequence, str]]:
+        """Collect the prompt logprobs of this step's chunks for the request's first delta.
+
+        Returns the sequences whose logits have none, and why.
+        """
+        failures = []
         for seq, row, position, size in scheduled.prompt_rows:
             request = seq.owner.request
-            seq.output.prompt_logprobs += self.sampler.prompt_logprobs(
-                result.logits,
-                range(row, row + size),
-                request.prompt_token_ids[position : position + size],
-                request.params.prompt_logprobs or 0,
-            )
+            try:
+                seq.output.prompt_logprobs += self.sampler.prompt_logprobs(
+                    result.logits,
+                    range(row, row + size),
+                    request.prompt_token_ids[position : position + size],
+                    request.params.prompt_logprobs or 0,
+                )
+            except ValueError as error:
+                failures.append((seq, str(error)))
+        return failures
 
     def _deliver(
         self, scheduled: Scheduled, sampled: Sampled, now: float, deltas: list[Delta]

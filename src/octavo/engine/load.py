@@ -10,7 +10,6 @@ import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import Detokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.memory import available_memory
 from octavo.kv.cache import peak_blocks
@@ -176,15 +175,14 @@ def _size(count: int) -> str:
     return f"{value:.4g} GiB"
 
 
-def load_engine(
-    model: str | Path | Checkpoint, config: EngineConfig | None = None
-) -> LoadedEngine:
+def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = None) -> LoadedEngine:
     """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
 
     A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`). Raises
     `CheckpointError`, or `DoesNotFit` before anything large is allocated.
     """
     # The compiled module is needed from here on, not to name the types above.
+    from octavo.engine.detokenize import Detokenizer
     from octavo.execute.native import NativeExecutor
     from octavo.sample.native import NativeSampler
 
@@ -221,7 +219,7 @@ def load_engine(
     engine = Engine(
         executor,
         scheduler,
-        NativeSampler(checkpoint.config.vocab_size),
+        NativeSampler(checkpoint.config.vocab_size, config.isa or ""),
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,

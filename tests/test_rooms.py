@@ -16,7 +16,7 @@ PACKAGE = Path(octavo.__file__).parent
 # What each room may import from; `engine/clock.py` and the like are reached through their room.
 ALLOWED: dict[str, set[str]] = {
     "model": set(),
-    "checkpoint": {"model"},
+    "checkpoint": {"model", "_native"},
     "kv": {"model"},
     "sample": set(),
     "schedule": {"kv", "model", "sample", "execute.batch"},

@@ -5,4 +5,5 @@
 
 void bind_runtime(nanobind::module_ &m);
 void bind_linear(nanobind::module_ &m);
+void bind_merges(nanobind::module_ &m);
 void bind_sampler(nanobind::module_ &m);

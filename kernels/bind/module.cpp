@@ -9,6 +9,7 @@ NB_MODULE(_native, m) {
     m.doc() = "Octavo's C++ kernels.";
     if (bind_linear)
         bind_linear(m);
+    bind_merges(m);
     if (bind_sampler)
         bind_sampler(m);
     if (bind_runtime)

@@ -5,6 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+# bind/merges.cpp
+
+def merge_cuts(
+    text: npt.NDArray[np.uint32],
+    offsets: npt.NDArray[np.int64],
+    ranks: npt.NDArray[np.int32],
+    usable: npt.NDArray[np.uint8],
+) -> npt.NDArray[np.int32]: ...
+
 # bind/sampler.cpp
 
 class SamplerState:

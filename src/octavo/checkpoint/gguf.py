@@ -12,7 +12,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from struct import Struct
@@ -86,37 +86,22 @@ _LEAST = {code: dtype.itemsize for code, dtype in _DTYPES.items()} | {_STRING: 8
 class StringArray:
     """An array of strings inside the mapped file, decoded only when asked for."""
 
-    def __init__(
-        self, path: Path, key: str, data: mmap.mmap, starts: list[int], ends: list[int]
-    ) -> None:
-        self._path, self._key, self._data = path, key, data
-        self._starts, self._ends = starts, ends
+    def __init__(self, path: Path, key: str, data: mmap.mmap, edges: list[int]) -> None:
+        """String i is what follows the 8 bytes of length at edges[i], up to edges[i + 1]."""
+        self._path, self._key, self._data, self._edges = path, key, data, edges
 
     def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, index: int) -> bytes:
-        return self._data[self._starts[index] : self._ends[index]]
-
-    def __iter__(self) -> Iterator[bytes]:
-        data = self._data
-        return (data[a:b] for a, b in zip(self._starts, self._ends, strict=True))
+        return len(self._edges) - 1
 
     def text(self) -> list[str]:
-        """All strings, decoded."""
-        data = self._data
+        """All strings. Raises `CheckpointError` if one is not UTF-8."""
+        data, edges = self._data, self._edges
         try:
-            return [data[a:b].decode() for a, b in zip(self._starts, self._ends, strict=True)]
+            return [data[a + 8 : b].decode() for a, b in pairwise(edges)]
         except UnicodeDecodeError:
             raise CheckpointError(
                 f"{self._path}: {self._key} holds a string that is not UTF-8"
             ) from None
-
-    def extent(self) -> memoryview:
-        """The array's bytes as they stand in the file, lengths included: what to digest."""
-        if not self._starts:
-            return memoryview(b"")
-        return memoryview(self._data)[self._starts[0] - 8 : self._ends[-1]]
 
 
 Array = npt.NDArray[np.generic] | StringArray | list[object]
@@ -313,20 +298,17 @@ class GgufFile:
     def _string_array(self, pos: int, key: str, count: int) -> tuple[StringArray, int]:
         data, size = self._data, self._size
         unpack = _U64.unpack_from
-        starts: list[int] = []
-        ends: list[int] = []
-        for _ in range(count):
+        edges = [pos]
+        for index in range(count):
             (length,) = unpack(data, pos)
-            pos += 8
-            starts.append(pos)
-            pos += length
+            pos += 8 + length
             if pos > size:
                 self.fail(
-                    f"element {len(ends)} of {key} declares {length} bytes; "
+                    f"element {index} of {key} declares {length} bytes; "
                     f"only {size - pos + length} follow"
                 )
-            ends.append(pos)
-        return StringArray(self.path, key, data, starts, ends), pos
+            edges.append(pos)
+        return StringArray(self.path, key, data, edges), pos
 
     def _parse_tensors(self, pos: int, count: int) -> None:
         if count * 33 > self._size - pos:  # a name of one byte and one dimension

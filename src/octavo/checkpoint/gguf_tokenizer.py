@@ -8,11 +8,11 @@ from typing import NoReturn
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
-from octavo.checkpoint.gguf import GgufFile
+from octavo import _native
+from octavo.checkpoint.gguf import GgufFile, StringArray
 from octavo.checkpoint.tokenizer import (
     SPACE,
     BpeTokenizer,
-    byte_alphabet,
     byte_level_bytes,
     sentencepiece_bytes,
 )
@@ -38,6 +38,8 @@ PRE_TOKENIZERS: dict[str, str | None] = {
 }
 # Llama 3 takes a word that is in the vocabulary as it is, and wants BOS unless the file says no.
 _LLAMA3_KINDS = {"llama-bpe", "llama-v3", "llama3"}
+
+MAX_TOKEN = 512  # characters; real vocabularies stay far below
 
 # Tokens that end a turn in the chat formats in use, for files that name only one of them.
 END_OF_TURN = (
@@ -70,7 +72,7 @@ class _Reader:
             )
         self.tokens = strings.text()
         types = self.column("tokenizer.ggml.token_type")
-        self.types = np.full(vocab_size, NORMAL) if types is None else types
+        self.types = np.full(vocab_size, NORMAL) if types is None else types.copy()
 
     def tokenizer(self) -> BpeTokenizer:
         kind = self.file.get("tokenizer.ggml.model", str)
@@ -87,8 +89,7 @@ class _Reader:
         merges = self.file.strings("tokenizer.ggml.merges")
         if merges is None:
             self.fail("merges", "is missing")
-        pairs = [(left, right) for left, _, right in (m.partition(" ") for m in merges.text())]
-        backend = self.backend(pairs, ignore_merges=pre in _LLAMA3_KINDS)
+        backend = self.backend(_pairs(merges), ignore_merges=pre in _LLAMA3_KINDS)
         split = PRE_TOKENIZERS[pre]
         level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
         backend.pre_tokenizer = (
@@ -98,59 +99,61 @@ class _Reader:
                 [pre_tokenizers.Split(Regex(split), behavior="isolated"), level]
             )
         )
-        alphabet = set(byte_alphabet().values())
-        self.add_tokens(backend)
-        foreign = [i for i in self.of_type(USER_DEFINED) if not set(self.tokens[i]) <= alphabet]
-        return self.finish(
-            backend, byte_level_bytes, verbatim=foreign, add_bos=pre in _LLAMA3_KINDS
-        )
+        return self.finish(backend, byte_level_bytes, add_bos=pre in _LLAMA3_KINDS)
 
     def sentencepiece(self) -> BpeTokenizer:
         gemma = self.file.get("general.architecture", str).startswith("gemma")
-        verbatim = [i for i in self.of_type(USER_DEFINED) if SPACE in self.tokens[i]]
         if gemma:
-            # Runs of spaces are stored as spaces, but the text they meet has ▁ in their place.
-            self.tokens = [
-                SPACE * len(token) if " " in token and not token.strip(" ") else token
-                for token in self.tokens
-            ]
+            # Runs of spaces are stored as spaces, but the text they meet has ▁ in their place: they
+            # are reached by merging, and are no added tokens.
+            runs = [i for i, t in enumerate(self.tokens) if " " in t and not t.strip(" ")]
+            for index in runs:
+                self.tokens[index] = SPACE * len(self.tokens[index])
+                self.types[index] = NORMAL
+        merges = self.file.strings("tokenizer.ggml.merges")
+        pairs = self.derived_merges(by_position=gemma) if merges is None else _pairs(merges)
         prefix = self.file.get("tokenizer.ggml.add_space_prefix", bool, not gemma)
-        backend = self.backend(self.derived_merges(gemma), byte_fallback=True)
+        backend = self.backend(pairs, byte_fallback=True)
         if prefix:
             backend.pre_tokenizer = pre_tokenizers.Metaspace(
                 replacement=SPACE, prepend_scheme="first", split=False
             )
         else:
             backend.normalizer = normalizers.Replace(" ", SPACE)
-        self.add_tokens(backend)
-        return self.finish(
-            backend, sentencepiece_bytes, verbatim=verbatim, add_bos=True, leading_space=prefix
-        )
+        return self.finish(backend, sentencepiece_bytes, add_bos=True, leading_space=prefix)
 
-    def derived_merges(self, gemma: bool) -> list[tuple[str, str]]:
-        """The merges that a SentencePiece vocabulary implies: every cut of a token into two.
+    def derived_merges(self, *, by_position: bool) -> list[tuple[str, str]]:
+        """The merges that a vocabulary without any implies, best first.
 
-        Best first by score; Gemma's files rank by position instead, and score all added tokens
-        alike.
+        They are ranked by score; in Gemma's files by position, as those score added tokens alike.
         """
-        ids = {token: index for index, token in enumerate(self.tokens)}
-        if gemma:
-            rank = np.arange(self.vocab_size, dtype=np.float64)
+        text = "".join(self.tokens).encode("utf-32-le")
+        lengths = np.fromiter(map(len, self.tokens), np.int64, self.vocab_size)
+        if (longest := int(lengths.max())) > MAX_TOKEN:
+            self.fail("tokens", f"holds a token of {longest} characters, more than {MAX_TOKEN}")
+        if by_position:
+            ranks = np.arange(self.vocab_size, dtype=np.int32)
         else:
             scores = self.column("tokenizer.ggml.scores")
             if scores is None:
                 self.fail("scores", "is missing")
-            rank = -scores.astype(np.float64)
-        pairs = []
-        keys = []
-        for token, index in ids.items():
-            for cut in range(1, len(token)):
-                left, right = token[:cut], token[cut:]
-                if left in ids and right in ids:
-                    pairs.append((left, right))
-                    keys.append((rank[index], -len(left)))
-        order = sorted(range(len(pairs)), key=keys.__getitem__)
-        return [pairs[index] for index in order]
+            ranks = np.unique(-scores, return_inverse=True)[1].astype(np.int32)
+        # Added tokens never reach the merges: they are cut out of the text before.
+        usable = ~np.isin(self.types, (CONTROL, USER_DEFINED))
+        cuts = _native.merge_cuts(
+            np.frombuffer(text, np.uint32),
+            np.concatenate([[0], np.cumsum(lengths)]),
+            ranks,
+            usable.astype(np.uint8),
+        )
+        merged = np.flatnonzero(cuts)
+        # Among equal ranks longer parts go first, as the native code has it.
+        order = merged[np.lexsort((cuts[merged] - lengths[merged], -cuts[merged], ranks[merged]))]
+        tokens = self.tokens
+        return [
+            (tokens[i][:cut], tokens[i][cut:])
+            for i, cut in zip(order.tolist(), cuts[order].tolist(), strict=True)
+        ]
 
     # ── Parts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -172,45 +175,32 @@ class _Reader:
             self.fail("merges", f"does not fit the tokens: {error}")
         return Tokenizer(model)
 
-    def add_tokens(self, backend: Tokenizer) -> None:
-        """Control and user-defined tokens are matched whole in the text, before anything else."""
-        backend.add_special_tokens(
-            [
-                AddedToken(self.tokens[i], normalized=False, special=True)
-                for i in self.of_type(CONTROL)
-            ]
-        )
-        backend.add_tokens(
-            [
-                AddedToken(self.tokens[i], normalized=False, special=False)
-                for i in self.of_type(USER_DEFINED)
-                if SPACE not in self.tokens[i]
-            ]
-        )
-
     def finish(
         self,
         backend: Tokenizer,
         to_bytes: Callable[[str], bytes],
         *,
-        verbatim: list[int],
         add_bos: bool,
         leading_space: bool = False,
     ) -> BpeTokenizer:
-        bos = self.token_id("bos")
+        control, user_defined = self.of_type(CONTROL), self.of_type(USER_DEFINED)
+        # Both are matched whole in the text, before anything else.
+        tokens = self.tokens
+        backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in control])
+        backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in user_defined])
         eos = [self.token_id(name) for name in ("eos", "eot", "eom")]
-        marked = {*self.of_type(CONTROL), *self.of_type(USER_DEFINED)}
-        turns = {i for token in END_OF_TURN if (i := backend.token_to_id(token)) in marked}
+        added = {*control, *user_defined}
+        turns = [i for text in END_OF_TURN if (i := backend.token_to_id(text)) in added]
         add_eos = self.file.get("tokenizer.ggml.add_eos_token", bool, False)
         return BpeTokenizer(
             backend,
             vocab_size=self.vocab_size,
             to_bytes=to_bytes,
-            control=[*self.of_type(CONTROL), *self.of_type(UNKNOWN)],
-            verbatim=verbatim,
-            bos_token_id=bos,
+            control=[*control, *self.of_type(UNKNOWN)],
+            verbatim=user_defined,
+            bos_token_id=self.token_id("bos"),
             add_bos=self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos),
-            eos_token_ids={i for i in (*eos, *turns) if i is not None},
+            eos_token_ids=[i for i in (*eos, *turns) if i is not None],
             append_token_id=eos[0] if add_eos else None,
             strip_leading_space=leading_space,
         )
@@ -233,3 +223,8 @@ class _Reader:
 
     def fail(self, key: str, reason: str) -> NoReturn:
         self.file.fail(f"tokenizer.ggml.{key} {reason}")
+
+
+def _pairs(merges: StringArray) -> list[tuple[str, str]]:
+    """Merges as files list them: two parts with a space between."""
+    return [(left, right) for left, _, right in (line.partition(" ") for line in merges.text())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -90,8 +90,8 @@ class FakeSampler:
         return [TokenLogprobs(token, -1.0, 1, ()) for token in token_ids]
 
 
-class WrongContent(AssertionError):
-    pass
+class WrongContent(BaseException):
+    """No `Exception`, so that the engine does not take it for a failed step."""
 
 
 class Crash(RuntimeError):
@@ -118,6 +118,7 @@ class CheckingExecutor:
         self.max_logits_rows = max_logits_rows
         self.duration = duration
         self.crash_next = False
+        self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
         self.content = np.zeros((num_blocks, kv_layout.block_size), dtype=np.int64)
         self.scheduler: Scheduler | None = None
@@ -138,6 +139,12 @@ class CheckingExecutor:
         return np.array(hashes, dtype=np.int64)
 
     def execute(self, batch: Batch) -> StepResult:
+        try:
+            return self._execute(batch)
+        except AssertionError as error:
+            raise WrongContent("the batch is malformed") from error
+
+    def _execute(self, batch: Batch) -> StepResult:
         self.steps += 1
         assert self.scheduler is not None
         kv = self.scheduler.kv
@@ -182,6 +189,7 @@ class CheckingExecutor:
                 keys = self.content[row].reshape(-1)[first % size :][: stop - first]
                 if not np.array_equal(keys, hashes[first:stop] + group):
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
+        self.during()
         return StepResult(None, self.duration)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:

@@ -315,11 +315,11 @@ class KvCache:
         return free
 
     def _tail(self, slot: int) -> list[int]:
-        """The block of the next position in each group, if it is allocated and partly filled."""
-        start = int(self.num_tokens[slot])
-        if start % self.block_size == 0 or start // self.block_size >= self.num_blocks[slot]:
+        """The block of the next position in each group, if it is allocated already."""
+        position = int(self.num_tokens[slot]) // self.block_size
+        if position >= self.num_blocks[slot]:
             return []
-        blocks: list[int] = self.tables[:, slot, start // self.block_size].tolist()
+        blocks: list[int] = self.tables[:, slot, position].tolist()
         return blocks
 
     def _must_copy(self, block: int) -> bool:

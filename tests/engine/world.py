@@ -1,0 +1,254 @@
+"""Random loads on an engine whose cache content, progress and outcomes are checked at each step.
+
+Driven by hypothesis (short, shrinks) and by a seeded generator (a million steps).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from engine.fakes import CheckingExecutor, Crash, FakeSampler, FakeState, build
+from octavo.engine.engine import Step
+from octavo.engine.outputs import Delta
+from octavo.sample.params import InvalidParameter, SamplingParams
+from octavo.schedule.request import (
+    AdmissionError,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestRecord,
+)
+from octavo.schedule.sequence import Status
+
+BROKEN_SEED = 13
+
+
+@dataclass
+class Life:
+    """What the test knows of a request."""
+
+    record: RequestRecord
+    params: SamplingParams
+    prompt: list[int]
+    texts: dict[int, list[int]] = field(default_factory=dict)  # choice -> tokens delivered
+    reasons: dict[int, FinishReason] = field(default_factory=dict)
+    deltas: int = 0
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One engine under test."""
+
+    windows: Sequence[int | None] = (None,)
+    block_size: int = 4
+    num_blocks: int = 24
+    max_model_len: int = 48
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 16
+    max_logits_rows: int | None = None
+    enable_prefix_caching: bool = True
+    vocab: int = 3
+    collide: bool = False  # every hash is one of few
+    max_num_queued_reqs: int | None = None
+
+    @staticmethod
+    def drawn(rng: random.Random) -> Setting:
+        block_size = rng.choice((1, 2, 4, 5, 16))
+        max_model_len = rng.choice((8, 24, 48, 100))
+        windows = rng.choice(((None,), (None, None), (6,), (None, 5), (9, None, 1), (3, 17)))
+        whole = len(windows) * (-(-max_model_len // block_size))
+        max_num_seqs = rng.choice((1, 2, 4, 7))
+        return Setting(
+            windows=windows,
+            block_size=block_size,
+            num_blocks=max(1, int(whole * rng.choice((0.5, 0.8, 1.0, 1.3, 2.0, 5.0)))),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 3, 16, 64)),
+            max_logits_rows=rng.choice((None, max_num_seqs + 5)),
+            enable_prefix_caching=rng.random() < 0.8,
+            vocab=rng.choice((1, 2, 3, 64)),
+            collide=rng.random() < 0.2,
+            max_num_queued_reqs=rng.choice((None, None, 3)),
+        )
+
+
+class World:
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        few = (lambda parent, content: hash((parent, content)) % 5) if setting.collide else None
+        self.engine = build(
+            windows=setting.windows,
+            block_size=setting.block_size,
+            num_blocks=setting.num_blocks,
+            max_model_len=setting.max_model_len,
+            max_num_seqs=setting.max_num_seqs,
+            max_num_batched_tokens=setting.max_num_batched_tokens,
+            max_logits_rows=setting.max_logits_rows,
+            enable_prefix_caching=setting.enable_prefix_caching,
+            max_num_queued_reqs=setting.max_num_queued_reqs,
+            vocab=setting.vocab,
+            **({"hasher": few} if few else {}),
+        )
+        assert isinstance(self.engine.executor, CheckingExecutor)
+        assert isinstance(self.engine.sampler, FakeSampler)
+        self.executor = self.engine.executor
+        self.sampler = self.engine.sampler
+        self.sampler.broken.add(BROKEN_SEED)
+        self.engine.observers.append(self)
+        self.lives: dict[str, Life] = {}
+        self.outcomes: list[RequestRecord] = []
+        self.count = 0
+        self.steps = 0
+        self.crashed = False
+
+    # The engine's observer
+
+    def on_step(self, step: Step) -> None:
+        self.steps += 1
+        scheduler = self.engine.scheduler
+        unfinished = [
+            seq
+            for life in self.lives.values()
+            if (state := self.engine._requests.get(life.record.request_id))
+            for seq in state.sequences
+            if seq.status not in (Status.FORKING, Status.FINISHED)
+        ]
+        if unfinished and not step.scheduled.stale:
+            oldest = min(unfinished, key=lambda seq: seq.order)
+            assert oldest in step.scheduled.sequences, "the oldest does not progress"
+        assert 0.0 <= scheduler.kv.waste() <= 1.0
+
+    def on_end(self, record: RequestRecord) -> None:
+        assert record.outcome is not None
+        self.outcomes.append(record)
+
+    # What can happen
+
+    def submit(self, prompt: list[int], salt: str | None = None, **params: object) -> None:
+        self.count += 1
+        request = Request(
+            request_id=f"r{self.count}",
+            prompt_token_ids=prompt,
+            params=SamplingParams(ignore_eos=True, **params),  # type: ignore[arg-type]
+            cache_salt=salt,
+        )
+        before = len(self.outcomes)
+        try:
+            record = self.engine.add_request(request)
+        except (AdmissionError, InvalidParameter):
+            assert [record.outcome for record in self.outcomes[before:]] == [Outcome.REJECTED]
+            return
+        self.lives[record.request_id] = Life(record, request.params, prompt)
+
+    def abort(self, request_id: str) -> None:
+        free = self.engine.scheduler.kv.pool.num_free
+        assert self.engine.abort(request_id)
+        assert self.engine.scheduler.kv.pool.num_free >= free
+        assert self.lives[request_id].record.outcome is Outcome.ABORTED
+        assert not self.engine.abort(request_id)
+
+    def abort_during_next_step(self, request_id: str) -> None:
+        def during() -> None:
+            self.executor.during = lambda: None
+            if self.lives.get(request_id) and not self.lives[request_id].record.outcome:
+                self.abort(request_id)
+
+        self.executor.during = during
+
+    def crash_next_step(self) -> None:
+        self.executor.crash_next = True
+
+    def step(self) -> None:
+        for delta in self.engine.step():
+            self.deliver(delta)
+        self.engine.check_integrity()
+        self.engine.scheduler.check_integrity()
+
+    def deliver(self, delta: Delta) -> None:
+        life = self.lives[delta.request_id]
+        assert not life.ended, "a delta after the last"
+        assert delta.choice not in life.reasons, "a delta after a choice's last"
+        life.deltas += 1
+        tokens = life.texts.setdefault(delta.choice, [])
+        state = FakeState(life.params.seed or 0, delta.choice, tokens)
+        for token in delta.token_ids:
+            assert token == self.sampler.draw(state), "another sequence's token"
+            tokens.append(token)
+        if life.params.prompt_logprobs is not None and life.deltas == 1 and delta.token_ids:
+            scored = delta.prompt_logprobs
+            assert scored is not None
+            assert scored[0] is None
+            assert [entry.token_id for entry in scored[1:] if entry] == life.prompt[1:]
+        else:
+            assert delta.prompt_logprobs is None
+        if delta.finish_reason is not None:
+            life.reasons[delta.choice] = delta.finish_reason
+            if delta.finish_reason is FinishReason.LENGTH:
+                assert len(tokens) == life.record.max_tokens
+        if delta.record is not None:
+            self.end(life, delta)
+
+    def end(self, life: Life, delta: Delta) -> None:
+        life.ended = True
+        record = life.record
+        assert delta.record is record
+        assert len(life.reasons) == life.params.n
+        assert record.finish_reasons == [life.reasons[choice] for choice in range(life.params.n)]
+        assert record.completion_tokens == sum(map(len, life.texts.values()))
+        assert self.outcomes.count(record) == 1
+        if record.outcome is Outcome.FINISHED:
+            assert set(life.reasons.values()) == {FinishReason.LENGTH}
+        elif record.outcome is Outcome.FAILED:
+            assert record.error
+            assert life.params.seed == BROKEN_SEED or Crash.__name__ or "injected" in record.error
+        del self.lives[record.request_id]
+
+    def finish(self) -> None:
+        """Let everything end; nothing may be left over."""
+        limit = 100 + sum(
+            20 * (len(life.prompt) + (life.record.max_tokens or 0) * life.params.n)
+            for life in self.lives.values()
+        )
+        while self.engine.has_work():
+            self.step()
+            limit -= 1
+            assert limit > 0, "a request is stuck"
+        assert not self.lives
+        pool = self.engine.scheduler.kv.pool
+        assert pool.num_free == pool.num_blocks
+        assert len({id(record) for record in self.outcomes}) == self.count == len(self.outcomes)
+
+
+def random_prompt(rng: random.Random, limit: int) -> list[int]:
+    """Prompts share prefixes of all lengths: each is the start of one of few texts, and a tail."""
+    base = random.Random(rng.randrange(3))
+    length = rng.randint(0, limit)
+    text = [base.randrange(3) for _ in range(length)]
+    return text + [rng.randrange(64) for _ in range(rng.choice((0, 0, 1, 5)))]
+
+
+def random_action(world: World, rng: random.Random) -> None:
+    setting = world.setting
+    roll = rng.random()
+    if roll < 0.25 and len(world.lives) < 40:
+        world.submit(
+            random_prompt(rng, setting.max_model_len),
+            rng.choice((None, None, "a", "b")),
+            n=rng.choice((1, 1, 1, 2, 3)),
+            max_tokens=rng.choice((None, 1, 2, 5, 20)),
+            seed=rng.choice((1, 2, 3, 4, BROKEN_SEED) if roll < 0.02 else (1, 2, 3, 4)),
+            prompt_logprobs=rng.choice((None, None, None, 0)),
+        )
+    elif roll < 0.28 and world.lives:
+        alive = [name for name, life in world.lives.items() if not life.record.outcome]
+        if alive:
+            name = rng.choice(alive)
+            rng.choice((world.abort, world.abort_during_next_step))(name)
+    elif roll < 0.285:
+        world.crash_next_step()
+    else:
+        world.step()

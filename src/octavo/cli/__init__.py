@@ -1,0 +1,72 @@
+"""The `octavo` command: one module a command. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from octavo.cli import chat, generate, inspect, pull, serve
+
+app = typer.Typer(
+    name="octavo",
+    help="Serve language models from the CPU you have.",
+    epilog="Start with: octavo chat smollm2, or octavo serve smollm2",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its tables cut long option names, and rich takes 0.1 s to import
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for module in (serve, chat, generate, pull, inspect):
+    # "\b" keeps click from joining the examples' lines.
+    epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
+    app.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from octavo import __version__
+
+        typer.echo(f"octavo {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command. Whatever goes wrong is one line on standard error and exit code 1."""
+    try:
+        app(prog_name="octavo")
+    except Exception as error:
+        if os.environ.get("OCTAVO_DEBUG") == "1":
+            raise
+        sys.exit(_explain(error))
+
+
+def _explain(error: Exception) -> str:
+    # These have been imported by whatever raised one of them.
+    from octavo.checkpoint.base import ChatTemplateError, CheckpointError
+    from octavo.engine.load import DoesNotFit
+    from octavo.sample.params import InvalidParameter
+    from octavo.schedule.request import AdmissionError
+
+    expected = (CheckpointError, ChatTemplateError, DoesNotFit, InvalidParameter, AdmissionError)
+    text = " ".join(str(error).split())
+    if isinstance(error, expected):
+        return f"octavo: {text}"
+    if isinstance(error, OSError) and error.strerror:
+        return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")
+    return (
+        f"octavo: internal error: {type(error).__name__}: {text} "
+        "(OCTAVO_DEBUG=1 shows where; please report it)"
+    )

@@ -1,0 +1,149 @@
+"""octavo generate: complete prompts, streamed as text or as JSON lines."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    Model,
+    engine_config,
+    option,
+    sampling_options,
+    sampling_params,
+    takes,
+)
+
+if TYPE_CHECKING:
+    from octavo.engine.load import EngineConfig
+    from octavo.llm import LLM, Prompt, RequestOutput
+    from octavo.sample.params import SamplingParams
+
+EXAMPLES = (
+    'octavo generate smollm2 "The capital of France is" --temperature 0 --max-tokens 8 --json',
+    'octavo generate smollm2 --chat "Why is the sky blue?"',
+    "octavo generate gemma3-270m - < prompt.txt",
+)
+
+_SAMPLING_OPTIONS = [
+    option("n", int, 1, "Answers a prompt.", "Sampling", "--n", "-n"),
+    *sampling_options(max_tokens=256, max_tokens_help="256"),
+    option(
+        "logprobs", int | None, None, "So many alternatives a token (with --json).", "Sampling"
+    ),
+    option(
+        "prompt_logprobs", int | None, None, "The same for the prompt (with --json).", "Sampling"
+    ),
+]  # fmt: skip
+
+
+@takes(
+    params=(_SAMPLING_OPTIONS, sampling_params),
+    engine=(ENGINE_OPTIONS, engine_config),
+)
+def command(
+    model: Model,
+    prompts: Annotated[
+        list[str], typer.Argument(help="Texts to continue; - reads one from standard input.")
+    ],
+    params: SamplingParams,
+    engine: EngineConfig,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Take each prompt as a chat message to answer.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message, with --chat.", show_default=False)
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="One JSON object a prompt, a line each.")
+    ] = False,
+) -> None:
+    """Complete prompts, all in one batch, and stream the text in their order."""
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    if prompts.count("-") > 1:
+        raise typer.BadParameter("- can be given once")
+    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+
+    from octavo.checkpoint.pull import resolve
+    from octavo.engine.load import load_engine
+    from octavo.llm import LLM
+
+    with LLM(load_engine(resolve(model), engine)) as llm:
+        inputs: list[Prompt] = list(texts)
+        if chat:
+            before = [{"role": "system", "content": system}] if system is not None else []
+            inputs = []
+            for text in texts:
+                rendered, ids = llm.chat_prompt([*before, {"role": "user", "content": text}])
+                inputs.append({"prompt": rendered, "prompt_token_ids": ids})
+        if as_json:
+            import json
+
+            for output in llm.generate(inputs, params, use_tqdm=sys.stderr.isatty()):
+                typer.echo(json.dumps(as_dict(output), ensure_ascii=False))
+        else:
+            _stream(llm, inputs, params)
+
+
+def _stream(llm: LLM, inputs: list[Prompt], params: SamplingParams) -> None:
+    """Print answers in order; those that run ahead wait until their turn."""
+    keys = [(prompt, choice) for prompt in range(len(inputs)) for choice in range(params.n)]
+    ahead: dict[tuple[int, int], list[str]] = {key: [] for key in keys}
+    done = dict.fromkeys(keys, False)
+    turn = 0
+    for prompt, delta in llm.stream(inputs, params):
+        key = prompt, delta.choice
+        ahead[key].append(delta.text)
+        done[key] = delta.finish_reason is not None
+        while turn < len(keys):
+            text = "".join(ahead[keys[turn]])
+            ahead[keys[turn]].clear()
+            typer.echo(text, nl=False)
+            sys.stdout.flush()
+            if not done[keys[turn]]:
+                break
+            turn += 1
+            typer.echo()
+            if turn < len(keys):
+                typer.echo("---")
+
+
+def as_dict(output: RequestOutput) -> dict[str, Any]:
+    """One prompt's result as `--json` prints it. With n > 1, ``choices`` has all answers."""
+    choices = [
+        {
+            "index": choice.index,
+            "text": choice.text,
+            "token_ids": choice.token_ids,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+        | ({} if choice.logprobs is None else {"logprobs": _positions(choice.logprobs)})
+        for choice in output.outputs
+    ]
+    completion = sum(len(choice.token_ids) for choice in output.outputs)
+    prompt = len(output.prompt_token_ids)
+    result: dict[str, Any] = {name: choices[0][name] for name in choices[0] if name != "index"}
+    result["usage"] = {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "cached_tokens": output.num_cached_tokens,
+    }
+    if len(choices) > 1:
+        result["choices"] = choices
+    if output.prompt_logprobs is not None:
+        result["prompt_logprobs"] = _positions(output.prompt_logprobs)
+    return result
+
+
+def _positions(positions: Any) -> list[Any]:
+    return [
+        position
+        and [{"token_id": token_id, **logprob._asdict()} for token_id, logprob in position.items()]
+        for position in positions
+    ]

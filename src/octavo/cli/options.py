@@ -1,0 +1,254 @@
+"""Options that several commands share, each said once; names are vLLM's where it has one."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        help="A known name (octavo pull --list), a GGUF file or its folder, or a Hugging Face id "
+        "(org/repo or org/repo:file.gguf).",
+        show_default=False,
+    ),
+]
+
+_SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+
+
+def amount(text: str) -> int:
+    """A count or size: 4096, 1k = 1000, 1K = 1Ki = 1KiB = 1024, 2GiB, 512MB = 512·10⁶.
+
+    As in vLLM a small letter is decimal and a capital one binary; "…B" says bytes: KB is decimal.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip())
+    if not match:
+        raise typer.BadParameter(f"{text!r} is not a size such as 4096, 8K, 512MiB or 4GiB")
+    number, letter, binary, byte = match.groups()
+    if letter is None:
+        factor = 1
+    elif binary or (letter.isupper() and not byte):
+        factor = 1 << (10 * (1 + "kmgt".index(letter.lower())))
+    else:
+        factor = _SUFFIXES[letter.lower()]
+    return int(float(number) * factor) if "." in number else int(number) * factor
+
+
+def max_model_len(text: str) -> int | None:
+    return None if text == "auto" else amount(text)
+
+
+def id_list(text: str) -> tuple[int, ...]:
+    """Token ids: "1,2,3"."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of token ids such as 1,2,3") from None
+
+
+def id_bias(text: str) -> tuple[int, float]:
+    """One bias: "ID=VALUE"."""
+    token_id, equals, value = text.partition("=")
+    try:
+        if equals:
+            return int(token_id), float(value)
+    except ValueError:
+        pass
+    raise typer.BadParameter(f"{text!r} is not ID=VALUE, such as 314=-100")
+
+
+def strings(values: list[str]) -> tuple[str, ...]:
+    """An option given several times, or once as a JSON list (vLLM's way)."""
+    flat: list[str] = []
+    for value in values:
+        if not value.startswith("["):
+            flat.append(value)
+            continue
+        try:
+            items = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise typer.BadParameter(f"{value!r} is not a JSON list: {error}") from None
+        if not all(isinstance(item, str) for item in items):
+            raise typer.BadParameter(f"{value!r} is not a list of strings")
+        flat += items
+    return tuple(flat)
+
+
+def option(
+    name: str, kind: Any, default: Any, help: str, panel: str, *flags: str, **more: Any
+) -> inspect.Parameter:
+    """One option of a group, as a parameter of a command's signature."""
+    info = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
+    )
+
+
+Group = tuple[list[inspect.Parameter], Callable[[Mapping[str, Any]], Any]]
+
+
+def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command groups of options: of each, (parameters, build), it receives what ``build``
+    makes of the values, under the group's name.
+
+    A `ValueError` of ``build`` is a wrong use of the command (exit code 2).
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(command)
+        parameters = [
+            parameter.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                annotation=eval(parameter.annotation, command.__globals__),
+            )
+            for parameter in signature.parameters.values()
+            if parameter.name not in groups
+        ]
+        for options, _ in groups.values():
+            parameters += options
+
+        @functools.wraps(command)
+        def run(**values: Any) -> None:
+            for name, (options, build) in groups.items():
+                given = {parameter.name: values.pop(parameter.name) for parameter in options}
+                try:
+                    values[name] = build(given)
+                except ValueError as error:
+                    raise typer.BadParameter(str(error)) from None
+            command(**values)
+
+        run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run
+
+    return decorate
+
+
+# --- the engine ----------------------------------------------------------------------------------
+
+_ENGINE = "Engine"
+
+# None: what EngineConfig says, shown in the help and checked by a test.
+ENGINE_OPTIONS = [
+    option(
+        "max_model_len", str | None, None,
+        "Longest prompt + output in tokens: 4096, 8k (8000), 8K (8192).", _ENGINE,
+        parser=max_model_len, metavar="TOKENS", show_default="the model's, capped to what fits",
+    ),
+    option(
+        "max_num_seqs", int | None, None, "Most sequences in a step.", _ENGINE,
+        show_default="256", min=1,
+    ),
+    option(
+        "max_num_batched_tokens", str | None, None, "Most tokens in a step.", _ENGINE,
+        parser=amount, metavar="TOKENS", show_default="512",
+    ),
+    option(
+        "kv_cache_memory_bytes", str | None, None, "Memory for the KV cache: 512MiB, 4GiB.",
+        _ENGINE, "--kv-cache-memory-bytes", "--kv-cache-memory",
+        parser=amount, metavar="SIZE", show_default="a share of what is free",
+    ),
+    option(
+        "memory_utilization", float | None, None,
+        "Share of the memory free after the weights for the KV cache.", _ENGINE,
+        "--memory-utilization", "--gpu-memory-utilization", show_default="0.5",
+    ),
+    option(
+        "kv_cache_dtype", str | None, None, "How the KV cache stores numbers.", _ENGINE,
+        show_default="f16",
+    ),
+    option(
+        "block_size", int | None, None, "Tokens in a KV cache block.", _ENGINE,
+        show_default="16", min=1,
+    ),
+    option(
+        "enable_prefix_caching", bool | None, None, "Reuse the KV of prompts that begin alike.",
+        _ENGINE, show_default="on",
+    ),
+    option(
+        "threads", int | None, None, "Compute threads.", _ENGINE, min=1,
+        show_default="one a core this process may use",
+    ),
+    option(
+        "isa", str | None, None, "Force an instruction-set tier: generic, avx2, avx512.", _ENGINE,
+        envvar="OCTAVO_ISA", show_default="the best here",
+    ),
+]  # fmt: skip
+
+
+def engine_config(given: Mapping[str, Any]) -> Any:
+    """`EngineConfig` with its own defaults for what was not given."""
+    from octavo.engine.load import EngineConfig
+
+    return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+_SAMPLING = "Sampling"
+
+
+def sampling_options(*, max_tokens: int | None, max_tokens_help: str) -> list[inspect.Parameter]:
+    """Every field of `SamplingParams`; the defaults are its own but for max_tokens."""
+    return [
+        option(
+            "max_tokens", int, max_tokens, "Most new tokens.", _SAMPLING,
+            show_default=max_tokens_help,
+        ),
+        option("temperature", float, 1.0, "0 is greedy.", _SAMPLING),
+        option("top_k", int, 0, "Draw from the k most likely; 0: all.", _SAMPLING),
+        option("top_p", float, 1.0, "Draw from the most likely with this mass.", _SAMPLING),
+        option(
+            "min_p", float, 0.0, "Drop what is less likely than this times the best.", _SAMPLING
+        ),
+        option(
+            "seed", int | None, None, "The same seed draws the same tokens.", _SAMPLING,
+            show_default="random",
+        ),
+        option("stop", list[str], [], "End before this text (repeatable).", _SAMPLING),
+        option(
+            "stop_token_ids", str | None, None, "End at these token ids.", _SAMPLING,
+            parser=id_list, metavar="IDS",
+        ),
+        option(
+            "include_stop_str_in_output", bool, False, "Keep the text that ended it.", _SAMPLING
+        ),
+        option("ignore_eos", bool, False, "Do not end at the model's own end.", _SAMPLING),
+        option("min_tokens", int, 0, "No end before so many tokens.", _SAMPLING),
+        option("presence_penalty", float, 0.0, "-2 to 2.", _SAMPLING),
+        option("frequency_penalty", float, 0.0, "-2 to 2.", _SAMPLING),
+        option("repetition_penalty", float, 1.0, "Above 1 discourages.", _SAMPLING),
+        option(
+            "logit_bias", list[str], [], "Added to a token's logit (repeatable).", _SAMPLING,
+            parser=id_bias, metavar="ID=VALUE",
+        ),
+        option(
+            "allowed_token_ids", str | None, None, "Nothing but these.", _SAMPLING,
+            parser=id_list, metavar="IDS",
+        ),
+        option(
+            "banned_token_ids", str | None, None, "None of these.", _SAMPLING,
+            parser=id_list, metavar="IDS",
+        ),
+        option(
+            "skip_special_tokens", bool, True, "Leave special tokens out of the text.", _SAMPLING
+        ),
+    ]  # fmt: skip
+
+
+def sampling_params(given: Mapping[str, Any]) -> Any:
+    from octavo.sample.params import SamplingParams
+
+    values = dict(given)
+    values["stop"] = tuple(values["stop"])
+    values["logit_bias"] = dict(values["logit_bias"])
+    values["stop_token_ids"] = values["stop_token_ids"] or ()
+    values["banned_token_ids"] = values["banned_token_ids"] or ()
+    return SamplingParams(**values)

@@ -1,0 +1,110 @@
+"""octavo serve: the OpenAI API over HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, option, strings, takes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from octavo.engine.load import EngineConfig
+    from octavo.serve.config import ServeConfig
+
+EXAMPLES = (
+    "octavo serve smollm2",
+    "octavo serve model.gguf --host 0.0.0.0 --port 8080 --kv-cache-memory 2GiB",
+    "OCTAVO_API_KEY=secret octavo serve gemma3-270m --max-num-seqs 64",
+)
+
+_SERVER = "Server"
+_LOG_LEVELS = "debug, info, warning, error or critical."
+
+SERVE_OPTIONS = [
+    option("host", str, "127.0.0.1", "Address to listen on.", _SERVER),
+    option("port", int, 8000, "Port to listen on; 0: any free one.", _SERVER),
+    option("uds", str | None, None, "Listen on a Unix socket instead.", _SERVER, metavar="PATH"),
+    option(
+        "api_key", list[str], [], "Ask clients for this key (repeatable).", _SERVER,
+        envvar="OCTAVO_API_KEY",
+    ),
+    option(
+        "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
+        show_default="the model argument",
+    ),
+    option("root_path", str, "", "Path that a proxy in front strips.", _SERVER),
+    option("response_role", str, "assistant", "Role of the answers.", _SERVER),
+    option(
+        "allowed_origins", list[str], [], "CORS origins (repeatable or a JSON list).", _SERVER
+    ),
+    option("allowed_methods", list[str], ["*"], "CORS methods.", _SERVER),
+    option("allowed_headers", list[str], ["*"], "CORS headers.", _SERVER),
+    option("allow_credentials", bool, False, "CORS credentials.", _SERVER),
+    option(
+        "enable_force_include_usage", bool, False, "Every stream ends with usage.", _SERVER
+    ),
+    option(
+        "sse_keep_alive_interval", float, 0.0,
+        "Seconds of silence before a comment line; 0: none.", _SERVER,
+    ),
+    option(
+        "shutdown_timeout", float, 30.0,
+        "Seconds that running requests may take to finish after SIGTERM.", _SERVER,
+    ),
+    option(
+        "disable_fastapi_docs", bool, False, "No /docs and /openapi.json.", _SERVER,
+        "--disable-fastapi-docs",
+    ),
+    option(
+        "disable_uvicorn_access_log", bool, False, "No log line a request.", _SERVER,
+        "--disable-uvicorn-access-log",
+    ),
+    option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),
+]  # fmt: skip
+
+QUEUE_OPTIONS = [
+    option(
+        "max_num_queued_reqs", int | None, None, "Requests that may wait; more get a 503.",
+        "Engine", show_default="no limit",
+    ),
+    option(
+        "max_num_queued_tokens", int | None, None, "Prompt tokens that may wait.", "Engine",
+        show_default="no limit",
+    ),
+    option(
+        "max_logprobs", int | None, None, "Most alternatives a request may ask for.", "Engine",
+        show_default="20",
+    ),
+    option(
+        "seed", int | None, None, "Seed of requests that bring none.", "Engine",
+        show_default="random",
+    ),
+]  # fmt: skip
+
+
+def serve_config(given: Mapping[str, Any]) -> ServeConfig:
+    from octavo.serve.config import ServeConfig
+
+    values = dict(given)
+    for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods",
+                 "allowed_headers"):  # fmt: skip
+        values[name] = strings(values[name])
+    values["docs"] = not values.pop("disable_fastapi_docs")
+    values["access_log"] = not values.pop("disable_uvicorn_access_log")
+    values["log_level"] = values.pop("uvicorn_log_level")
+    return ServeConfig(**values)
+
+
+@takes(
+    engine=(ENGINE_OPTIONS + QUEUE_OPTIONS, engine_config),
+    config=(SERVE_OPTIONS, serve_config),
+)
+def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
+    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
+    from octavo.checkpoint.pull import resolve
+    from octavo.serve import run
+
+    raise typer.Exit(run(resolve(model), engine, config))

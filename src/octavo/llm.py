@@ -1,0 +1,356 @@
+"""The engine for scripts and notebooks, in the shape that vLLM users know."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from octavo.checkpoint.base import ChatTemplateError
+from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import AdmissionError, FinishReason, Request, RequestRecord
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+Message = Mapping[str, Any]
+
+
+class Logprob(NamedTuple):
+    """One token's natural-log probability at a position."""
+
+    logprob: float
+    rank: int  # 1 = most likely
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's n answers."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # with logprobs only
+    logprobs: list[dict[int, Logprob]] | None = None  # one a token: itself and the alternatives
+    finish_reason: str | None = None  # "stop" or "length"
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """One prompt's answers, in the order of the prompts."""
+
+    request_id: str
+    prompt: str | None  # None when token ids were given
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    finished: bool = False
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    metrics: RequestRecord | None = None  # times and counts
+
+
+class LLM:
+    """A loaded model and its engine, for one thread.
+
+    ``model`` is a known name, a GGUF file or its folder, or a Hugging Face id; ``engine`` are
+    `EngineConfig`'s options. Raises `CheckpointError` or `DoesNotFit`.
+
+        with LLM("smollm2") as llm:
+            for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
+                print(output.outputs[0].text)
+    """
+
+    def __init__(self, model: str | Path | LoadedEngine, **engine: Any) -> None:
+        if isinstance(model, LoadedEngine):
+            self.loaded = model
+        else:
+            from octavo.checkpoint.pull import resolve
+
+            self.loaded = load_engine(resolve(str(model)), EngineConfig(**engine))
+        self._engine = self.loaded.engine
+        self._tokenizer = self.loaded.checkpoint.tokenizer
+        self._next_id = 0
+        self._busy = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the memory back. Afterwards the object cannot be used."""
+        self._engine.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete prompts, all in one batch; the outputs are in the prompts' order.
+
+        A prompt is text, a list of token ids, or vLLM's ``{"prompt": …}`` or
+        ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt.
+        ``use_tqdm`` shows a progress bar on standard error. Everything is checked before anything
+        runs: `InvalidParameter`, `AdmissionError`. Ctrl-C aborts all requests and raises.
+        """
+        requests = self._requests(_prompt_list(prompts), sampling_params)
+        outputs = [
+            RequestOutput(
+                request_id=request.request_id,
+                prompt=text,
+                prompt_token_ids=request.prompt_token_ids,
+                outputs=[CompletionOutput(index) for index in range(request.params.n)],
+            )
+            for text, request in requests
+        ]
+        with _bar(len(outputs), use_tqdm) as report:
+            for index, delta in self._run([request for _, request in requests]):
+                self._absorb(outputs[index], delta)
+                report(delta)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or several, through the model's chat template.
+
+        A conversation is a list of ``{"role": …, "content": …}``. Raises `ChatTemplateError` with
+        the template's message, and what `generate` raises.
+        """
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self.chat_prompt(conversation, **(chat_template_kwargs or {}))  # type: ignore[arg-type]
+            for conversation in conversations
+        ]
+        return self.generate(
+            [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in prompts],
+            sampling_params,
+            use_tqdm=use_tqdm,
+        )
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Generator[tuple[int, Delta]]:
+        """As `generate`, but (index of the prompt, delta) as they come, of all prompts mixed.
+
+        Closing the generator aborts what still runs; so does Ctrl-C, which then raises.
+        """
+        requests = [
+            request for _, request in self._requests(_prompt_list(prompts), sampling_params)
+        ]
+        return self._run(requests)
+
+    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> tuple[str, list[int]]:
+        """A conversation as prompt text and token ids."""
+        template = self.loaded.checkpoint.chat_template
+        if template is None:
+            raise ChatTemplateError(
+                f"{self.loaded.checkpoint.path.name} has no chat template: it is not a chat model"
+            )
+        text = template.render(
+            [dict(message) for message in messages],
+            **{"add_generation_prompt": True} | kwargs,
+        )
+        # The template writes the special tokens itself.
+        return text, self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _requests(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[tuple[str | None, Request]]:
+        """The prompts as checked requests, with their text where there is one."""
+        if params is None:
+            params = SamplingParams()
+        if isinstance(params, SamplingParams):
+            params = [params] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts but {len(params)} sampling_params")
+        requests = []
+        for prompt, one in zip(prompts, params, strict=True):
+            text, token_ids = self._tokenize(prompt)
+            request = Request(request_id=str(self._next_id), prompt_token_ids=token_ids, params=one)
+            self._next_id += 1
+            self._engine.check(request)
+            requests.append((text, request))
+        return requests
+
+    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        text: str | None = None
+        token_ids: Sequence[int] | None = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+            if unknown or not prompt:
+                raise ValueError(
+                    "a prompt has prompt or prompt_token_ids, not "
+                    + (", ".join(sorted(unknown)) or "nothing")
+                )
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        else:
+            token_ids = prompt
+        if token_ids is None:
+            token_ids = self._tokenizer.encode(text or "")
+        return text, [int(token_id) for token_id in token_ids]
+
+    def _run(self, requests: Sequence[Request]) -> Generator[tuple[int, Delta]]:
+        """(index of the request, delta) as they come.
+
+        Ctrl-C takes effect between steps, so that the engine is never left in the middle of one;
+        leaving early aborts what still runs.
+        """
+        if self._busy:
+            raise RuntimeError("an LLM does one call at a time; give all prompts to one generate()")
+        self._busy = True
+        index = {request.request_id: number for number, request in enumerate(requests)}
+        waiting = list(reversed(requests))
+        running: set[str] = set()
+        with _ctrl_c() as interrupted:
+            try:
+                while waiting or running:
+                    while waiting and self._admit(waiting[-1], running):
+                        waiting.pop()
+                    for delta in self._engine.step():
+                        if delta.record is not None:
+                            running.discard(delta.request_id)
+                        yield index[delta.request_id], delta
+                        if delta.record is not None and delta.finish_reason is FinishReason.ERROR:
+                            raise RuntimeError(
+                                f"request {delta.request_id} failed: {delta.record.error}"
+                            )
+                    if interrupted():
+                        raise KeyboardInterrupt
+            finally:
+                for request_id in running:
+                    self._engine.abort(request_id)
+                while self._engine.has_work():
+                    self._engine.step()  # delivers the aborted requests' last deltas
+                self._busy = False
+
+    def _admit(self, request: Request, running: set[str]) -> bool:
+        try:
+            self._engine.add_request(request)
+        except AdmissionError as error:
+            if error.retryable and running:  # the queue is full: run what is in it first
+                return False
+            raise
+        running.add(request.request_id)
+        return True
+
+    def _absorb(self, output: RequestOutput, delta: Delta) -> None:
+        choice = output.outputs[delta.choice]
+        choice.text += delta.text
+        choice.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            choice.logprobs = (choice.logprobs or []) + [
+                self._named(entry) for entry in delta.logprobs
+            ]
+            choice.cumulative_logprob = (choice.cumulative_logprob or 0.0) + sum(
+                entry.logprob for entry in delta.logprobs
+            )
+        if delta.prompt_logprobs is not None:
+            output.prompt_logprobs = [
+                entry and self._named(entry) for entry in delta.prompt_logprobs
+            ]
+        if delta.finish_reason is not None:
+            choice.finish_reason = delta.finish_reason.value
+            choice.stop_reason = delta.stop_reason
+        if delta.record is not None:
+            output.finished = True
+            output.metrics = delta.record
+            output.num_cached_tokens = delta.record.cached_tokens
+
+    def _named(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        name = self._tokenizer.token_text
+        chosen = {entry.token_id: Logprob(entry.logprob, entry.rank, name(entry.token_id))}
+        return chosen | {
+            token_id: Logprob(logprob, rank, name(token_id))
+            for rank, (token_id, logprob) in enumerate(entry.top, 1)
+        }
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several: a list of integers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and all(isinstance(item, int) for item in prompts):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _ctrl_c() -> Iterator[Callable[[], bool]]:
+    """Note Ctrl-C instead of raising in the middle of a step. The second one raises at once.
+
+    Outside the main thread, where Python delivers no signals, never interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    pressed = False
+
+    def note(number: int, frame: object) -> None:
+        nonlocal pressed
+        if pressed:
+            raise KeyboardInterrupt
+        pressed = True
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: pressed
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+@contextmanager
+def _bar(total: int, shown: bool) -> Iterator[Callable[[Delta], None]]:
+    """Progress in requests and tokens per second, on standard error."""
+    if not shown:
+        yield lambda delta: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total, speed="")
+        start = time.monotonic()
+        read = written = 0
+
+        def report(delta: Delta) -> None:
+            nonlocal read, written
+            written += len(delta.token_ids)
+            if delta.record is not None:
+                read += delta.record.prompt_tokens
+            seconds = time.monotonic() - start
+            bar.update(
+                task,
+                advance=delta.record is not None,
+                speed=f"in {read / seconds:.0f} tok/s, out {written / seconds:.0f} tok/s",
+            )
+
+        yield report

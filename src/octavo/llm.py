@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Self
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import AdmissionError, FinishReason, Request, RequestRecord
+from octavo.sample.params import InvalidParameter, SamplingParams
+from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -38,7 +38,7 @@ class CompletionOutput:
     token_ids: list[int] = field(default_factory=list)
     cumulative_logprob: float | None = None  # with logprobs only
     logprobs: list[dict[int, Logprob]] | None = None  # one a token: itself and the alternatives
-    finish_reason: str | None = None  # "stop" or "length"
+    finish_reason: str | None = None  # "stop" or "length"; "abort" or "error" if cut off
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
 
 
@@ -54,6 +54,18 @@ class RequestOutput:
     finished: bool = False
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache
     metrics: RequestRecord | None = None  # times and counts
+
+
+class GenerationError(RuntimeError):
+    """Some requests failed while running; the others are whole. ``outputs`` has all of them."""
+
+    def __init__(self, failed: Sequence[RequestOutput], outputs: list[RequestOutput]) -> None:
+        first = failed[0]
+        super().__init__(
+            f"{len(failed)} of {len(outputs)} requests failed; prompt {outputs.index(first)}: "
+            f"{first.metrics and first.metrics.error}"
+        )
+        self.outputs = outputs
 
 
 class LLM:
@@ -102,6 +114,7 @@ class LLM:
         ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt.
         ``use_tqdm`` shows a progress bar on standard error. Everything is checked before anything
         runs: `InvalidParameter`, `AdmissionError`. Ctrl-C aborts all requests and raises.
+        `GenerationError` if some fail while running.
         """
         requests = self._requests(_prompt_list(prompts), sampling_params)
         outputs = [
@@ -117,6 +130,9 @@ class LLM:
             for index, delta in self._run([request for _, request in requests]):
                 self._absorb(outputs[index], delta)
                 report(delta)
+        failed = [output for output in outputs if output.metrics and output.metrics.error]
+        if failed:
+            raise GenerationError(failed, outputs)
         return outputs
 
     def chat(
@@ -188,8 +204,7 @@ class LLM:
             text, token_ids = self._tokenize(prompt)
             request = Request(request_id=str(self._next_id), prompt_token_ids=token_ids, params=one)
             self._next_id += 1
-            self._engine.check(request)
-            requests.append((text, request))
+            requests.append((text, self._engine.check(request)))
         return requests
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -209,6 +224,8 @@ class LLM:
             token_ids = prompt
         if token_ids is None:
             token_ids = self._tokenizer.encode(text or "")
+        if not token_ids:
+            raise InvalidParameter("prompt", "a prompt has no tokens")
         return text, [int(token_id) for token_id in token_ids]
 
     def _run(self, requests: Sequence[Request]) -> Generator[tuple[int, Delta]]:
@@ -232,10 +249,6 @@ class LLM:
                         if delta.record is not None:
                             running.discard(delta.request_id)
                         yield index[delta.request_id], delta
-                        if delta.record is not None and delta.finish_reason is FinishReason.ERROR:
-                            raise RuntimeError(
-                                f"request {delta.request_id} failed: {delta.record.error}"
-                            )
                     if interrupted():
                         raise KeyboardInterrupt
             finally:

@@ -62,7 +62,7 @@ def _explain(error: Exception) -> str:
 
     expected = (CheckpointError, ChatTemplateError, DoesNotFit, InvalidParameter, AdmissionError)
     text = " ".join(str(error).split())
-    if isinstance(error, expected):
+    if isinstance(error, expected) or type(error).__name__ == "GenerationError":
         return f"octavo: {text}"
     if isinstance(error, OSError) and error.strerror:
         return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")

@@ -129,6 +129,10 @@ class Conversation:
                 tokens += len(delta.token_ids)
                 text += delta.text
                 print(delta.text, end="", flush=True)
+                if delta.record is not None and delta.record.error is not None:
+                    self.messages.pop()
+                    print(f"\n{delta.record.error}", file=sys.stderr)
+                    return
                 if delta.record is not None:
                     seconds = time.monotonic() - first
                     self.stats = (

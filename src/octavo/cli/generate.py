@@ -95,10 +95,14 @@ def _stream(llm: LLM, inputs: list[Prompt], params: SamplingParams) -> None:
     ahead: dict[tuple[int, int], list[str]] = {key: [] for key in keys}
     done = dict.fromkeys(keys, False)
     turn = 0
+    failed = False
     for prompt, delta in llm.stream(inputs, params):
         key = prompt, delta.choice
         ahead[key].append(delta.text)
         done[key] = delta.finish_reason is not None
+        if delta.record is not None and delta.record.error is not None:
+            typer.echo(f"octavo: prompt {prompt + 1} failed: {delta.record.error}", err=True)
+            failed = True
         while turn < len(keys):
             text = "".join(ahead[keys[turn]])
             ahead[keys[turn]].clear()
@@ -110,6 +114,8 @@ def _stream(llm: LLM, inputs: list[Prompt], params: SamplingParams) -> None:
             typer.echo()
             if turn < len(keys):
                 typer.echo("---")
+    if failed:
+        raise typer.Exit(1)
 
 
 def as_dict(output: RequestOutput) -> dict[str, Any]:

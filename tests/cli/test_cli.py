@@ -1,0 +1,305 @@
+"""The commands, on an engine that needs no model."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import octavo
+from fakes import CountingEngine, loaded
+from octavo.cli import app
+from octavo.engine.load import EngineConfig
+from octavo.serve.config import ServeConfig
+
+COMMANDS = ("serve", "chat", "generate", "pull", "inspect")
+
+
+def run(*arguments: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(app, list(arguments), input=input)
+
+
+def process(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from octavo.cli import main; main()", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> CountingEngine:
+    """`load_engine` gives this one; ``configs`` notes what it was asked for."""
+    engine = CountingEngine()
+    engine.configs = []  # type: ignore[attr-defined]
+
+    def load_engine(model: Path, config: EngineConfig) -> Any:
+        engine.configs.append((model, config))  # type: ignore[attr-defined]
+        return loaded(engine)
+
+    monkeypatch.setattr("octavo.engine.load.load_engine", load_engine)
+    monkeypatch.setattr("octavo.checkpoint.pull.resolve", Path)
+    return engine
+
+
+def test_version() -> None:
+    assert run("--version").output == f"octavo {octavo.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_examples(command: str) -> None:
+    text = run(command, "--help").output
+    assert "Examples:" in text
+    examples = importlib.import_module(f"octavo.cli.{command}").EXAMPLES
+    for example in examples:
+        assert example in text
+        assert f"octavo {command} " in example
+
+
+def test_nothing_heavy_is_imported_for_the_help() -> None:
+    script = (
+        "import sys, octavo.cli; "
+        "print(*{m.partition('.')[0] for m in sys.modules} & "
+        "{'numpy', 'tokenizers', 'fastapi', 'uvicorn', 'huggingface_hub', 'jinja2', 'rich'})"
+    )
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == ""
+
+
+# --- generate ------------------------------------------------------------------------------------
+
+
+def test_generate_streams(engine: CountingEngine) -> None:
+    result = run("generate", "m.gguf", "x", "--max-tokens", "3")
+    assert result.exit_code == 0
+    assert result.output == "abc\n"
+    assert engine.closed
+
+
+def test_generate_several_in_order(engine: CountingEngine) -> None:
+    result = run("generate", "m.gguf", "x", "-", "-n", "2", "--max-tokens", "2", input="from stdin")
+    assert result.output == "ab\n---\n" * 3 + "ab\n"
+    assert engine.most_at_once == 2  # all in one batch
+
+
+def test_generate_json(engine: CountingEngine) -> None:
+    result = run("generate", "m.gguf", "one", "three", "--max-tokens", "4", "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert lines[0] == {
+        "text": "abcd",
+        "token_ids": list(b"abcd"),
+        "finish_reason": "length",
+        "stop_reason": None,
+        "usage": {
+            "prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "cached_tokens": 0,
+        },
+    }  # fmt: skip
+    assert lines[1]["usage"]["prompt_tokens"] == 5
+
+
+def test_generate_json_with_choices_and_logprobs(engine: CountingEngine) -> None:
+    result = run("generate", "m", "x", "-n", "2", "--max-tokens", "1", "--logprobs", "1", "--json")
+    output = json.loads(result.stdout)
+    assert [choice["text"] for choice in output["choices"]] == ["a", "a"]
+    assert output["usage"]["completion_tokens"] == 2
+    assert output["logprobs"] == [
+        [
+            {"token_id": 97, "logprob": -0.5, "rank": 2, "decoded_token": "a"},
+            {"token_id": 122, "logprob": -0.25, "rank": 1, "decoded_token": "z"},
+        ]
+    ]
+
+
+def test_generate_chat(engine: CountingEngine) -> None:
+    result = run(
+        "generate", "m", "hi", "--chat", "--system", "be brief", "--json", "--max-tokens", "1"
+    )
+    prompt = "system: be brief\nuser: hi\nassistant: "
+    assert json.loads(result.stdout)["usage"]["prompt_tokens"] == len(prompt)
+
+
+def test_generate_passes_everything_on(engine: CountingEngine) -> None:
+    seen = []
+    check = engine.check
+    engine.check = lambda request: seen.append(request.params) or check(request)  # type: ignore
+    result = run(
+        "generate", "m", "x", "--temperature", "0.5", "--top-k", "5", "--top-p", "0.9",
+        "--min-p", "0.1", "--seed", "3", "--stop", "a", "--stop", "b", "--stop-token-ids", "1,2",
+        "--logit-bias", "7=-1.5", "--logit-bias", "8=2", "--ignore-eos", "--max-tokens", "2",
+        "--banned-token-ids", "9", "--presence-penalty", "-1", "--no-skip-special-tokens",
+        "--max-model-len", "1k", "--kv-cache-memory", "64MiB", "--threads", "1",
+        "--no-enable-prefix-caching", "--memory-utilization", "0.25", "--max-num-seqs", "4",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert seen == [
+        octavo.SamplingParams(
+            temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop=("a", "b"),
+            stop_token_ids=(1, 2), logit_bias={7: -1.5, 8: 2.0}, ignore_eos=True, max_tokens=2,
+            banned_token_ids=(9,), presence_penalty=-1.0, skip_special_tokens=False,
+        )
+    ]  # fmt: skip
+    assert engine.configs == [  # type: ignore[attr-defined]
+        (
+            Path("m"),
+            EngineConfig(
+                max_model_len=1000, kv_cache_memory_bytes=64 << 20, threads=1,
+                enable_prefix_caching=False, memory_utilization=0.25, max_num_seqs=4,
+            ),
+        )
+    ]  # fmt: skip
+
+
+def test_generate_failure_is_told(engine: CountingEngine) -> None:
+    result = run("generate", "m", "fail", "x", "--max-tokens", "3")
+    assert result.exit_code == 1
+    assert "prompt 1 failed: it was told to" in result.stderr
+    assert result.stdout == "a\n---\nabc\n"
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "m", "--tensor-parallel-size", "2"), "No such option: --tensor-parallel-size"),
+        (("serve", "m", "--port", "99999"), "port is 99999"),
+        (("serve", "m", "--max-model-len", "8q"), "'8q' is not a size"),
+        (("serve", "m", "--uvicorn-log-level", "loud"), "log_level is 'loud'"),
+        (("serve",), "Missing argument"),
+        (("generate", "m"), "Missing argument"),
+        (("generate", "m", "x", "--logit-bias", "5"), "not ID=VALUE"),
+        (("generate", "m", "x", "--system", "s"), "--system needs --chat"),
+        (("generate", "m", "-", "-"), "- can be given once"),
+        (("pull",), "name a model"),
+        (("nonsense",), "No such command"),
+    ],
+)
+def test_wrong_use(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_an_error_is_one_line(tmp_path: Path) -> None:
+    missing = str(tmp_path / "none.gguf")
+    for command in (("generate", missing, "x"), ("serve", missing), ("inspect", missing)):
+        result = process(*command, OCTAVO_DEBUG="0")
+        assert result.returncode == 1
+        assert result.stdout == ""
+        assert result.stderr == f"octavo: {missing}: no such file or folder\n"
+    assert "Traceback" in process("inspect", missing, OCTAVO_DEBUG="1").stderr
+
+
+def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.gguf"
+    path.write_bytes(b"GGUF")
+    result = process("inspect", str(path), OCTAVO_DEBUG="0")
+    assert result.returncode == 1
+    assert re.fullmatch(r"octavo: .*broken\.gguf.*\n", result.stderr)
+
+
+def test_pull_list_and_unknown(tmp_path: Path) -> None:
+    listed = process("pull", "--list", OCTAVO_HOME=str(tmp_path))
+    assert re.search(r"smollm2 .*\n.*not here, 98 MB", listed.stdout)
+    result = process("pull", "smolm2", OCTAVO_HOME=str(tmp_path), OCTAVO_DEBUG="0")
+    assert result.returncode == 1
+    assert "did you mean smollm2?" in result.stderr
+    result = process("pull", "smollm2", OCTAVO_HOME=str(tmp_path), OCTAVO_OFFLINE="1")
+    assert result.returncode == 1
+    assert "downloads are off" in result.stderr
+
+
+# --- serve and chat ------------------------------------------------------------------------------
+
+
+def test_serve_hands_over(monkeypatch: pytest.MonkeyPatch, engine: CountingEngine) -> None:
+    seen = []
+
+    def fake_run(model: Path, engine: EngineConfig, config: ServeConfig) -> int:
+        seen.append((model, engine, config))
+        return 3
+
+    monkeypatch.setattr("octavo.serve.run", fake_run)
+    result = CliRunner().invoke(
+        app,
+        ["serve", "m", "--port", "0", "--served-model-name", "a", "--max-num-queued-reqs", "9"],
+        env={"OCTAVO_API_KEY": "secret"},
+    )
+    assert result.exit_code == 3
+    assert seen == [
+        (
+            Path("m"),
+            EngineConfig(max_num_queued_reqs=9),
+            ServeConfig(port=0, served_model_name=("a",), api_key=("secret",)),
+        )
+    ]
+
+
+def test_chat_keeps_the_conversation(engine: CountingEngine) -> None:
+    prompts: list[str] = []
+    check = engine.check
+
+    def noting(request: Any) -> Any:
+        prompts.append(bytes(request.prompt_token_ids).decode())
+        return check(request)
+
+    engine.check = noting  # type: ignore[method-assign]
+    lines = [
+        "hi", "", "again", "/stats", "/system be brief", "hello", "/reset", "/nonsense", "/help",
+        "x" * 2000, "bye", "/exit", "never",
+    ]  # fmt: skip
+    result = run("chat", "m", "--max-tokens", "2", input="\n".join(lines))
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "ab\n" * 4
+    assert prompts[:3] == [
+        "user: hi\nassistant: ",
+        "user: hi\nassistant: ab\nuser: again\nassistant: ",
+        "system: be brief\nuser: hello\nassistant: ",
+    ]
+    # What was refused is not kept.
+    assert prompts[-1] == "system: be brief\nuser: bye\nassistant: "
+    for text in ("2 new tokens", "/nonsense is not known", "Ctrl-C stops", "more than 1000 tokens"):
+        assert text in result.stderr
+
+
+def test_ctrl_c_keeps_the_conversation(engine: CountingEngine) -> None:
+    prompts: list[str] = []
+    check = engine.check
+
+    def noting(request: Any) -> Any:
+        prompts.append(bytes(request.prompt_token_ids).decode())
+        return check(request)
+
+    engine.check = noting  # type: ignore[method-assign]
+    steps = 0
+
+    def press() -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    engine.on_step = press
+    result = run("chat", "m", "--max-tokens", "1000", input="hi\nagain\n/exit\n")
+    assert result.exit_code == 0, result.output
+    assert engine.aborted == ["0"]
+    assert prompts[1] == "user: hi\nassistant: abc\nuser: again\nassistant: "
+    assert "(stopped)" in result.stderr
+
+
+def test_chat_refuses_a_base_model(monkeypatch: pytest.MonkeyPatch, engine: CountingEngine) -> None:
+    monkeypatch.setattr("octavo.engine.load.load_engine", lambda *_: loaded(engine, chat=False))
+    result = run("chat", "m", input="hi\n")
+    assert "has no chat template" in result.stderr

@@ -1,0 +1,114 @@
+"""What users type, and what becomes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.cli import options
+from octavo.cli.serve import QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
+from octavo.engine.load import EngineConfig
+from octavo.sample.params import SamplingParams
+from octavo.serve.config import ServeConfig
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4096", 4096),
+        ("1k", 1000),
+        ("1K", 1024),
+        ("8Ki", 8192),
+        ("1.5K", 1536),
+        ("512MiB", 512 << 20),
+        ("512MB", 512_000_000),
+        ("512M", 512 << 20),
+        ("512m", 512_000_000),
+        ("4GiB", 4 << 30),
+        ("4 GiB", 4 << 30),
+        ("2T", 2 << 40),
+        ("0", 0),
+    ],
+)
+def test_amounts(text: str, value: int) -> None:
+    assert options.amount(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "4X", "K", "4GiBs", "1.5.2M", "٣", "inf"])
+def test_not_amounts(text: str) -> None:
+    with pytest.raises(typer.BadParameter, match="not a size"):
+        options.amount(text)
+
+
+@given(st.integers(0, 2**62))
+def test_plain_amounts_are_exact(number: int) -> None:
+    assert options.amount(str(number)) == number
+    assert options.amount(f"{number}K") == number * 1024
+
+
+def test_max_model_len() -> None:
+    assert options.max_model_len("auto") is None
+    assert options.max_model_len("8K") == 8192
+
+
+def test_lists() -> None:
+    assert options.id_list("1,2, 3") == (1, 2, 3)
+    assert options.id_bias("314=-100") == (314, -100.0)
+    assert options.strings(["a", '["b", "c"]']) == ("a", "b", "c")
+    for parse, text in (
+        (options.id_list, "1,,2"),
+        (options.id_list, "one"),
+        (options.id_bias, "5"),
+        (options.id_bias, "a=b"),
+        (lambda text: options.strings([text]), "[1"),
+        (lambda text: options.strings([text]), "[1]"),
+    ):
+        with pytest.raises(typer.BadParameter, match="is not"):
+            parse(text)
+
+
+def test_engine_options_are_the_engine_configs() -> None:
+    """Each option is a field of EngineConfig, every field has one, and the help tells the truth."""
+    defaults = EngineConfig()
+    shown = {
+        parameter.name: parameter.annotation.__metadata__[0].show_default
+        for parameter in options.ENGINE_OPTIONS + QUEUE_OPTIONS
+    }
+    assert shown.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
+    for name, text in shown.items():
+        default = getattr(defaults, name)
+        if isinstance(default, bool):
+            assert text == ("on" if default else "off")
+        elif default is not None:
+            assert text == str(default), name
+    assert options.engine_config(dict.fromkeys(shown)) == defaults
+
+
+def test_sampling_options_are_the_sampling_params() -> None:
+    given = {
+        parameter.name: parameter.default
+        for parameter in options.sampling_options(max_tokens=7, max_tokens_help="7")
+    }
+    fields = {field.name for field in dataclasses.fields(SamplingParams)}
+    assert fields - given.keys() == {"n", "logprobs", "prompt_logprobs"}
+    assert options.sampling_params(given) == SamplingParams(max_tokens=7)
+
+
+def test_serve_options_are_the_serve_configs() -> None:
+    given = {parameter.name: parameter.default for parameter in SERVE_OPTIONS}
+    assert serve_config(given) == ServeConfig()
+    given |= {
+        "api_key": ["a", "b"],
+        "allowed_origins": ['["https://x", "https://y"]'],
+        "disable_fastapi_docs": True,
+        "uvicorn_log_level": "debug",
+    }
+    config = serve_config(given)
+    assert config.api_key == ("a", "b")
+    assert config.allowed_origins == ("https://x", "https://y")
+    assert not config.docs
+    assert config.log_level == "debug"

@@ -5,6 +5,20 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+# bind/linear.cpp
+
+def linear(
+    data: npt.NDArray[np.uint8],
+    format: int,
+    n: int,
+    x: npt.NDArray[np.float32],
+    isa: str = "",
+) -> npt.NDArray[np.float32]: ...
+def dequantize(
+    data: npt.NDArray[np.uint8], format: int, n: int, k: int, isa: str = ""
+) -> npt.NDArray[np.float32]: ...
+def packed_bytes(format: int, n: int, k: int, isa: str = "") -> int: ...
+
 # bind/merges.cpp
 
 def merge_cuts(

@@ -1,17 +1,192 @@
-"""octavo inspect: what a model is and what of it fits here."""
+"""octavo inspect: what a model is, what its numbers weigh, and what of it fits here."""
 
 from __future__ import annotations
 
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
 import typer
 
-from octavo.cli.options import Model
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.base import Checkpoint
+    from octavo.engine.load import EngineConfig
 
 EXAMPLES = (
     "octavo inspect smollm2",
     "octavo inspect model.gguf --json",
+    "octavo inspect gemma3-270m --kv-cache-memory 256MiB --max-model-len 4K",
 )
 
+_TOKENIZERS = {"gpt2": "byte-level BPE", "llama": "SentencePiece-style BPE"}
 
-def command(model: Model) -> None:
-    """Show a model's shape, its bytes by part, its KV bytes per token, and what fits here."""
-    raise typer.Exit(1)
+
+@takes(engine=(ENGINE_OPTIONS, engine_config))
+def command(
+    model: Model,
+    engine: EngineConfig,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+) -> None:
+    """Show a model's shape, its bytes by part, its KV bytes per token, and what fits here.
+
+    With engine options: what fits under them. Nothing is loaded but the file's header.
+    """
+    from octavo.checkpoint import load
+    from octavo.checkpoint.pull import resolve
+
+    facts = describe(load(resolve(model)), engine)
+    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
+
+
+def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
+    """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
+    from octavo.checkpoint.gguf import GgufFile
+    from octavo.engine.load import DoesNotFit, plan_cache
+    from octavo.engine.memory import available_memory
+    from octavo.kv.layout import KvLayout
+    from octavo.model.families import program
+
+    config = checkpoint.config
+    layout = KvLayout.of(config, engine.block_size)
+    parts = weigh(checkpoint, engine.isa or "")
+    held = sum(part["held_bytes"] for part in parts.values())
+    windows: dict[str, int] = {}
+    for layer in config.layers:
+        kind = "global" if layer.window is None else str(layer.window)
+        windows[kind] = windows.get(kind, 0) + 1
+    tokenizer = checkpoint.tokenizer
+    kind = GgufFile(checkpoint.path).get("tokenizer.ggml.model", str)
+    available = available_memory()
+    here: dict[str, Any] = {"memory_available_bytes": available}
+    try:
+        plan = plan_cache(engine, program(config), layout, held, available)
+    except DoesNotFit as error:
+        here["does_not_fit"] = str(error)
+    else:
+        here |= {
+            "kv_cache_bytes": plan.kv_cache_bytes,
+            "max_model_len": plan.max_model_len,
+            "tokens": plan.capacity_tokens,
+            "sequences": round(plan.capacity_sequences, 2),
+        }
+    return {
+        "path": str(checkpoint.path),
+        "name": config.name,
+        "family": config.family,
+        "layers": len(config.layers),
+        "heads": config.num_heads,
+        "kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "vocab_size": config.vocab_size,
+        "context_length": config.context_length,
+        "windows": windows,
+        "tied_embeddings": config.tied_embeddings,
+        "parameters": sum(part["parameters"] for part in parts.values()),
+        "file_bytes": checkpoint.path.stat().st_size,
+        "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
+        "weights_bytes": held,
+        "parts": parts,
+        "kv_cache_dtype": "f16",
+        "kv_bytes_per_token": layout.bytes_per_token,
+        "kv_block_bytes": layout.block_bytes,
+        "tokenizer": _TOKENIZERS.get(kind, kind),
+        "bos_token": tokenizer.bos_token_id,
+        "stop_tokens": {
+            str(token_id): tokenizer.token_text(token_id)
+            for token_id in sorted(tokenizer.eos_token_ids)
+        },
+        "chat_template": checkpoint.chat_template is not None,
+        "here": here,
+    }
+
+
+def weigh(checkpoint: Checkpoint, isa: str = "") -> dict[str, dict[str, Any]]:
+    """Bytes by part, as stored in the file and as the engine holds them (packed for ``isa``)."""
+    from math import prod
+
+    from octavo import _native
+
+    parts: dict[str, dict[str, Any]] = {}
+    for role, weight in checkpoint.weights.items():
+        part = parts.setdefault(
+            part_of(role), {"parameters": 0, "stored_bytes": 0, "held_bytes": 0, "formats": {}}
+        )
+        stored = held = weight.data.nbytes
+        if len(weight.shape) == 2:
+            held = _native.packed_bytes(int(weight.format), *weight.shape, isa)
+        part["parameters"] += prod(weight.shape)
+        part["stored_bytes"] += stored
+        part["held_bytes"] += held
+        formats = part["formats"]
+        formats[weight.format.name] = formats.get(weight.format.name, 0) + stored
+    order = ("embedding", "attention", "ffn", "norms", "head")
+    return {name: parts[name] for name in order if name in parts}
+
+
+def part_of(role: str) -> str:
+    """The part of the network a weight's role belongs to; a tied head is the embedding."""
+    name = role.rpartition(".")[2] if not role.endswith(".bias") else role.split(".")[-2]
+    if name == "token_embd":
+        return "embedding"
+    if name == "output":
+        return "head"
+    if name.endswith("norm"):
+        return "norms"
+    return name.split("_")[0].replace("attn", "attention")
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The same for people."""
+    here = facts["here"]
+    stops = ", ".join(f"{text} ({token_id})" for token_id, text in facts["stop_tokens"].items())
+    windows = ", ".join(
+        f"{count} global" if window == "global" else f"{count} with a window of {window}"
+        for window, count in facts["windows"].items()
+    )
+    lines = [
+        facts["path"],
+        f"model       {facts['name'] or '(unnamed)'}, {facts['family']}, "
+        f"{facts['parameters'] / 1e6:.1f} M parameters",
+        f"shape       {facts['layers']} layers ({windows}), hidden {facts['hidden_size']}, "
+        f"ffn {facts['intermediate_size']}",
+        f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
+        f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
+        f"context     {facts['context_length']:,} tokens",
+        f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
+        f"{'with' if facts['chat_template'] else 'no'} chat template",
+        "",
+        f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}  formats",
+    ]
+    for name, part in facts["parts"].items():
+        total = part["stored_bytes"]
+        formats = ", ".join(
+            kind if size == total else f"{kind} {100 * size / total:.0f} %"
+            for kind, size in sorted(part["formats"].items(), key=lambda item: -item[1])
+        )
+        tied = " (also the head)" if name == "embedding" and facts["tied_embeddings"] else ""
+        lines.append(
+            f"{name:<12}{part['parameters']:>14,}{_mb(part['stored_bytes']):>12}"
+            f"{_mb(part['held_bytes']):>12}  {formats}{tied}"
+        )
+    lines += [
+        f"{'all':<12}{facts['parameters']:>14,}{_mb(facts['stored_bytes']):>12}"
+        f"{_mb(facts['weights_bytes']):>12}",
+        "",
+        f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
+    ]
+    if "does_not_fit" in here:
+        lines.append(f"here        does not fit: {here['does_not_fit']}")
+    else:
+        lines.append(
+            f"here        {_mb(here['memory_available_bytes'])} free; a KV cache of "
+            f"{_mb(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
+            f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
+        )
+    return "\n".join(lines)
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:,.1f} MB"

@@ -162,7 +162,7 @@ ENGINE_OPTIONS = [
     ),
     option(
         "kv_cache_dtype", str | None, None, "How the KV cache stores numbers.", _ENGINE,
-        show_default="f16",
+        show_default="auto",
     ),
     option(
         "block_size", int | None, None, "Tokens in a KV cache block.", _ENGINE,

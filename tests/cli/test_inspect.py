@@ -1,0 +1,81 @@
+"""`octavo inspect` on the real models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.checkpoint import load
+from octavo.cli import app
+from octavo.cli.inspect import part_of
+
+
+def inspect(*arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    facts: dict[str, Any] = json.loads(result.stdout)
+    return facts
+
+
+def test_smollm2(smollm2_path: Path) -> None:
+    facts = inspect(str(smollm2_path), "--kv-cache-memory", "64MiB")
+    assert facts["layers"] == 30
+    assert facts["heads"] == 9
+    assert facts["kv_heads"] == 3
+    assert facts["vocab_size"] == 49152
+    assert facts["kv_bytes_per_token"] == 2 * 30 * 3 * 64 * 2 == 23_040
+    assert facts["parameters"] == 134_515_008
+    assert facts["chat_template"] is True
+    assert facts["stop_tokens"] == {"0": "<|endoftext|>", "2": "<|im_end|>"}
+    assert facts["windows"] == {"global": 30}
+    # Nothing is left out, and nothing counted twice.
+    weights = load(smollm2_path).weights.values()
+    assert facts["stored_bytes"] == sum(weight.data.nbytes for weight in weights)
+    assert facts["weights_bytes"] == sum(p["held_bytes"] for p in facts["parts"].values())
+    assert facts["parts"]["embedding"]["formats"] == {"Q8_0": 49152 * 576 * 34 // 32}
+    assert facts["parts"].keys() == {"embedding", "attention", "ffn", "norms"}
+    # 64 MiB hold 182 blocks of 16 tokens.
+    assert facts["here"]["tokens"] == (64 << 20) // (23_040 * 16) * 16 == 2912
+    assert facts["here"]["max_model_len"] == 2912
+
+
+def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:
+    arguments = (str(smollm2_path), "--kv-cache-memory", "8MiB", "--max-model-len", "8K")
+    assert "needs" in inspect(*arguments)["here"]["does_not_fit"]
+    result = CliRunner().invoke(app, ["inspect", *arguments])
+    assert "does not fit: a sequence of 8192 tokens" in result.stdout
+
+
+def test_gemma(gemma3_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(gemma3_path)])
+    for text in (
+        "18 layers (15 with a window of 512, 3 global)",
+        "4 query on 1 KV, 256 wide",
+        "vocabulary 262,144",
+        "SentencePiece-style BPE",
+        "no chat template",
+        "18,432 bytes a token",
+        "Q5_0 58 %, Q4_K 34 %, Q8_0 8 %",
+    ):
+        assert text in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("role", "part"),
+    [
+        ("token_embd", "embedding"),
+        ("output", "head"),
+        ("output_norm", "norms"),
+        ("layers.3.attn_q", "attention"),
+        ("layers.3.attn_q.bias", "attention"),
+        ("layers.3.attn_q_norm", "norms"),
+        ("layers.3.ffn_down", "ffn"),
+        ("layers.3.post_ffw_norm", "norms"),
+    ],
+)
+def test_parts(role: str, part: str) -> None:
+    assert part_of(role) == part

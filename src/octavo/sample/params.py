@@ -10,11 +10,12 @@ from dataclasses import dataclass, field, replace
 MAX_N = 128
 MAX_TEMPERATURE = 100.0  # far above it every distribution is flat to float32
 MIN_TEMPERATURE = 1e-5  # below it the draw is the maximum
+MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
 MAX_BIAS = 100.0
 MAX_LOGIT_BIASES = 4096
-MAX_STOP_STRINGS = 64
-MAX_STOP_STRING_LENGTH = 4096
+MAX_STOP_STRINGS = 32
+MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 4096
 
 
@@ -83,9 +84,8 @@ class SamplingParams:
         _number(
             "repetition_penalty",
             self.repetition_penalty,
-            0,
+            MIN_REPETITION_PENALTY,
             MAX_REPETITION_PENALTY,
-            open_low=True,
         )
         if self.seed is not None:
             _integer("seed", self.seed, -(2**63), 2**63 - 1)

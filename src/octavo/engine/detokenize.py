@@ -1,0 +1,155 @@
+"""Token ids to text while they come, and where a stop ends them."""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Collection, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from octavo.checkpoint.base import Tokenizer
+from octavo.sample.params import SamplingParams
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class Released(NamedTuple):
+    """What pushed tokens added to the output."""
+
+    text: str
+    num_tokens: int  # how many of them belong to the output, the one that ends it included
+    finished: bool = False
+    stop_reason: str | int | None = None  # stop string or stop token id; None if the model's EOS
+
+
+class StopStrings:
+    """The automaton of Aho and Corasick (1975) over stop strings: text is read once, a character
+    at a time, however many strings there are.
+
+    A state is the longest end of the text read so far that begins a stop string; 0 is the empty
+    one.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.next: list[dict[str, int]] = [{}]
+        self.depth = [0]  # length of the state's text
+        self.fallback = [0]  # the state of the longest proper end of that text
+        self.found: list[str | None] = [None]  # the longest stop string that ends there
+        self.first = frozenset(string[0] for string in strings)
+        for string in strings:
+            state = 0
+            for character in string:
+                following = self.next[state].get(character)
+                if following is None:
+                    following = len(self.next)
+                    self.next[state][character] = following
+                    self.next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.fallback.append(0)
+                    self.found.append(None)
+                state = following
+            self.found[state] = string
+        queue = deque(self.next[0].values())
+        while queue:
+            state = queue.popleft()
+            if self.found[state] is None:
+                self.found[state] = self.found[self.fallback[state]]
+            for character, following in self.next[state].items():
+                self.fallback[following] = self.step(self.fallback[state], character)
+                queue.append(following)
+
+    def step(self, state: int, character: str) -> int:
+        while True:
+            following = self.next[state].get(character)
+            if following is not None:
+                return following
+            if state == 0:
+                return 0
+            state = self.fallback[state]
+
+
+_stop_strings = lru_cache(maxsize=16)(StopStrings)  # the n sequences of a request share one
+
+
+class IncrementalDetokenizer:
+    """The text of one generated sequence, released as soon as it is certain.
+
+    Joined, the text is what decoding prompt and output adds to the prompt's text: a leading space
+    stays. A character split over tokens waits for its last byte; bytes that cannot become a
+    character are U+FFFD as soon as that is certain. Text that may still become a stop string is
+    held back. Work per token does not grow with the output.
+
+    Of several stop strings, the one completed first ends the output (at the same character: the
+    longest). One completed before min_tokens does not. ``stop_token_ids`` are all ids that end the
+    output (`SamplingParams.ending_ids`); the text of such a token is part of the output only with
+    include_stop_str_in_output.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, stop_token_ids: Collection[int]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = _Utf8Decoder(errors="replace")
+        self._skip_special = params.skip_special_tokens
+        self._stop_token_ids = frozenset(stop_token_ids)
+        self._own_stop_token_ids = frozenset(params.stop_token_ids)
+        self._stops = _stop_strings(tuple(params.stop)) if params.stop else None
+        self._include_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._state = 0  # of the automaton
+        self._held = ""  # text that may become a stop string: as long as the state is deep
+
+    def push(self, token_ids: Sequence[int]) -> Released:
+        """The sequence's next tokens. Nothing may be pushed after a result that is finished."""
+        released = []
+        for count, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
+            if token_id in self._stop_token_ids:
+                if self._include_stop:
+                    self._held += self._decoder.decode(self._bytes(token_id))
+                released.append(self.finish())
+                own = token_id in self._own_stop_token_ids
+                return Released("".join(released), count, True, token_id if own else None)
+            text = self._decoder.decode(self._bytes(token_id))
+            if self._stops is None:
+                released.append(text)
+                continue
+            certain, stop = self._match(text, self._stops)
+            released.append(certain)
+            if stop is not None:
+                return Released("".join(released), count, True, stop)
+        return Released("".join(released), len(token_ids))
+
+    def finish(self) -> str:
+        """What was held back, when the output ends for another reason than a stop string."""
+        text = self._held + self._decoder.decode(b"", final=True)
+        self._held = ""
+        return text
+
+    def _bytes(self, token_id: int) -> bytes:
+        if not self._skip_special and self._tokenizer.is_special(token_id):
+            return self._tokenizer.token_text(token_id).encode()
+        return self._tokenizer.token_bytes(token_id)
+
+    def _match(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
+        """The text now certain, and the stop string that ends the output there, if any."""
+        state = self._state
+        if state == 0 and stops.first.isdisjoint(text):
+            return text, None
+        for position, character in enumerate(text, 1):
+            state = stops.step(state, character)
+            found = stops.found[state]
+            if found is None:
+                continue
+            if self._num_tokens >= self._min_tokens:
+                ended = self._held + text[:position]
+                return ended if self._include_stop else ended[: -len(found)], found
+            if not stops.next[state]:  # passed over, and the start of nothing longer
+                state = stops.fallback[state]
+        self._state = state
+        text = self._held + text
+        certain = len(text) - stops.depth[state]
+        self._held = text[certain:]
+        return text[:certain], None

@@ -1,0 +1,113 @@
+"""A sampler for an executor that computes no numbers: simulation and deterministic fault tests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
+
+_MASK = (1 << 64) - 1
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finalizer (Steele, Lea, Flood: "Fast splittable pseudorandom number
+    generators", 2014): 64 bits in, 64 well mixed bits out."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class ScriptedState:
+    """Tokens are a function of (seed, choice, position), whatever was recorded before."""
+
+    __slots__ = ("logprobs", "min_tokens", "num_generated", "seed", "stop_token_ids", "stream")
+
+    def __init__(self, params: SamplingParams, stop_token_ids: frozenset[int], choice: int) -> None:
+        self.num_generated = 0
+        self.seed = params.seed or 0
+        self.stream = _mix(self.seed & _MASK) ^ _mix(choice)
+        self.stop_token_ids = stop_token_ids
+        self.min_tokens = params.min_tokens
+        self.logprobs = params.logprobs
+
+    def record(self, token_id: int) -> None:
+        self.num_generated += 1
+
+    def rewind(self, count: int) -> None:
+        if not 0 <= count <= self.num_generated:
+            raise ValueError(f"cannot forget {count} of {self.num_generated} tokens")
+        self.num_generated -= count
+
+    def fork(self, choice: int) -> ScriptedState:
+        copy = object.__new__(ScriptedState)
+        for name in ScriptedState.__slots__:
+            setattr(copy, name, getattr(self, name))
+        copy.stream = _mix(self.seed & _MASK) ^ _mix(choice)
+        return copy
+
+
+class ScriptedSampler:
+    """Implements `Sampler` for logits that are None. Logprobs are those of a uniform distribution.
+
+    A sequence runs to its max_tokens, unless ``stop_rate`` is above 0: then each token from
+    min_tokens on is, with that probability, one that ends the sequence.
+    """
+
+    def __init__(self, vocab_size: int, stop_rate: float = 0.0) -> None:
+        self.vocab_size = vocab_size
+        self._stop_below = int(stop_rate * 2**32)
+
+    def new_state(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        stop_token_ids: Collection[int],
+        choice: int = 0,
+    ) -> ScriptedState:
+        stops = frozenset(stop_token_ids)
+        if len(stops) >= self.vocab_size:
+            raise ValueError(f"all {self.vocab_size} tokens of the vocabulary are stop tokens")
+        return ScriptedState(params, stops, choice)
+
+    def sample(
+        self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
+    ) -> Sampled:
+        token_ids = []
+        logprobs: list[TokenLogprobs | None] = []
+        asked = False
+        for state in states:
+            assert isinstance(state, ScriptedState)
+            token_ids.append(self._token(state))
+            state.num_generated += 1
+            if state.logprobs is None:
+                logprobs.append(None)
+            else:
+                asked = True
+                logprobs.append(self._uniform(token_ids[-1], state.logprobs))
+        return Sampled(token_ids, logprobs if asked else None, {})
+
+    def prompt_logprobs(
+        self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int
+    ) -> list[TokenLogprobs]:
+        return [self._uniform(token_id, top) for token_id in token_ids]
+
+    def _token(self, state: ScriptedState) -> int:
+        random = _mix(state.stream + state.num_generated)
+        if (
+            random >> 32 < self._stop_below
+            and state.stop_token_ids
+            and state.num_generated >= state.min_tokens
+        ):
+            return min(state.stop_token_ids)
+        token_id = (random & 0xFFFFFFFF) % self.vocab_size
+        while token_id in state.stop_token_ids:
+            token_id = (token_id + 1) % self.vocab_size
+        return token_id
+
+    def _uniform(self, token_id: int, top: int) -> TokenLogprobs:
+        logprob = -math.log(self.vocab_size)
+        alternatives = tuple((other, logprob) for other in range(min(top, self.vocab_size)))
+        return TokenLogprobs(token_id, logprob, token_id + 1, alternatives)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -257,3 +258,12 @@ class FakeEngine:
         for stream in list(self.streams):
             stream.end(FinishReason.ABORT, Outcome.ABORTED)
         return clean
+
+
+def events(text: str) -> list[Any]:
+    """The events of a stream; each is one line of JSON, the last is [DONE]."""
+    parts = text.split("\n\n")
+    assert parts.pop() == ""
+    assert all(part.startswith("data: ") and "\n" not in part for part in parts)
+    assert parts.pop() == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts]

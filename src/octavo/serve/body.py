@@ -88,9 +88,11 @@ def convert(value: object, to: type[T]) -> T:
         assert match
         what, path = match["what"], match["path"] or ""
         param = path.removeprefix("key in ").removeprefix("$").removeprefix(".")
+        param = param.replace("[...]", "")  # somewhere in a map: its name must do
         if missing := re.search("missing required field `(.*)`", what):
             param = f"{param}.{missing[1]}" if param else missing[1]
             raise ApiError(400, f"{param} is missing", param) from None
+        what = what.replace("`", "").replace(" | null", "").replace("Expected", "expected", 1)
         raise ApiError(400, f"{param}: {what}" if param else what, param or None) from None
     except RecursionError:
         raise ApiError(400, "the request body is nested too deeply") from None

@@ -30,7 +30,6 @@ class ServeConfig:
 
     max_request_bytes: int = 4 << 20
     max_choices: int = 1024  # prompts × n of one request
-    merge_deltas: bool = True  # deltas ready at once become one chunk per choice
     enable_force_include_usage: bool = False
     sse_keep_alive_interval: float = 0.0  # a comment line after so much silence; 0: none
     stream_write_timeout: float = 60.0  # a client that takes nothing for so long is dropped

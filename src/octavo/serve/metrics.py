@@ -2,7 +2,7 @@
 
 Two sources, so that no count is kept twice: `EngineStats`, read when Prometheus asks, and each
 request's `RequestRecord`, read once when it ends. Only the gap between tokens is timed here.
-Everything runs on the event loop; children are looked up by label at the start, not per token.
+Children are looked up by label at the start, not per token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from octavo.engine.engine import EngineStats
+from octavo.engine.engine import EngineStats, Step
 from octavo.schedule.request import FinishReason, Outcome, RequestRecord
 
 _TTFT = (
@@ -30,6 +30,7 @@ _LATENCY = (
     *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960),
     *(1920, 7680),
 )
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SMALL = (1, 2, 5, 10, 20)
 _LABELS = ("model_name", "engine")
 
@@ -112,6 +113,10 @@ class Metrics:
         self.registry.register(_EngineCollector(self._labels, stats))
         ProcessCollector(registry=self.registry)
 
+        self._step_tokens = self._histogram(
+            "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
+        )
+
     def info(self, name: str, what: str, facts: dict[str, object]) -> None:
         """A gauge that is always 1 and says something in its labels."""
         Gauge(f"octavo:{name}", what, tuple(facts), registry=self.registry).labels(
@@ -145,6 +150,14 @@ class Metrics:
         following = record.completion_tokens / record.n - 1
         if following > 0:
             self._per_token.observe((record.last_token - record.first_token) / following)
+
+    # Observer, called on the engine's thread
+
+    def on_step(self, step: Step) -> None:
+        self._step_tokens.observe(step.scheduled.batch.num_tokens)
+
+    def on_end(self, record: RequestRecord) -> None:
+        """Ends are counted where they are answered, by `ended`."""
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) in the format that ``accept`` asks for."""

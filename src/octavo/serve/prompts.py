@@ -11,7 +11,8 @@ from octavo.serve.model import ServedModel
 from octavo.serve.protocol import NEUTRAL_MESSAGE, drop_neutral
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
-_TAKEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template"})
+# What a template is given anyway and a request may not set on the side.
+_TAKEN = frozenset({"self", "messages", "tools", "documents", "add_generation_prompt"})
 
 
 class Prompt(NamedTuple):
@@ -118,7 +119,7 @@ def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
         raise ApiError(400, f"{path}.role must be a name such as user", f"{path}.role")
     content = message.get("content")
     if isinstance(content, list):
-        content = "\n".join(
+        content = "".join(
             _text_of(part, f"{path}.content[{index}]") for index, part in enumerate(content)
         )
     if not isinstance(content, str):

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import pytest
+
+from octavo.serve.body import convert, decode_object
+from octavo.serve.errors import ApiError
+from octavo.serve.protocol import ChatRequest, CompletionRequest, parse
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "not valid JSON"),
+        (b"{", "not valid JSON"),
+        (b"[]", "must be a JSON object"),
+        (b"null", "must be a JSON object"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": Infinity}', "Infinity"),
+        (b'{"a": -Infinity}', "-Infinity"),
+        (b'{"a": 1e999}', "out of range"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "not valid JSON"),
+        (b'{"a": 1, "a": 1}', "'a' is given twice"),
+        (b'{"a": {"b": 1, "b": 2}}', "'b' is given twice"),
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"a": "\xff"}', "not UTF-8"),
+        (b'{"a": "\xed\xa0\x80"}', "not UTF-8"),
+        (b'{"a": ["\\ud800"]}', "a[0] has half a surrogate pair"),
+        (b'{"\\udfff": 1}', "half a surrogate pair"),
+        (b'{"a": "\\ud800\\u0041"}', "half a surrogate pair"),
+        (b'\xef\xbb\xbf{"a": 1}', "not valid JSON"),
+        ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
+        (b'{"a": "tab\there"}', "not valid JSON"),
+    ],
+)
+def test_refused(body: bytes, says: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        decode_object(body)
+    assert raised.value.status == 400
+    assert says in raised.value.message
+
+
+def test_accepted() -> None:
+    body = b'{"text": "\\ud83d\\ude00 \\u0000 \\\\ud800", "n": 1.5, "deep": [[[[{}]]]]}'
+    assert decode_object(body) == {
+        "text": "\U0001f600 \0 \\ud800",
+        "n": 1.5,
+        "deep": [[[[{}]]]],
+    }
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1, 2.5]}, "prompt[1]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": "a", "temperature": "0"}, "temperature"),
+        ({"prompt": "a", "temperature": True}, "temperature"),
+        ({"prompt": "a", "top_k": 0.01}, "top_k"),
+        ({"prompt": "a", "n": "1"}, "n"),
+        ({"prompt": "a", "stream": 1}, "stream"),
+        ({"prompt": "a", "stop": [1]}, "stop[0]"),
+        ({"prompt": "a", "logprobs": True}, "logprobs"),
+        ({"prompt": "a", "logit_bias": {"1": "a"}}, "logit_bias"),
+        ({"prompt": "a", "logit_bias": []}, "logit_bias"),
+        ({"prompt": "a", "stream_options": {"foo": 1}}, "stream_options"),
+        ({"prompt": "a", "stream_options": True}, "stream_options"),
+        ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "priority": 2**40}, "priority"),
+        ({"prompt": "a", "user": "x" * 600}, "user"),
+        ({"prompt": "a", "metadata": {"k": 1}}, "metadata"),
+        ({"prompt": "a", "nonsense": None}, "nonsense"),
+        ({"prompt": "a", "messages": []}, "messages"),
+        ({"prompt": "a", "suffix": "x"}, "suffix"),
+        ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "a", "store": 0}, "store"),
+    ],
+)
+def test_completion_fields_are_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse(fields, CompletionRequest)
+    assert raised.value.status == 400
+    assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"modalities": ["text", "audio"]}, "modalities"),
+        ({"audio": {"voice": "x"}}, "audio"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"store": True}, "store"),
+        ({"best_of": 2}, "best_of"),
+        ({"prompt": "a"}, "prompt"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"messages": {}}, "messages"),
+        ({"messages": ["a"]}, "messages[0]"),
+    ],
+)
+def test_chat_fields_are_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        parse({"messages": []} | fields, ChatRequest)
+    assert raised.value.status == 400
+    assert raised.value.param == param
+
+
+def test_what_asks_for_nothing_is_accepted() -> None:
+    request = parse(
+        {
+            "messages": [{"role": "user", "content": "a"}],
+            "tools": None,
+            "tool_choice": "auto",
+            "response_format": {"type": "text"},
+            "store": False,
+            "modalities": ["text"],
+            "user": "me",
+            "metadata": {"k": "v"},
+            "n": None,
+            "temperature": 0,
+        },
+        ChatRequest,
+    )
+    assert request.temperature == 0.0
+    assert request.user == "me"
+
+
+def test_conversion_of_deep_values_is_bounded() -> None:
+    deep: object = 1
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(ApiError):
+        convert({"prompt": deep}, CompletionRequest)

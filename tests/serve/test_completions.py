@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from serve_fakes import ByteTokenizer, FakeEngine, events, served_model
+
+from octavo.schedule.request import FinishReason, Outcome
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/completions", json={"prompt": "hi"} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def stream(client: httpx.AsyncClient, **body: Any) -> list[Any]:
+    response = await client.post("/v1/completions", json={"prompt": "hi", "stream": True} | body)
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    return events(response.text)
+
+
+async def test_whole(client: httpx.AsyncClient) -> None:
+    answer = await complete(client, max_tokens=5, model="alias")
+    assert answer["id"].startswith("cmpl-")
+    assert answer["object"] == "text_completion"
+    assert answer["model"] == "tiny"
+    assert answer["choices"] == [
+        {
+            "index": 0,
+            "text": "Hello",
+            "logprobs": None,
+            "finish_reason": "length",
+            "stop_reason": None,
+        }
+    ]
+    assert answer["usage"] == {
+        "prompt_tokens": 2,
+        "completion_tokens": 5,
+        "total_tokens": 7,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }
+
+
+async def test_stream_equals_whole(client: httpx.AsyncClient) -> None:
+    for body in ({}, {"n": 3}, {"prompt": ["a", "bc"], "n": 2}, {"echo": True}, {"logprobs": 2}):
+        whole = await complete(client, max_tokens=5, **body)
+        chunks = await stream(client, max_tokens=5, **body)
+        for choice in whole["choices"]:
+            mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
+            assert "".join(c["text"] for c in mine) == choice["text"]
+            assert [c["finish_reason"] for c in mine] == [None] * (len(mine) - 1) + ["length"]
+            if choice["logprobs"]:
+                for name, values in choice["logprobs"].items():
+                    assert [v for c in mine for v in c["logprobs"][name]] == values
+        assert len({(e["id"], e["created"], e["model"], e["object"]) for e in chunks}) == 1
+
+
+async def test_prompt_forms(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    for prompt, ids in (
+        ("ab", [[97, 98]]),
+        ([97, 98], [[97, 98]]),
+        (["ab", "c"], [[97, 98], [99]]),
+        ([[97], [98, 99]], [[97], [98, 99]]),
+    ):
+        engine.submitted.clear()
+        answer = await complete(client, prompt=prompt)
+        assert [request.prompt_token_ids for request in engine.submitted] == ids
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+async def test_usage_chunks(client: httpx.AsyncClient) -> None:
+    plain = await stream(client, max_tokens=3)
+    assert all("usage" not in chunk for chunk in plain)
+    plain = await stream(client, max_tokens=3, stream_options={"include_usage": False})
+    assert all("usage" not in chunk for chunk in plain)
+    *chunks, last = await stream(client, max_tokens=3, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None and len(chunk["choices"]) == 1 for chunk in chunks)
+    assert last["choices"] == []
+    assert last["usage"] == (await complete(client, max_tokens=3))["usage"]
+    *chunks, last = await stream(
+        client,
+        max_tokens=3,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+    )
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+    assert last["usage"]["total_tokens"] == 5
+
+
+async def test_echo_and_logprobs(client: httpx.AsyncClient) -> None:
+    answer = await complete(client, prompt="né", echo=True, logprobs=1, max_tokens=2)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "néHe"
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["n", "�", "�", "H", "e"]
+    assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
+    assert logprobs["token_logprobs"] == [None, -1.5, -1.5, -1.5, -1.5]
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["top_logprobs"][3] == {"a": -97.5, "H": -1.5}
+
+
+async def test_logprobs_zero_shows_the_chosen_token(client: httpx.AsyncClient) -> None:
+    answer = await complete(client, logprobs=0, max_tokens=1)
+    assert answer["choices"][0]["logprobs"]["top_logprobs"] == [{"H": -1.5}]
+
+
+async def test_minus_infinity_is_json(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.text = "b"
+    answer = await complete(client, logprobs=0, max_tokens=1)
+    assert answer["choices"][0]["logprobs"]["token_logprobs"] == [-9999.0]
+
+
+async def test_echo_of_token_ids(client: httpx.AsyncClient) -> None:
+    assert (await complete(client, prompt=[104, 105], echo=True, max_tokens=1))["choices"][0][
+        "text"
+    ] == "hiH"
+
+
+async def test_prompt_logprobs_and_token_ids(client: httpx.AsyncClient) -> None:
+    body = {"prompt_logprobs": 1, "return_token_ids": True, "max_tokens": 1}
+    (choice,) = (await complete(client, **body))["choices"]
+    assert choice["token_ids"] == [72]
+    assert choice["prompt_token_ids"] == [104, 105]
+    first, second = choice["prompt_logprobs"]
+    assert first is None
+    assert second == {
+        "105": {"logprob": -1.5, "rank": 2, "decoded_token": "i"},
+        "97": {"logprob": -97.5, "rank": 1, "decoded_token": "a"},
+    }
+    (chunk,) = await stream(client, **body)
+    assert chunk["choices"][0]["prompt_logprobs"] == choice["prompt_logprobs"]
+    assert chunk["choices"][0]["prompt_token_ids"] == [104, 105]
+
+
+async def test_tokens_as_ids(client: httpx.AsyncClient) -> None:
+    answer = await complete(client, logprobs=1, max_tokens=1, return_tokens_as_token_ids=True)
+    logprobs = answer["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["token_id:72"]
+    assert logprobs["top_logprobs"] == [{"token_id:97": -97.5, "token_id:72": -1.5}]
+
+
+async def test_bos(make_client: Any, engine: FakeEngine) -> None:
+    client = make_client(model=served_model(tokenizer=ByteTokenizer(add_bos=True)))
+    await complete(client, prompt="")
+    assert engine.submitted[-1].prompt_token_ids == [256]
+    await complete(client, prompt="a", add_special_tokens=False)
+    assert engine.submitted[-1].prompt_token_ids == [97]
+    answer = await complete(client, prompt="a", echo=True, logprobs=0, max_tokens=1)
+    assert answer["choices"][0]["text"] == "aH"
+    assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    wanted = {
+        "n": 1,
+        "max_tokens": 7,
+        "min_tokens": 2,
+        "temperature": 0.5,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "presence_penalty": 0.1,
+        "frequency_penalty": 0.2,
+        "repetition_penalty": 1.1,
+        "seed": 3,
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+        "logprobs": 3,
+        "prompt_logprobs": 1,
+    }
+    lists = {"stop_token_ids": [1], "allowed_token_ids": [1, 2], "banned_token_ids": [2]}
+    await complete(
+        client,
+        **wanted,
+        **lists,
+        stop=["x", "y"],
+        logit_bias={"42": 1.5},
+        priority=-3,
+        cache_salt="mine",
+    )
+    request = engine.submitted[-1]
+    assert {name: getattr(request.params, name) for name in wanted} == wanted
+    assert {name: list(getattr(request.params, name)) for name in lists} == lists
+    assert request.params.stop == ("x", "y")
+    assert request.params.logit_bias == {42: 1.5}
+    assert (request.priority, request.cache_salt) == (-3, "mine")
+
+
+async def test_default_max_tokens_gives_way_to_the_context(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    await complete(client, prompt="x" * 510)
+    assert engine.submitted[-1].params.max_tokens == 2
+
+
+async def test_refused_together(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    """Of several prompts one does not fit: nothing goes on running."""
+    engine.auto = False
+    response = await client.post(
+        "/v1/completions", json={"prompt": ["a", "b", "x" * 600], "max_tokens": 4}
+    )
+    assert response.status_code == 400
+    assert engine.streams == []
+    assert len(engine.aborted) == 2
+
+
+async def test_engine_failures(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.auto = False
+
+    async def answer(streamed: bool) -> httpx.Response:
+        task = asyncio.create_task(
+            client.post("/v1/completions", json={"prompt": "a", "stream": streamed})
+        )
+        while not engine.streams:
+            await asyncio.sleep(0.001)
+        engine.step()
+        engine.streams[0].end(FinishReason.ERROR, Outcome.FAILED, "secret 0x1234")
+        return await task
+
+    response = await answer(streamed=False)
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "InternalServerError"
+    assert "secret" not in response.text
+    response = await answer(streamed=True)
+    assert response.status_code == 200
+    first, error = events(response.text)
+    assert first["choices"][0]["text"] == "H"
+    assert error["error"]["code"] == 500
+    assert "secret" not in response.text
+
+
+async def test_engine_death(client: httpx.AsyncClient, engine: FakeEngine) -> None:
+    engine.auto = False
+    tasks = [
+        asyncio.create_task(client.post("/v1/completions", json={"prompt": p, "stream": s}))
+        for p in ("a", ["b", "c"])
+        for s in (False, True)
+    ]
+    while len(engine.streams) < 6:
+        await asyncio.sleep(0.001)
+    engine.step()
+    engine.die()
+    whole, streamed, whole_list, streamed_list = [await task for task in tasks]
+    for response in (whole, whole_list):
+        assert response.status_code == 500
+        assert response.json()["error"]["type"] == "InternalServerError"
+    for response in (streamed, streamed_list):
+        assert events(response.text)[-1]["error"]["code"] == 500
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 500
+    assert (await client.get("/live")).status_code == 503
+    assert (await client.get("/health")).status_code == 503
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_queue_full(client: httpx.AsyncClient, engine: FakeEngine, streamed: bool) -> None:
+    engine.queue_full = 0
+    response = await client.post("/v1/completions", json={"prompt": "a", "stream": streamed})
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["type"] == "ServiceUnavailableError"

@@ -27,18 +27,18 @@ struct Entry {
     const char *needs;
 };
 
+#define OCTAVO_TABLE(name)                                                                         \
+    {#name, linear_kernels_##name(), row_kernels_##name(), attention_kernels_##name(),             \
+     scan_kernels_##name()}
+
 // Best first.
 const auto &entries() {
     static const std::array table{
 #ifdef OCTAVO_X86
-        Entry{{"avx512", linear_kernels_avx512(), scan_kernels_avx512()},
-              has_avx512,
-              "AVX-512 F, BW, DQ, VL, VNNI and BF16"},
-        Entry{{"avx2", linear_kernels_avx2(), scan_kernels_avx2()}, has_avx2, "AVX2, FMA and F16C"},
+        Entry{OCTAVO_TABLE(avx512), has_avx512, "AVX-512 F, BW, DQ, VL, VNNI and BF16"},
+        Entry{OCTAVO_TABLE(avx2), has_avx2, "AVX2, FMA and F16C"},
 #endif
-        Entry{{"generic", linear_kernels_generic(), scan_kernels_generic()},
-              [] { return true; },
-              "nothing"},
+        Entry{OCTAVO_TABLE(generic), [] { return true; }, "nothing"},
     };
     return table;
 }

@@ -7,6 +7,7 @@
 
 #include <string_view>
 
+#include "kernels.h"
 #include "linear.h"
 #include "scan.h"
 
@@ -21,9 +22,19 @@ const LinearKernels &linear_kernels_generic();
 const LinearKernels &linear_kernels_avx2();
 const LinearKernels &linear_kernels_avx512();
 
+const RowKernels &row_kernels_generic();
+const RowKernels &row_kernels_avx2();
+const RowKernels &row_kernels_avx512();
+
+const AttentionKernels &attention_kernels_generic();
+const AttentionKernels &attention_kernels_avx2();
+const AttentionKernels &attention_kernels_avx512();
+
 struct Tier {
     const char *name;
     const LinearKernels &linear;
+    const RowKernels &row;
+    const AttentionKernels &attention;
     const ScanKernels &scan;
 };
 

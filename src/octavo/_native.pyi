@@ -78,3 +78,111 @@ class Sampler:
     ) -> list[_Logprobs]: ...
 
 def philox(counter: Sequence[int], key: Sequence[int]) -> list[int]: ...
+
+# bind/runtime.cpp
+
+class Value:
+    def __init__(self, offset: int, stride: int) -> None: ...
+
+class EmbedStep:
+    def __init__(self, matrix: int, out: Value, scale: float) -> None: ...
+
+class NormStep:
+    def __init__(
+        self, x: Value, weight: int, out: Value, width: int, group: int, eps: float
+    ) -> None: ...
+
+class AddStep:
+    def __init__(self, x: Value, y: Value, out: Value, width: int) -> None: ...
+
+class GateStep:
+    def __init__(self, gate: Value, up: Value, out: Value, width: int, gelu: bool) -> None: ...
+
+class PrepareStep:
+    def __init__(self, x: Value, format: int, k: int, offset: int) -> None: ...
+
+class AngleStep:
+    def __init__(self, rope: int, out: Value) -> None: ...
+
+class RopeStoreStep:
+    def __init__(
+        self, q: Value, k: Value, v: Value, angles: Value, rope: int, group: int, layer: int
+    ) -> None: ...
+
+class GatherStep:
+    def __init__(self, x: Value, out: Value, width: int) -> None: ...
+
+RowStep = (
+    EmbedStep | NormStep | AddStep | GateStep | PrepareStep | AngleStep | RopeStoreStep | GatherStep
+)
+
+class RowsRegion:
+    def __init__(self, steps: Sequence[RowStep]) -> None: ...
+
+class LinearPart:
+    def __init__(self, matrix: int, activations: int, out: Value, bias: int) -> None: ...
+
+class LinearRegion:
+    def __init__(self, parts: Sequence[LinearPart], accumulate: bool) -> None: ...
+
+class AttentionRegion:
+    def __init__(
+        self, q: Value, out: Value, group: int, layer: int, scale: float, softcap: float
+    ) -> None: ...
+
+class LogitsRegion:
+    def __init__(self, matrix: int, activations: int, softcap: float) -> None: ...
+
+Region = RowsRegion | LinearRegion | AttentionRegion | LogitsRegion
+
+class Runtime:
+    def __init__(
+        self,
+        *,
+        isa: str,
+        threads: int,
+        max_tokens: int,
+        max_logits_rows: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        num_blocks: int,
+        vocab_size: int,
+        windows: Sequence[int],
+        layers_per_group: int,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        bf16: bool,
+    ) -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def block_bytes(self) -> int: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def arena_bytes(self) -> int: ...
+    def activation_bytes(self, format: int, rows: int, k: int) -> int: ...
+    def same_activations(self, a: int, b: int) -> bool: ...
+    def add_matrix(self, format: int, data: npt.NDArray[np.uint8], n: int, k: int) -> int: ...
+    def add_vector(self, values: Sequence[float]) -> int: ...
+    def add_rope(self, dim: int, interleaved: bool, frequencies: Sequence[float]) -> int: ...
+    def allocate_activations(self, bytes: int) -> None: ...
+    def add_region(self, name: str, selected: bool, work: Region) -> None: ...
+    def step(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        seq_offsets: npt.NDArray[np.int32],
+        seq_slots: npt.NDArray[np.int32],
+        block_tables: npt.NDArray[np.int32],
+        logits_rows: npt.NDArray[np.int32],
+        copies: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.float32]: ...
+    def transfer(
+        self, blocks: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], to_arena: bool
+    ) -> None: ...
+    def set_profiling(self, on: bool) -> None: ...
+    def reset_profile(self) -> None: ...
+    def profile(self) -> list[tuple[str, float]]: ...

@@ -1,0 +1,181 @@
+#include "bind.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstring>
+
+#include "runtime.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace octavo;
+
+namespace {
+
+template <int dims> using Ints = nb::ndarray<const int32_t, nb::ndim<dims>, nb::c_contig>;
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig>;
+using ByteRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig>;
+
+void check_size(const char *name, size_t size, size_t expected) {
+    if (size == expected)
+        return;
+    throw std::invalid_argument(std::string(name) + " has " + std::to_string(size) +
+                                " entries, not " + std::to_string(expected));
+}
+
+nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &positions,
+                const Ints<1> &seq_offsets, const Ints<1> &seq_slots, const Ints<3> &block_tables,
+                const Ints<1> &logits_rows, const Ints<2> &copies) {
+    const RuntimeConfig &config = runtime.config();
+    check_size("positions", positions.size(), token_ids.size());
+    check_size("seq_offsets", seq_offsets.size(), seq_slots.size() + 1);
+    check_size("block_tables", block_tables.shape(0), config.windows.size());
+    check_size("block_tables[0]", block_tables.shape(1), size_t(config.max_seqs));
+    check_size("block_tables[0, 0]", block_tables.shape(2), size_t(config.max_blocks_per_seq));
+    if (copies.size() > 0)
+        check_size("copies[0]", copies.shape(1), 2);
+    StepBatch batch{};
+    batch.token_ids = token_ids.data();
+    batch.positions = positions.data();
+    batch.tokens = int64_t(token_ids.size());
+    batch.seq_offsets = seq_offsets.data();
+    batch.seq_slots = seq_slots.data();
+    batch.seqs = int64_t(seq_slots.size());
+    batch.block_tables = block_tables.data();
+    batch.logits_rows = logits_rows.data();
+    batch.logits = int64_t(logits_rows.size());
+    batch.copies = copies.data();
+    batch.num_copies = int64_t(copies.size()) / 2;
+    {
+        nb::gil_scoped_release release;
+        runtime.step(batch);
+    }
+    const size_t shape[2] = {logits_rows.size(), size_t(config.vocab_size)};
+    return nb::cast(
+        nb::ndarray<nb::numpy, float, nb::ndim<2>>(runtime.logits(), 2, shape, nb::find(runtime)));
+}
+
+// Copies blocks between the arena and `rows`, a block a row.
+void transfer(Runtime &runtime, const Ints<1> &blocks, ByteRows &rows, bool to_arena) {
+    const auto block_bytes = size_t(runtime.block_bytes());
+    check_size("data", rows.shape(0), blocks.size());
+    check_size("data[0]", rows.shape(1), block_bytes);
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        const int32_t block = blocks.data()[i];
+        if (block < 0 || block >= runtime.config().num_blocks) {
+            throw std::invalid_argument("block " + std::to_string(block) + " is outside 0 to " +
+                                        std::to_string(runtime.config().num_blocks - 1));
+        }
+    }
+    nb::gil_scoped_release release;
+    for (size_t i = 0; i < blocks.size(); ++i) {
+        std::byte *inside = runtime.block(blocks.data()[i]);
+        uint8_t *outside = rows.data() + i * block_bytes;
+        if (to_arena) {
+            std::memcpy(inside, outside, block_bytes);
+        } else {
+            std::memcpy(outside, inside, block_bytes);
+        }
+    }
+}
+
+} // namespace
+
+void bind_runtime(nb::module_ &m) {
+    nb::class_<Value>(m, "Value", "A [tokens, width] matrix: byte offset, floats between rows.")
+        .def(nb::init<int64_t, int64_t>(), "offset"_a, "stride"_a);
+
+    nb::class_<EmbedStep>(m, "EmbedStep")
+        .def(nb::init<int64_t, Value, float>(), "matrix"_a, "out"_a, "scale"_a);
+    nb::class_<NormStep>(m, "NormStep")
+        .def(nb::init<Value, int64_t, Value, int64_t, int64_t, float>(), "x"_a, "weight"_a, "out"_a,
+             "width"_a, "group"_a, "eps"_a);
+    nb::class_<AddStep>(m, "AddStep")
+        .def(nb::init<Value, Value, Value, int64_t>(), "x"_a, "y"_a, "out"_a, "width"_a);
+    nb::class_<GateStep>(m, "GateStep")
+        .def(nb::init<Value, Value, Value, int64_t, bool>(), "gate"_a, "up"_a, "out"_a, "width"_a,
+             "gelu"_a);
+    nb::class_<PrepareStep>(m, "PrepareStep")
+        .def(nb::init<Value, int64_t, int64_t, int64_t>(), "x"_a, "format"_a, "k"_a, "offset"_a);
+    nb::class_<AngleStep>(m, "AngleStep").def(nb::init<int64_t, Value>(), "rope"_a, "out"_a);
+    nb::class_<RopeStoreStep>(m, "RopeStoreStep")
+        .def(nb::init<Value, Value, Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "k"_a, "v"_a,
+             "angles"_a, "rope"_a, "group"_a, "layer"_a);
+    nb::class_<GatherStep>(m, "GatherStep")
+        .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
+
+    nb::class_<RowsRegion>(m, "RowsRegion").def(nb::init<std::vector<RowStep>>(), "steps"_a);
+    nb::class_<LinearPart>(m, "LinearPart")
+        .def(nb::init<int64_t, int64_t, Value, int64_t>(), "matrix"_a, "activations"_a, "out"_a,
+             "bias"_a);
+    nb::class_<LinearRegion>(m, "LinearRegion")
+        .def(nb::init<std::vector<LinearPart>, bool>(), "parts"_a, "accumulate"_a);
+    nb::class_<AttentionRegion>(m, "AttentionRegion")
+        .def(nb::init<Value, Value, int64_t, int64_t, float, float>(), "q"_a, "out"_a, "group"_a,
+             "layer"_a, "scale"_a, "softcap"_a);
+    nb::class_<LogitsRegion>(m, "LogitsRegion")
+        .def(nb::init<int64_t, int64_t, float>(), "matrix"_a, "activations"_a, "softcap"_a);
+
+    nb::class_<Runtime>(m, "Runtime", "kernels/runtime.h")
+        .def(
+            "__init__",
+            [](Runtime *self, const std::string &isa, int threads, int64_t max_tokens,
+               int64_t max_logits_rows, int64_t max_seqs, int64_t max_blocks_per_seq,
+               int64_t num_blocks, int64_t vocab_size, std::vector<int64_t> windows,
+               int64_t layers_per_group, int64_t block_size, int64_t num_heads,
+               int64_t num_kv_heads, int64_t head_dim, bool bf16) {
+                new (self) Runtime(find_tier(isa),
+                                   RuntimeConfig{threads, max_tokens, max_logits_rows, max_seqs,
+                                                 max_blocks_per_seq, num_blocks, vocab_size,
+                                                 std::move(windows), layers_per_group, block_size,
+                                                 num_heads, num_kv_heads, head_dim,
+                                                 bf16 ? HalfKind::BF16 : HalfKind::F16});
+            },
+            nb::kw_only(), "isa"_a, "threads"_a, "max_tokens"_a, "max_logits_rows"_a, "max_seqs"_a,
+            "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "windows"_a,
+            "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+            "bf16"_a)
+        .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
+        .def_prop_ro("block_bytes", &Runtime::block_bytes)
+        .def_prop_ro("weight_bytes", &Runtime::weight_bytes)
+        .def_prop_ro("arena_bytes", &Runtime::arena_bytes)
+        .def("activation_bytes",
+             [](const Runtime &runtime, int format, int64_t rows, int64_t k) {
+                 return runtime.tier().linear.activation_bytes(Format(format), rows, k);
+             })
+        .def("same_activations",
+             [](const Runtime &runtime, int a, int b) {
+                 return runtime.tier().linear.same_activations(Format(a), Format(b));
+             })
+        .def("add_matrix",
+             [](Runtime &runtime, int format, const Bytes &data, int64_t n, int64_t k) {
+                 nb::gil_scoped_release release;
+                 return runtime.add_matrix(Format(format),
+                                           reinterpret_cast<const std::byte *>(data.data()),
+                                           int64_t(data.size()), n, k);
+             })
+        .def("add_vector", &Runtime::add_vector)
+        .def("add_rope", &Runtime::add_rope)
+        .def("allocate_activations", &Runtime::allocate_activations)
+        .def("add_region",
+             [](Runtime &runtime, std::string name, bool selected,
+                std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work) {
+                 runtime.add_region(Region{std::move(name), selected, std::move(work), 0.0});
+             })
+        .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
+             "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
+             "logits_rows"_a.noconvert(), "copies"_a.noconvert())
+        .def("transfer", &transfer, "blocks"_a.noconvert(), "data"_a.noconvert(), "to_arena"_a)
+        .def("set_profiling", &Runtime::set_profiling)
+        .def("reset_profile", &Runtime::reset_profile)
+        .def("profile", [](const Runtime &runtime) {
+            nb::list regions;
+            for (const Region &region : runtime.regions()) {
+                regions.append(nb::make_tuple(region.name, region.seconds));
+            }
+            return regions;
+        });
+}

@@ -1,0 +1,672 @@
+#include "runtime.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+#include "formats.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kFine = 64;     // positions in the fine part of a rope table
+constexpr int64_t kTileRows = 64; // queries (of one head) that attention takes at once
+constexpr int64_t kActivationBytes = 512 * 1024; // prepared rows that stay in a core's cache
+
+[[noreturn]] void refuse(const std::string &message) {
+    throw std::invalid_argument(message);
+}
+
+std::string text(int64_t value) {
+    return std::to_string(value);
+}
+
+void check_range(const char *name, int64_t value, int64_t low, int64_t high) {
+    if (value < low || value > high) {
+        refuse(std::string(name) + " is " + text(value) + ", outside " + text(low) + " to " +
+               text(high));
+    }
+}
+
+const RuntimeConfig &checked(const RuntimeConfig &config) {
+    check_range("max_tokens", config.max_tokens, 1, 1 << 24);
+    check_range("max_logits_rows", config.max_logits_rows, 1, config.max_tokens);
+    check_range("max_seqs", config.max_seqs, 1, 1 << 20);
+    check_range("max_blocks_per_seq", config.max_blocks_per_seq, 1, 1 << 24);
+    check_range("num_blocks", config.num_blocks, 1, INT32_MAX);
+    check_range("vocab_size", config.vocab_size, 1, 1 << 24);
+    check_range("layers_per_group", config.layers_per_group, 1, 1024);
+    check_range("block_size", config.block_size, 1, 4096);
+    check_range("num_kv_heads", config.num_kv_heads, 1, 1024);
+    check_range("num_heads", config.num_heads, 1, 1024);
+    check_range("head_dim", config.head_dim, 2, 1024);
+    check_range("positions", config.max_blocks_per_seq * config.block_size, 1, 1 << 30);
+    if (config.block_size % kTokenTile != 0) {
+        refuse("block_size is " + text(config.block_size) + ", not a multiple of " +
+               text(kTokenTile));
+    }
+    if (config.num_heads % config.num_kv_heads != 0) {
+        refuse("num_heads " + text(config.num_heads) + " is not a multiple of num_kv_heads " +
+               text(config.num_kv_heads));
+    }
+    if (config.windows.empty())
+        refuse("there is no KV group");
+    return config;
+}
+
+int64_t column_blocks(int64_t n) {
+    return (n + kColumns - 1) / kColumns;
+}
+
+} // namespace
+
+Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
+    : tier_(tier), config_(checked(config)),
+      block_bytes_(config.layers_per_group * 2 * config.num_kv_heads * config.head_dim *
+                   config.block_size * 2),
+      pool_(config.threads),
+      logits_(size_t(config.max_logits_rows * config.vocab_size) * sizeof(float)),
+      arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
+      tile_tokens_(std::max<int64_t>(1, kTileRows * config.num_kv_heads / config.num_heads)),
+      split_below_(4 * config.threads), token_seqs_(size_t(config.max_tokens)),
+      tiles_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {
+    AttentionShape shape{};
+    shape.heads_per_kv = config.num_heads / config.num_kv_heads;
+    shape.head_dim = config.head_dim;
+    const int64_t rows = tile_tokens_ * shape.heads_per_kv;
+    const int64_t partitions =
+        (config.max_blocks_per_seq * config.block_size + kPartition - 1) / kPartition;
+    thread_floats_ = (shape.state_floats(rows) + shape.scratch_floats(rows) + 15) / 16 * 16;
+    thread_space_ = Memory(size_t(thread_floats_ * config.threads) * sizeof(float));
+    partial_states_ = Memory(size_t(split_below_ * partitions) *
+                             size_t(shape.state_floats(shape.heads_per_kv)) * sizeof(float));
+}
+
+size_t Runtime::weight_bytes() const {
+    size_t total = 0;
+    for (const Matrix &matrix : matrices_)
+        total += matrix.memory.size();
+    for (const auto &vector : vectors_)
+        total += vector.size() * sizeof(float);
+    return total;
+}
+
+// Building
+
+int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n,
+                            int64_t k) {
+    check_range("matrix rows", n, 1, 1 << 24);
+    check_range("matrix columns", k, 1, 1 << 24);
+    const FormatInfo info = format_info(format);
+    if (info.block_bytes == 0)
+        refuse("unknown weight format " + text(int64_t(format)));
+    if (k % info.block_values != 0) {
+        refuse(text(k) + " columns are not whole blocks of " + text(info.block_values));
+    }
+    const int64_t needed = k / info.block_values * info.block_bytes * n;
+    if (bytes != needed) {
+        refuse("a matrix of " + text(n) + " x " + text(k) + " has " + text(bytes) +
+               " bytes of data, not " + text(needed));
+    }
+    Matrix matrix;
+    matrix.memory = Memory(tier_.linear.packed_bytes(format, n, k));
+    matrix.packed = PackedMatrix{format, n, k, matrix.memory.data()};
+    pool_.run([&](int thread) {
+        pool_.share(thread, column_blocks(n), 16, [&](int64_t begin, int64_t end) {
+            tier_.linear.pack(format, data, n, k, matrix.memory.data(), begin, end);
+        });
+    });
+    matrices_.push_back(std::move(matrix));
+    return int64_t(matrices_.size()) - 1;
+}
+
+int64_t Runtime::add_vector(std::vector<float> values) {
+    vectors_.push_back(std::move(values));
+    return int64_t(vectors_.size()) - 1;
+}
+
+int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies) {
+    check_range("rope dim", dim, 2, config_.head_dim);
+    if (dim % 2 != 0 || int64_t(frequencies.size()) * 2 != dim) {
+        refuse("rope dim " + text(dim) + " with " + text(int64_t(frequencies.size())) +
+               " frequencies");
+    }
+    RopeTable rope{dim, interleaved, {}, {}};
+    const int64_t positions = config_.max_blocks_per_seq * config_.block_size;
+    const auto fill = [&](std::vector<double> &table, int64_t count, int64_t step) {
+        table.reserve(size_t(count * dim));
+        for (int64_t i = 0; i < count; ++i) {
+            for (const double frequency : frequencies) {
+                table.push_back(std::cos(double(i * step) * frequency));
+                table.push_back(std::sin(double(i * step) * frequency));
+            }
+        }
+    };
+    fill(rope.coarse, (positions + kFine - 1) / kFine, kFine);
+    fill(rope.fine, kFine, 1);
+    ropes_.push_back(std::move(rope));
+    return int64_t(ropes_.size()) - 1;
+}
+
+void Runtime::allocate_activations(int64_t bytes) {
+    check_range("activation bytes", bytes, 0, int64_t(1) << 40);
+    activations_ = Memory(size_t(bytes));
+}
+
+void Runtime::check_value(const Value &value, int64_t width, bool selected,
+                          const char *what) const {
+    const int64_t rows = selected ? config_.max_logits_rows : config_.max_tokens;
+    const int64_t end = value.offset + ((rows - 1) * value.stride + width) * int64_t(sizeof(float));
+    if (value.offset < 0 || value.offset % 64 != 0 || value.stride < width || width < 1 ||
+        end > int64_t(activations_.size())) {
+        refuse(std::string(what) + " does not fit the activation arena");
+    }
+}
+
+void Runtime::check_matrix(int64_t index) const {
+    check_range("matrix", index, 0, int64_t(matrices_.size()) - 1);
+}
+
+void Runtime::check_vector(int64_t index, int64_t size) const {
+    check_range("vector", index, 0, int64_t(vectors_.size()) - 1);
+    check_range("vector size", int64_t(vectors_[size_t(index)].size()), size, size);
+}
+
+void Runtime::check_activations(int64_t offset, Format format, int64_t k, bool selected) const {
+    const int64_t rows = selected ? config_.max_logits_rows : config_.max_tokens;
+    const auto bytes = int64_t(tier_.linear.activation_bytes(format, rows, k));
+    if (offset < 0 || offset % 64 != 0 || offset + bytes > int64_t(activations_.size())) {
+        refuse("prepared activations do not fit the activation arena");
+    }
+}
+
+void Runtime::check_layer(int64_t group, int64_t layer) const {
+    check_range("KV group", group, 0, int64_t(config_.windows.size()) - 1);
+    check_range("layer of a KV group", layer, 0, config_.layers_per_group - 1);
+}
+
+void Runtime::add_region(Region region) {
+    const bool selected = region.selected;
+    const auto value = [&](const Value &v, int64_t width, const char *what) {
+        check_value(v, width, selected, what);
+    };
+    const auto check_step = [&](const auto &step) {
+        using Step = std::decay_t<decltype(step)>;
+        if constexpr (std::is_same_v<Step, EmbedStep>) {
+            check_matrix(step.matrix);
+            const PackedMatrix &matrix = matrices_[size_t(step.matrix)].packed;
+            check_range("embedding rows", matrix.n, config_.vocab_size, config_.vocab_size);
+            value(step.out, matrix.k, "embedding");
+        } else if constexpr (std::is_same_v<Step, NormStep>) {
+            value(step.x, step.width, "norm input");
+            value(step.out, step.width, "norm output");
+            check_range("norm group", step.group, 1, step.width);
+            if (step.width % step.group != 0)
+                refuse("norm groups do not divide the width");
+            check_vector(step.weight, step.group);
+        } else if constexpr (std::is_same_v<Step, AddStep>) {
+            value(step.x, step.width, "add input");
+            value(step.y, step.width, "add input");
+            value(step.out, step.width, "add output");
+        } else if constexpr (std::is_same_v<Step, GateStep>) {
+            value(step.gate, step.width, "gate");
+            value(step.up, step.width, "up");
+            value(step.out, step.width, "gated output");
+        } else if constexpr (std::is_same_v<Step, PrepareStep>) {
+            value(step.x, step.k, "linear input");
+            check_activations(step.offset, Format(step.format), step.k, selected);
+        } else if constexpr (std::is_same_v<Step, AngleStep>) {
+            check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
+            value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
+        } else if constexpr (std::is_same_v<Step, RopeStoreStep>) {
+            check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
+            check_layer(step.group, step.layer);
+            value(step.q, config_.num_heads * config_.head_dim, "q");
+            value(step.k, config_.num_kv_heads * config_.head_dim, "k");
+            value(step.v, config_.num_kv_heads * config_.head_dim, "v");
+            value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
+            if (selected)
+                refuse("keys of selected rows only");
+        } else {
+            static_assert(std::is_same_v<Step, GatherStep>);
+            check_value(step.x, step.width, false, "gathered input");
+            value(step.out, step.width, "gathered output");
+            if (!selected)
+                refuse("gathering for all rows");
+        }
+    };
+    if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
+        for (const RowStep &step : rows->steps)
+            std::visit(check_step, step);
+    } else if (const auto *linear = std::get_if<LinearRegion>(&region.work)) {
+        for (const LinearPart &part : linear->parts) {
+            check_matrix(part.matrix);
+            const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+            value(part.out, matrix.n, "linear output");
+            check_activations(part.activations, matrix.format, matrix.k, selected);
+            if (part.bias >= 0)
+                check_vector(part.bias, matrix.n);
+        }
+    } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
+        check_layer(attention->group, attention->layer);
+        value(attention->q, config_.num_heads * config_.head_dim, "q");
+        value(attention->out, config_.num_heads * config_.head_dim, "attention output");
+        if (selected)
+            refuse("attention of selected rows only");
+    } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
+        check_matrix(logits->matrix);
+        const PackedMatrix &matrix = matrices_[size_t(logits->matrix)].packed;
+        check_range("logits matrix rows", matrix.n, config_.vocab_size, config_.vocab_size);
+        check_activations(logits->activations, matrix.format, matrix.k, true);
+        if (!selected)
+            refuse("logits of all rows");
+    }
+    regions_.push_back(std::move(region));
+}
+
+void Runtime::reset_profile() {
+    for (Region &region : regions_)
+        region.seconds = 0.0;
+}
+
+// A step
+
+void Runtime::validate(const StepBatch &batch) const {
+    check_range("number of tokens", batch.tokens, 0, config_.max_tokens);
+    check_range("number of sequences", batch.seqs, 0, config_.max_seqs);
+    check_range("number of logits rows", batch.logits, 0, config_.max_logits_rows);
+    const int64_t positions = config_.max_blocks_per_seq * config_.block_size;
+    for (int64_t t = 0; t < batch.tokens; ++t) {
+        if (batch.token_ids[t] < 0 || batch.token_ids[t] >= config_.vocab_size) {
+            refuse("token " + text(t) + " has id " + text(batch.token_ids[t]) +
+                   ", outside a vocabulary of " + text(config_.vocab_size));
+        }
+    }
+    for (int64_t i = 0; i < batch.logits; ++i) {
+        const int64_t low = i == 0 ? 0 : batch.logits_rows[i - 1] + int64_t(1);
+        if (batch.logits_rows[i] < low || batch.logits_rows[i] >= batch.tokens) {
+            refuse("logits_rows[" + text(i) + "] is " + text(batch.logits_rows[i]) + ", outside " +
+                   text(low) + " to " + text(batch.tokens - 1));
+        }
+    }
+    for (int64_t i = 0; i < 2 * batch.num_copies; ++i) {
+        check_range("copied block", batch.copies[i], 0, config_.num_blocks - 1);
+    }
+    if (batch.seq_offsets[0] != 0 || batch.seq_offsets[batch.seqs] != batch.tokens) {
+        refuse("seq_offsets run from " + text(batch.seq_offsets[0]) + " to " +
+               text(batch.seq_offsets[batch.seqs]) + ", not over " + text(batch.tokens) +
+               " tokens");
+    }
+    for (int64_t s = 0; s < batch.seqs; ++s) {
+        check_range("sequence slot", batch.seq_slots[s], 0, config_.max_seqs - 1);
+        const int64_t begin = batch.seq_offsets[s];
+        const int64_t end = batch.seq_offsets[s + 1];
+        if (begin < 0 || end <= begin || end > batch.tokens) {
+            refuse("sequence " + text(s) + " has tokens " + text(begin) + " to " + text(end));
+        }
+        const int64_t first = batch.positions[begin];
+        const int64_t last = first + end - begin - 1;
+        if (first < 0 || last >= positions) {
+            refuse("sequence " + text(s) + " has positions " + text(first) + " to " + text(last) +
+                   ", outside 0 to " + text(positions - 1));
+        }
+        for (int64_t t = begin; t < end; ++t) {
+            if (batch.positions[t] != first + t - begin) {
+                refuse("positions of sequence " + text(s) + " are not consecutive");
+            }
+        }
+        for (size_t g = 0; g < config_.windows.size(); ++g) {
+            const int64_t window = config_.windows[g];
+            const int64_t low = window > 0 ? std::max<int64_t>(0, first - window + 1) : 0;
+            const int32_t *blocks =
+                batch.block_tables +
+                (int64_t(g) * config_.max_seqs + batch.seq_slots[s]) * config_.max_blocks_per_seq;
+            for (int64_t i = low / config_.block_size; i <= last / config_.block_size; ++i) {
+                if (blocks[i] < 0 || blocks[i] >= config_.num_blocks) {
+                    refuse("block " + text(i) + " of sequence " + text(s) + " in group " +
+                           text(int64_t(g)) + " is " + text(blocks[i]) + ", outside 0 to " +
+                           text(config_.num_blocks - 1));
+                }
+            }
+        }
+    }
+    int64_t twice = -1;
+    for (int64_t s = 0; s < batch.seqs; ++s) {
+        uint8_t &seen = slot_seen_[size_t(batch.seq_slots[s])];
+        if (seen)
+            twice = batch.seq_slots[s];
+        seen = 1;
+    }
+    for (int64_t s = 0; s < batch.seqs; ++s)
+        slot_seen_[size_t(batch.seq_slots[s])] = 0;
+    if (twice >= 0)
+        refuse("slot " + text(twice) + " is in the batch twice");
+}
+
+void Runtime::make_tiles() {
+    num_tiles_ = 0;
+    for (int64_t s = 0; s < batch_.seqs; ++s) {
+        const int32_t end = batch_.seq_offsets[s + 1];
+        for (int32_t t = batch_.seq_offsets[s]; t < end; t += int32_t(tile_tokens_)) {
+            tiles_[size_t(num_tiles_++)] =
+                QueryTile{int32_t(s), t, std::min(int32_t(tile_tokens_), end - t)};
+        }
+        for (int32_t t = batch_.seq_offsets[s]; t < end; ++t)
+            token_seqs_[size_t(t)] = int32_t(s);
+    }
+}
+
+void Runtime::step(const StepBatch &batch) {
+    validate(batch);
+    batch_ = batch;
+    make_tiles();
+    pool_.run([this](int thread) { run_regions(thread); });
+}
+
+void Runtime::run_regions(int thread) {
+    if (batch_.num_copies > 0) {
+        copy_blocks(thread);
+        pool_.barrier();
+    }
+    using Clock = std::chrono::steady_clock;
+    const bool timing = profiling_ && thread == 0;
+    Clock::time_point before = timing ? Clock::now() : Clock::time_point{};
+    for (Region &region : regions_) {
+        if (row_count(region.selected) == 0)
+            continue;
+        std::visit([&](const auto &work) { run(work, region.selected, thread); }, region.work);
+        pool_.barrier();
+        if (timing) {
+            const Clock::time_point now = Clock::now();
+            region.seconds += std::chrono::duration<double>(now - before).count();
+            before = now;
+        }
+    }
+}
+
+// Each thread copies its slice of every block, in order, so that chains of copies come out as if
+// made one after the other.
+void Runtime::copy_blocks(int thread) {
+    const int64_t begin = pool_.share_begin(thread, block_bytes_);
+    const int64_t end = pool_.share_begin(thread + 1, block_bytes_);
+    for (int64_t i = 0; i < batch_.num_copies; ++i) {
+        const int32_t *pair = batch_.copies + 2 * i;
+        std::memmove(block(pair[1]) + begin, block(pair[0]) + begin, size_t(end - begin));
+    }
+}
+
+void Runtime::run(const RowsRegion &region, bool selected, int thread) {
+    const int64_t rows = row_count(selected);
+    const int64_t end = pool_.share_begin(thread + 1, rows);
+    for (int64_t row = pool_.share_begin(thread, rows); row < end; ++row) {
+        for (const RowStep &step : region.steps) {
+            std::visit([&](const auto &each) { run(each, row, rows); }, step);
+        }
+    }
+}
+
+void Runtime::run(const EmbedStep &step, int64_t row, int64_t) {
+    const PackedMatrix &matrix = matrices_[size_t(step.matrix)].packed;
+    float *out = row_of(step.out, row);
+    tier_.linear.dequantize_row(matrix, batch_.token_ids[row], out);
+    if (step.scale != 1.0f)
+        tier_.row.scale(out, step.scale, matrix.k);
+}
+
+void Runtime::run(const NormStep &step, int64_t row, int64_t) {
+    const float *weight = vectors_[size_t(step.weight)].data();
+    const float *x = row_of(step.x, row);
+    float *out = row_of(step.out, row);
+    for (int64_t i = 0; i < step.width; i += step.group) {
+        tier_.row.rms_norm(x + i, weight, out + i, step.group, step.eps);
+    }
+}
+
+void Runtime::run(const AddStep &step, int64_t row, int64_t) {
+    tier_.row.add(row_of(step.x, row), row_of(step.y, row), row_of(step.out, row), step.width);
+}
+
+void Runtime::run(const GateStep &step, int64_t row, int64_t) {
+    const auto gate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
+    gate(row_of(step.gate, row), row_of(step.up, row), row_of(step.out, row), step.width);
+}
+
+void Runtime::run(const PrepareStep &step, int64_t row, int64_t rows) {
+    tier_.linear.prepare(Format(step.format), row_of(step.x, 0), step.x.stride, rows, step.k,
+                         activations_.data() + step.offset, row, row + 1);
+}
+
+void Runtime::run(const AngleStep &step, int64_t row, int64_t) {
+    const RopeTable &rope = ropes_[size_t(step.rope)];
+    const int64_t position = batch_.positions[row];
+    const double *coarse = rope.coarse.data() + position / kFine * rope.dim;
+    const double *fine = rope.fine.data() + position % kFine * rope.dim;
+    float *cosines = row_of(step.out, row);
+    float *sines = cosines + rope.dim;
+    for (int64_t i = 0; i < rope.dim / 2; ++i) {
+        const double c = coarse[2 * i] * fine[2 * i] - coarse[2 * i + 1] * fine[2 * i + 1];
+        const double s = coarse[2 * i + 1] * fine[2 * i] + coarse[2 * i] * fine[2 * i + 1];
+        if (rope.interleaved) {
+            cosines[2 * i] = cosines[2 * i + 1] = float(c);
+            sines[2 * i] = float(-s);
+            sines[2 * i + 1] = float(s);
+        } else {
+            cosines[i] = float(c);
+            sines[i] = float(s);
+        }
+    }
+}
+
+void Runtime::run(const RopeStoreStep &step, int64_t row, int64_t) {
+    const RopeTable &rope = ropes_[size_t(step.rope)];
+    const auto rotate = rope.interleaved ? tier_.row.rope_pairs : tier_.row.rope_halves;
+    const float *cosines = row_of(step.angles, row);
+    const float *sines = cosines + rope.dim;
+    const int64_t dim = config_.head_dim;
+    float *q = row_of(step.q, row);
+    for (int64_t h = 0; h < config_.num_heads; ++h)
+        rotate(q + h * dim, cosines, sines, rope.dim);
+
+    const int64_t position = batch_.positions[row];
+    const int64_t slot = position % config_.block_size;
+    const int32_t index =
+        table(step.group, token_seqs_[size_t(row)])[position / config_.block_size];
+    std::byte *keys = block(index) + step.layer * 2 * config_.num_kv_heads * head_bytes();
+    std::byte *values = keys + config_.num_kv_heads * head_bytes();
+    float *k = row_of(step.k, row);
+    const float *v = row_of(step.v, row);
+    for (int64_t h = 0; h < config_.num_kv_heads; ++h) {
+        rotate(k + h * dim, cosines, sines, rope.dim);
+        auto *key = reinterpret_cast<uint16_t *>(keys + h * head_bytes());
+        key += slot / kTokenTile * kTokenTile * dim + slot % kTokenTile;
+        tier_.row.to_half(config_.kv_kind, k + h * dim, key, dim, kTokenTile);
+        auto *value = reinterpret_cast<uint16_t *>(values + h * head_bytes()) + slot * dim;
+        tier_.row.to_half(config_.kv_kind, v + h * dim, value, dim, 1);
+    }
+}
+
+void Runtime::run(const GatherStep &step, int64_t row, int64_t) {
+    std::memcpy(row_of(step.out, row), row_of(step.x, batch_.logits_rows[row]),
+                size_t(step.width) * sizeof(float));
+}
+
+namespace {
+
+// How a thread's share of a matrix product is cut: pieces small enough that a thread which is held
+// up can be helped, large enough that taking them costs nothing.
+int64_t grain_for(int64_t items, int threads) {
+    return std::max<int64_t>(1, items / (int64_t(threads) * 6));
+}
+
+} // namespace
+
+void Runtime::run(const LinearRegion &region, bool selected, int thread) {
+    const int64_t rows = row_count(selected);
+    int64_t blocks = 0;
+    size_t row_bytes = 1;
+    for (const LinearPart &part : region.parts) {
+        const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+        blocks += column_blocks(matrix.n);
+        row_bytes =
+            std::max(row_bytes, tier_.linear.activation_bytes(matrix.format, 64, matrix.k) / 64);
+    }
+    // Rows whose activations stay in cache while all weights pass by.
+    const int64_t chunk = std::max<int64_t>(64, kActivationBytes / int64_t(row_bytes) / 64 * 64);
+    const int64_t items = (rows + chunk - 1) / chunk * blocks;
+    const auto multiply = [&](int64_t begin, int64_t end) {
+        while (begin < end) {
+            const int64_t row_begin = begin / blocks * chunk;
+            const int64_t row_end = std::min(rows, row_begin + chunk);
+            int64_t first = begin % blocks;
+            const int64_t last = std::min(blocks, first + end - begin);
+            begin += last - first;
+            int64_t base = 0;
+            for (const LinearPart &part : region.parts) {
+                const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+                const int64_t count = column_blocks(matrix.n);
+                const int64_t low = std::max(first - base, int64_t(0));
+                const int64_t high = std::min(last - base, count);
+                base += count;
+                if (low >= high)
+                    continue;
+                tier_.linear.matmul(matrix, activations_.data() + part.activations, rows, row_begin,
+                                    row_end, low, high, row_of(part.out, 0), part.out.stride,
+                                    region.accumulate);
+                if (part.bias < 0)
+                    continue;
+                const float *bias = vectors_[size_t(part.bias)].data() + low * kColumns;
+                const int64_t width = std::min(matrix.n, high * kColumns) - low * kColumns;
+                for (int64_t row = row_begin; row < row_end; ++row) {
+                    float *out = row_of(part.out, row) + low * kColumns;
+                    tier_.row.add(out, bias, out, width);
+                }
+            }
+        }
+    };
+    pool_.share(thread, items, grain_for(items, pool_.size()), multiply);
+}
+
+void Runtime::run(const LogitsRegion &region, bool, int thread) {
+    const PackedMatrix &matrix = matrices_[size_t(region.matrix)].packed;
+    const int64_t blocks = column_blocks(matrix.n);
+    const auto multiply = [&](int64_t begin, int64_t end) {
+        tier_.linear.matmul(matrix, activations_.data() + region.activations, batch_.logits, 0,
+                            batch_.logits, begin, end, logits(), config_.vocab_size, false);
+        if (region.softcap == 0.0f)
+            return;
+        const int64_t width = std::min(matrix.n, end * kColumns) - begin * kColumns;
+        for (int64_t row = 0; row < batch_.logits; ++row) {
+            tier_.row.softcap(logits() + row * config_.vocab_size + begin * kColumns,
+                              region.softcap, width);
+        }
+    };
+    pool_.share(thread, blocks, grain_for(blocks, pool_.size()), multiply);
+}
+
+void Runtime::run(const AttentionRegion &region, bool, int thread) {
+    AttentionShape shape{};
+    shape.heads_per_kv = config_.num_heads / config_.num_kv_heads;
+    shape.head_dim = config_.head_dim;
+    shape.block_size = config_.block_size;
+    shape.block_bytes = block_bytes_;
+    shape.kind = config_.kv_kind;
+    shape.scale = region.scale;
+    shape.softcap = region.softcap;
+    shape.window = config_.windows[size_t(region.group)];
+    const int64_t heads = config_.num_kv_heads;
+    const int64_t head_width = shape.heads_per_kv * shape.head_dim;
+    const int64_t layer_bytes = 2 * heads * head_bytes();
+
+    const auto query_of = [&](const QueryTile &tile, int64_t head) {
+        AttentionQuery query{};
+        query.q = row_of(region.q, tile.token) + head * head_width;
+        query.ldq = region.q.stride;
+        query.position = batch_.positions[tile.token];
+        query.tokens = tile.tokens;
+        query.blocks = table(region.group, tile.seq);
+        query.keys = arena_.data() + region.layer * layer_bytes + head * head_bytes();
+        query.values = query.keys + heads * head_bytes();
+        return query;
+    };
+    const auto finish = [&](const QueryTile &tile, int64_t head, const float *state) {
+        tier_.attention.finish(shape, tile.tokens, state,
+                               row_of(region.out, tile.token) + head * head_width,
+                               region.out.stride);
+    };
+    float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
+    float *scratch = state + shape.state_floats(tile_tokens_ * shape.heads_per_kv);
+    const auto whole = [&](const QueryTile &tile, int64_t head) {
+        const AttentionQuery query = query_of(tile, head);
+        tier_.attention.attend(shape, query, query.first_partition(shape.window),
+                               query.end_partition(), state, scratch);
+        finish(tile, head, state);
+    };
+
+    // Few single tokens with long contexts: their partitions are spread over the threads.
+    const auto pieces_of = [&](const QueryTile &tile) {
+        if (tile.tokens > 1)
+            return int64_t(1);
+        const AttentionQuery query = query_of(tile, 0);
+        return query.end_partition() - query.first_partition(shape.window);
+    };
+    int64_t items = num_tiles_ * heads;
+    bool split = false;
+    if (items < split_below_ && pool_.size() > 1) {
+        items = 0;
+        for (int64_t i = 0; i < num_tiles_; ++i) {
+            const int64_t pieces = pieces_of(tiles_[size_t(i)]);
+            split |= pieces > 1;
+            items += pieces * heads;
+        }
+    }
+    if (!split) {
+        return pool_.share(thread, items, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; ++item) {
+                whole(tiles_[size_t(item / heads)], item % heads);
+            }
+        });
+    }
+
+    const int64_t slot_floats = shape.state_floats(shape.heads_per_kv);
+    float *slots = reinterpret_cast<float *>(partial_states_.data());
+    pool_.share(thread, items, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) {
+            int64_t rest = item;
+            int64_t i = 0;
+            int64_t pieces = pieces_of(tiles_[0]);
+            for (; rest >= pieces * heads; pieces = pieces_of(tiles_[size_t(i)])) {
+                rest -= pieces * heads;
+                ++i;
+            }
+            const QueryTile &tile = tiles_[size_t(i)];
+            const int64_t head = rest / pieces;
+            if (pieces == 1) {
+                whole(tile, head);
+                continue;
+            }
+            const AttentionQuery query = query_of(tile, head);
+            const int64_t partition = query.first_partition(shape.window) + rest % pieces;
+            tier_.attention.attend(shape, query, partition, partition + 1,
+                                   slots + item * slot_floats, scratch);
+        }
+    });
+    pool_.barrier();
+    int64_t item = 0;
+    for (int64_t i = 0; i < num_tiles_; ++i) {
+        const int64_t pieces = pieces_of(tiles_[size_t(i)]);
+        for (int64_t head = 0; head < heads; ++head, item += pieces) {
+            if (pieces == 1 || (i * heads + head) % pool_.size() != thread)
+                continue;
+            float *first = slots + item * slot_floats;
+            for (int64_t piece = 1; piece < pieces; ++piece) {
+                tier_.attention.merge(shape, shape.heads_per_kv, first,
+                                      first + piece * slot_floats);
+            }
+            finish(tiles_[size_t(i)], head, first);
+        }
+    }
+}
+
+} // namespace octavo

@@ -1,0 +1,386 @@
+// Sixteen floats at a time, on every tier, so that each kernel is written once. A tier's fma is
+// fused where the instruction exists and a product and a sum where it does not; either way a lane's
+// result depends on that lane alone.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace octavo::OCTAVO_TIER {
+
+inline constexpr int64_t kLanes = 16;
+
+inline uint32_t bits_of(float x) {
+    return __builtin_bit_cast(uint32_t, x);
+}
+inline float float_of(uint32_t bits) {
+    return __builtin_bit_cast(float, bits);
+}
+
+// The 16-bit kinds, one value at a time. Values beyond f16's range become its largest.
+inline uint16_t f16_from_float(float value) {
+    const uint32_t bits = bits_of(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u)
+        return uint16_t(sign | 0x7e00u);
+    if (magnitude >= 0x477fe000u)
+        return uint16_t(sign | 0x7bffu);
+    if (magnitude < 0x38800000u) { // subnormal: the addition rounds to a multiple of 2^-24
+        const float shifted = float_of(magnitude) + 0.5f;
+        return uint16_t(sign | (bits_of(shifted) - 0x3f000000u));
+    }
+    const uint32_t odd = (magnitude >> 13) & 1u;
+    const uint32_t rounded = (magnitude - 0x38000000u + 0xfffu + odd) >> 13;
+    return uint16_t(sign | (rounded < 0x7c00u ? rounded : 0x7bffu));
+}
+
+inline float float_from_f16(uint16_t half) {
+    const uint32_t sign = uint32_t(half & 0x8000u) << 16;
+    const uint32_t magnitude = half & 0x7fffu;
+    if (magnitude >= 0x7c00u) {
+        return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
+    }
+    // Scaling by 2^112 moves the exponent's bias, and makes subnormals normal, exactly.
+    const float scaled = float_of(magnitude << 13) * 0x1p112f;
+    return float_of(sign | bits_of(scaled));
+}
+
+inline uint16_t bf16_from_float(float value) {
+    const uint32_t bits = bits_of(value);
+    if ((bits & 0x7fffffffu) > 0x7f800000u)
+        return uint16_t((bits >> 16) | 0x40u);
+    return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+inline float float_from_bf16(uint16_t half) {
+    return float_of(uint32_t(half) << 16);
+}
+
+template <HalfKind kind> inline uint16_t half_from_float(float value) {
+    if constexpr (kind == HalfKind::F16)
+        return f16_from_float(value);
+    return bf16_from_float(value);
+}
+
+template <HalfKind kind> inline float float_from_half(uint16_t half) {
+    if constexpr (kind == HalfKind::F16)
+        return float_from_f16(half);
+    return float_from_bf16(half);
+}
+
+#if defined(__AVX512F__)
+
+struct Vec {
+    __m512 v;
+
+    static Vec set(float x) { return {_mm512_set1_ps(x)}; }
+    static Vec load(const float *p) { return {_mm512_loadu_ps(p)}; }
+    void store(float *p) const { _mm512_storeu_ps(p, v); }
+
+    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
+        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+        if constexpr (kind == HalfKind::F16)
+            return {_mm512_cvtph_ps(half)};
+        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
+    }
+
+    friend Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+    friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
+    friend Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+    friend Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+};
+
+inline Vec fma(Vec a, Vec b, Vec c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+inline Vec max(Vec a, Vec b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+inline Vec min(Vec a, Vec b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+inline Vec round(Vec a) {
+    return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+// Lanes 1, 0, 3, 2, …
+inline Vec swap_pairs(Vec a) {
+    return {_mm512_permute_ps(a.v, 0xb1)};
+}
+inline void store_f16(Vec a, uint16_t *p) {
+    const Vec clamped = min(Vec::set(65504.0f), max(Vec::set(-65504.0f), a));
+    const __m256i half = _mm512_cvtps_ph(clamped.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), half);
+}
+// 2^a of whole a in [-126, 127].
+inline Vec exp2_whole(Vec a) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+}
+// value where a >= bound (false for NaN), other elsewhere.
+inline Vec where_ge(Vec a, Vec bound, Vec value, Vec other) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), other.v, value.v)};
+}
+
+#elif defined(__AVX2__)
+
+struct Vec {
+    __m256 a, b;
+
+    static Vec set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+    static Vec load(const float *p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+    void store(float *p) const {
+        _mm256_storeu_ps(p, a);
+        _mm256_storeu_ps(p + 8, b);
+    }
+
+    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
+        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
+        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8));
+        if constexpr (kind == HalfKind::F16)
+            return {_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
+        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(low), 16)),
+                _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16))};
+    }
+
+    friend Vec operator+(Vec x, Vec y) {
+        return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)};
+    }
+    friend Vec operator-(Vec x, Vec y) {
+        return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)};
+    }
+    friend Vec operator*(Vec x, Vec y) {
+        return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)};
+    }
+    friend Vec operator/(Vec x, Vec y) {
+        return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)};
+    }
+};
+
+inline Vec fma(Vec x, Vec y, Vec z) {
+    return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)};
+}
+inline Vec max(Vec x, Vec y) {
+    return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)};
+}
+inline Vec min(Vec x, Vec y) {
+    return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)};
+}
+inline Vec round(Vec x) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
+}
+inline Vec swap_pairs(Vec x) {
+    return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
+}
+inline void store_f16(Vec x, uint16_t *p) {
+    const Vec clamped = min(Vec::set(65504.0f), max(Vec::set(-65504.0f), x));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
+                     _mm256_cvtps_ph(clamped.a, _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8),
+                     _mm256_cvtps_ph(clamped.b, _MM_FROUND_TO_NEAREST_INT));
+}
+inline __m256 exp2_whole(__m256 x) {
+    const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
+}
+inline Vec exp2_whole(Vec x) {
+    return {exp2_whole(x.a), exp2_whole(x.b)};
+}
+inline Vec where_ge(Vec x, Vec bound, Vec value, Vec other) {
+    return {_mm256_blendv_ps(other.a, value.a, _mm256_cmp_ps(x.a, bound.a, _CMP_GE_OQ)),
+            _mm256_blendv_ps(other.b, value.b, _mm256_cmp_ps(x.b, bound.b, _CMP_GE_OQ))};
+}
+
+#else
+
+struct Vec {
+    float v[kLanes];
+
+    template <class F> static Vec each(F &&f) {
+        Vec out;
+        for (int64_t i = 0; i < kLanes; ++i)
+            out.v[i] = f(i);
+        return out;
+    }
+
+    static Vec set(float x) {
+        return each([&](int64_t) { return x; });
+    }
+    static Vec load(const float *p) {
+        return each([&](int64_t i) { return p[i]; });
+    }
+    void store(float *p) const {
+        for (int64_t i = 0; i < kLanes; ++i)
+            p[i] = v[i];
+    }
+
+    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
+        return each([&](int64_t i) { return float_from_half<kind>(p[i]); });
+    }
+
+    friend Vec operator+(const Vec &a, const Vec &b) {
+        return each([&](int64_t i) { return a.v[i] + b.v[i]; });
+    }
+    friend Vec operator-(const Vec &a, const Vec &b) {
+        return each([&](int64_t i) { return a.v[i] - b.v[i]; });
+    }
+    friend Vec operator*(const Vec &a, const Vec &b) {
+        return each([&](int64_t i) { return a.v[i] * b.v[i]; });
+    }
+    friend Vec operator/(const Vec &a, const Vec &b) {
+        return each([&](int64_t i) { return a.v[i] / b.v[i]; });
+    }
+};
+
+inline Vec fma(const Vec &a, const Vec &b, const Vec &c) {
+    return a * b + c;
+}
+// As the x86 instructions: the second operand where either is NaN.
+inline Vec max(const Vec &a, const Vec &b) {
+    return Vec::each([&](int64_t i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec min(const Vec &a, const Vec &b) {
+    return Vec::each([&](int64_t i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+}
+inline Vec round(const Vec &a) {
+    // Adding and taking away 1.5 * 2^23 leaves the nearest whole number (|a| < 2^22).
+    return Vec::each([&](int64_t i) { return (a.v[i] + 0x1.8p23f) - 0x1.8p23f; });
+}
+inline Vec swap_pairs(const Vec &a) {
+    return Vec::each([&](int64_t i) { return a.v[i ^ 1]; });
+}
+inline void store_f16(const Vec &a, uint16_t *p) {
+    for (int64_t i = 0; i < kLanes; ++i)
+        p[i] = f16_from_float(a.v[i]);
+}
+inline Vec exp2_whole(const Vec &a) {
+    return Vec::each([&](int64_t i) { return float_of(uint32_t(int32_t(a.v[i]) + 127) << 23); });
+}
+inline Vec where_ge(const Vec &a, const Vec &bound, const Vec &value, const Vec &other) {
+    return Vec::each([&](int64_t i) { return a.v[i] >= bound.v[i] ? value.v[i] : other.v[i]; });
+}
+
+#endif
+
+// The first `count` lanes from p, zeros after them; nothing past p[count - 1] is read.
+inline Vec load_first(const float *p, int64_t count) {
+    float lanes[kLanes] = {};
+    std::memcpy(lanes, p, size_t(count) * sizeof(float));
+    return Vec::load(lanes);
+}
+
+inline void store_first(Vec x, float *p, int64_t count) {
+    float lanes[kLanes];
+    x.store(lanes);
+    std::memcpy(p, lanes, size_t(count) * sizeof(float));
+}
+
+template <HalfKind kind> inline Vec load_half_first(const uint16_t *p, int64_t count) {
+    uint16_t lanes[kLanes] = {};
+    std::memcpy(lanes, p, size_t(count) * sizeof(uint16_t));
+    return Vec::load_half<kind>(lanes);
+}
+
+template <HalfKind kind> inline void store_half(Vec x, uint16_t *p) {
+    if constexpr (kind == HalfKind::F16)
+        return store_f16(x, p);
+    float lanes[kLanes];
+    x.store(lanes);
+    for (int64_t i = 0; i < kLanes; ++i)
+        p[i] = bf16_from_float(lanes[i]);
+}
+
+// Sum and maximum over the lanes, as a tree of halves (lane i with i + 8, then with i + 4, …).
+#if defined(__AVX2__)
+#if defined(__AVX512F__)
+inline __m256 halves_sum(Vec x) {
+    return _mm256_add_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+}
+inline __m256 halves_max(Vec x) {
+    return _mm256_max_ps(_mm512_castps512_ps256(x.v), _mm512_extractf32x8_ps(x.v, 1));
+}
+#else
+inline __m256 halves_sum(Vec x) {
+    return _mm256_add_ps(x.a, x.b);
+}
+inline __m256 halves_max(Vec x) {
+    return _mm256_max_ps(x.a, x.b);
+}
+#endif
+
+inline float sum(Vec x) {
+    const __m256 eight = halves_sum(x);
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+}
+
+inline float largest(Vec x) {
+    const __m256 eight = halves_max(x);
+    const __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
+#else
+inline float sum(Vec x) {
+    float lanes[kLanes];
+    x.store(lanes);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+        for (int64_t i = 0; i < half; ++i)
+            lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+}
+
+inline float largest(Vec x) {
+    float lanes[kLanes];
+    x.store(lanes);
+    for (int64_t half = kLanes / 2; half > 0; half /= 2) {
+        for (int64_t i = 0; i < half; ++i) {
+            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+        }
+    }
+    return lanes[0];
+}
+#endif
+
+// e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above 88.7; NaN for NaN.
+//
+// x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite, 1980, in two parts of ln 2), e^r by its
+// Taylor polynomial of degree 7 (relative error below 2^-27), then a shift of the exponent by n in
+// two steps, so that n = 128 does not overflow before its time.
+inline Vec exp(Vec x) {
+    const Vec low = Vec::set(-87.33654f);
+    const Vec high = Vec::set(88.72284f);
+    const Vec clamped = min(max(low, x), high); // NaN becomes `high`; restored below
+    const Vec n = round(clamped * Vec::set(1.44269504f));
+    Vec r = fma(n, Vec::set(-0x1.62e4p-1f), clamped);
+    r = fma(n, Vec::set(-0x1.7f7d1cp-20f), r);
+    Vec p = Vec::set(1.0f / 5040.0f);
+    p = fma(p, r, Vec::set(1.0f / 720.0f));
+    p = fma(p, r, Vec::set(1.0f / 120.0f));
+    p = fma(p, r, Vec::set(1.0f / 24.0f));
+    p = fma(p, r, Vec::set(1.0f / 6.0f));
+    p = fma(p, r, Vec::set(0.5f));
+    p = fma(p, r, Vec::set(1.0f));
+    p = fma(p, r, Vec::set(1.0f));
+    const Vec half_n = round(n * Vec::set(0.5f));
+    const Vec value = p * exp2_whole(half_n) * exp2_whole(n - half_n);
+    const Vec in_range = where_ge(high, x, value, x * Vec::set(__builtin_inff())); // +inf, or NaN
+    return where_ge(x, low, in_range, where_ge(low, x, Vec::set(0.0f), x));
+}
+
+// cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^(2u) + 1): absolute error below 2^-22 cap.
+inline Vec softcapped(Vec x, float cap) {
+    const Vec e = exp(x * Vec::set(2.0f / cap));
+    return Vec::set(cap) - Vec::set(2.0f * cap) / (e + Vec::set(1.0f));
+}
+
+} // namespace octavo::OCTAVO_TIER

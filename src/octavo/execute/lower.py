@@ -1,0 +1,458 @@
+"""From a Program to what the native runtime runs: regions between which all threads meet.
+
+Three kinds of op cross the rows or columns that a thread works on, and need a meeting before and
+after: linear layers, attention and logits. All others are row-wise, and neighbours among them run
+as one region, row by row. On the way:
+
+- linear layers that share an input become one region, and share its prepared form;
+- a linear layer whose output is only added to the residual stream accumulates into it;
+- after the last attention, only the rows that want logits are computed;
+- values whose lifetimes do not overlap share memory, and element-wise ops work in place.
+
+None of it changes the order of operations within an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from octavo.checkpoint.base import WeightFormat
+from octavo.model import program as model
+from octavo.model.config import Activation, Rope
+
+ALIGNMENT = 64  # bytes
+FLOAT_BYTES = 4
+
+
+class Formats(Protocol):
+    """What lowering must know about a tier's linear kernels (kernels/linear.h)."""
+
+    def activation_bytes(self, format: int, rows: int, k: int) -> int: ...
+
+    def same_activations(self, a: int, b: int) -> bool: ...
+
+
+@dataclass(slots=True, eq=False)
+class Buffer:
+    """A span of the activation arena, used by regions ``first`` … ``last``."""
+
+    bytes: int
+    first: int
+    last: int
+    offset: int = -1
+
+
+class View(NamedTuple):
+    """A [rows, width] matrix of floats in a buffer; its rows are ``stride`` floats apart."""
+
+    buffer: Buffer
+    width: int
+    stride: int
+
+
+class Embed(NamedTuple):
+    weight: str
+    out: View
+    scale: float
+
+
+class Norm(NamedTuple):
+    x: View
+    weight: str
+    out: View
+    group: int
+    eps: float
+
+
+class Add(NamedTuple):
+    x: View
+    y: View
+    out: View
+
+
+class Gate(NamedTuple):
+    gate: View
+    up: View
+    out: View
+    activation: Activation
+
+
+class Prepare(NamedTuple):
+    """Brings rows into the form that linear layers of ``format`` take."""
+
+    x: View
+    format: WeightFormat
+    out: Buffer
+
+
+class Angles(NamedTuple):
+    """The cosines and sines of each token's position."""
+
+    rope: Rope
+    out: View
+
+
+class RopeStore(NamedTuple):
+    q: View
+    k: View
+    v: View
+    angles: View
+    rope: Rope
+    layer: int
+
+
+class Gather(NamedTuple):
+    """The rows that want logits."""
+
+    x: View
+    out: View
+
+
+RowStep = Embed | Norm | Add | Gate | Prepare | Angles | RopeStore | Gather
+
+
+@dataclass(slots=True)
+class Rows:
+    steps: list[RowStep] = field(default_factory=list)
+
+
+class LinearPart(NamedTuple):
+    weight: str
+    activations: Buffer
+    out: View
+    bias: str | None
+
+
+class Linears(NamedTuple):
+    parts: list[LinearPart]
+    accumulate: bool
+
+
+class Attention(NamedTuple):
+    q: View
+    out: View
+    layer: int
+    scale: float
+    softcap: float
+
+
+class Logits(NamedTuple):
+    weight: str
+    activations: Buffer
+    softcap: float
+
+
+Work = Rows | Linears | Attention | Logits
+
+
+class Region(NamedTuple):
+    name: str
+    selected: bool  # over the rows that want logits only
+    work: Work
+
+
+class Plan(NamedTuple):
+    regions: list[Region]
+    arena_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """An op with the values it reads and writes, each written once (static single assignment)."""
+
+    op: model.Op
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+
+
+def _names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names an op reads and writes."""
+    match op:
+        case model.Embed(out=out):
+            return (), (out,)
+        case model.RmsNorm(x=x, out=out) | model.Linear(x=x, out=out):
+            return (x,), (out,)
+        case model.RopeAndStoreKv(q=q, k=k, v=v):
+            return (q, k, v), (q,)
+        case model.PagedAttention(q=q, out=out):
+            return (q,), (out,)
+        case model.GatedActivation(gate=gate, up=up, out=out):
+            return (gate, up), (out,)
+        case model.Add(x=x, y=y, out=out):
+            return (x, y), (out,)
+        case model.Logits(x=x):
+            return (x,), ()
+
+
+def _single_assignment(program: model.Program) -> tuple[list[_Use], list[int]]:
+    """The ops over numbered values, and each value's width."""
+    current: dict[str, int] = {}
+    widths: list[int] = []
+    uses: list[_Use] = []
+    for op in program.ops:
+        read_names, write_names = _names(op)
+        for name in read_names:
+            if name not in current:
+                raise ValueError(f"the program reads {name} before anything writes it: {op}")
+        reads = tuple(current[name] for name in read_names)
+        for name in write_names:
+            current[name] = len(widths)
+            widths.append(program.widths[name])
+        uses.append(_Use(op, reads, tuple(current[name] for name in write_names)))
+    return uses, widths
+
+
+def lower(
+    program: model.Program,
+    formats: dict[str, WeightFormat],
+    kernels: Formats,
+    *,
+    max_tokens: int,
+    max_logits_rows: int,
+) -> Plan:
+    """``formats`` gives every matrix weight's format."""
+    return _Lowering(program, formats, kernels, max_tokens, max_logits_rows).run()
+
+
+class _Lowering:
+    def __init__(
+        self,
+        program: model.Program,
+        formats: dict[str, WeightFormat],
+        kernels: Formats,
+        max_tokens: int,
+        max_logits_rows: int,
+    ) -> None:
+        self.formats = formats
+        self.kernels = kernels
+        self.max_rows = {False: max_tokens, True: max_logits_rows}
+        self.head_dim = program.config.head_dim
+        self.uses, self.widths = _single_assignment(program)
+        self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
+        self.views: dict[int, View] = {}
+        self.prepared: list[tuple[int, WeightFormat, Buffer]] = []
+        self.angles: dict[Rope, View] = {}
+        self.buffers: list[Buffer] = []
+        self.regions: list[Region] = []
+        self.selected = False
+
+    def run(self) -> Plan:
+        attention = (
+            i for i, use in enumerate(self.uses) if isinstance(use.op, model.PagedAttention)
+        )
+        last_attention = max(attention, default=0)
+        i = 0
+        while i < len(self.uses):
+            i += self._lower(i)
+            if not self.selected and i > last_attention:
+                self._select(i)
+        arena = _place(self.buffers)
+        return Plan(self.regions, arena)
+
+    # Regions
+
+    def _rows(self) -> list[RowStep]:
+        """The steps of the region that row-wise ops join: the last, or a new one."""
+        if self.regions:
+            last = self.regions[-1]
+            if isinstance(last.work, Rows) and last.selected == self.selected:
+                return last.work.steps
+        work = Rows()
+        self.regions.append(Region("", self.selected, work))
+        return work.steps
+
+    def _step(self, name: str, step: RowStep) -> None:
+        steps = self._rows()
+        region = self.regions[-1]
+        self.regions[-1] = region._replace(name=f"{region.name} {name}".strip())
+        steps.append(step)
+        for part in step:
+            if isinstance(part, View):
+                part.buffer.last = len(self.regions) - 1
+            elif isinstance(part, Buffer):
+                part.last = len(self.regions) - 1
+
+    def _region(
+        self, name: str, work: Linears | Attention | Logits, used: Iterable[Buffer]
+    ) -> None:
+        self.regions.append(Region(name, self.selected, work))
+        for buffer in used:
+            buffer.last = len(self.regions) - 1
+
+    # Values
+
+    def _new_buffer(self, size: int) -> Buffer:
+        """Born in the region that comes next or that row-wise ops now join."""
+        buffer = Buffer(size, len(self.regions), len(self.regions))
+        if self.regions and isinstance(self.regions[-1].work, Rows):
+            buffer.first -= 1
+        self.buffers.append(buffer)
+        return buffer
+
+    def _new_view(self, width: int) -> View:
+        stride = -(-width // 16) * 16
+        rows = self.max_rows[self.selected]
+        return View(self._new_buffer(rows * stride * FLOAT_BYTES), width, stride)
+
+    def _dies(self, value: int, index: int) -> bool:
+        return self.last_use.get(value, -1) <= index
+
+    def _in_place(self, index: int, *candidates: int) -> View:
+        """Where an element-wise op writes: over an input that nobody reads later, or anew."""
+        (out,) = self.uses[index].writes
+        for value in candidates:
+            if self._dies(value, index) and self.widths[value] == self.widths[out]:
+                self.views[out] = self.views[value]
+                return self.views[out]
+        self.views[out] = self._new_view(self.widths[out])
+        return self.views[out]
+
+    def _new_value(self, index: int) -> View:
+        (out,) = self.uses[index].writes
+        self.views[out] = self._new_view(self.widths[out])
+        return self.views[out]
+
+    def _prepare(self, value: int, format: WeightFormat) -> Buffer:
+        for prepared, other, buffer in self.prepared:
+            if prepared == value and self.kernels.same_activations(format, other):
+                return buffer
+        k = self.widths[value]
+        rows = self.max_rows[self.selected]
+        self._rows()
+        buffer = self._new_buffer(self.kernels.activation_bytes(format, rows, k))
+        self._step("prepare", Prepare(self.views[value], format, buffer))
+        self.prepared.append((value, format, buffer))
+        return buffer
+
+    def _select(self, index: int) -> None:
+        """From here on, only the rows that want logits; ``index`` is the next op's."""
+        live = sorted(
+            {value for use in self.uses[index:] for value in use.reads if value in self.views}
+        )
+        self.selected = True
+        self.prepared.clear()
+        for value in live:
+            self._rows()
+            out = self._new_view(self.widths[value])
+            self._step("gather", Gather(self.views[value], out))
+            self.views[value] = out
+
+    # Ops
+
+    def _lower(self, i: int) -> int:
+        """Lowers the op at i, and perhaps some after it; returns how many."""
+        op, reads = self.uses[i].op, self.uses[i].reads
+        match op:
+            case model.Embed():
+                self._rows()
+                self._step("embed", Embed(op.weight, self._new_value(i), op.scale))
+            case model.RmsNorm():
+                self._rows()
+                x = self.views[reads[0]]
+                out = self._in_place(i, reads[0])
+                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps))
+            case model.Add():
+                self._rows()
+                x, y = self.views[reads[0]], self.views[reads[1]]
+                self._step("add", Add(x, y, self._in_place(i, *reads)))
+            case model.GatedActivation():
+                self._rows()
+                gate, up = self.views[reads[0]], self.views[reads[1]]
+                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation))
+            case model.RopeAndStoreKv():
+                self._rope(i, op)
+            case model.PagedAttention():
+                q, out = self.views[reads[0]], self._new_after_rows(i)
+                work = Attention(q, out, op.layer, op.scale, op.softcap)
+                name = "attention" if op.window is None else "attention (window)"
+                self._region(name, work, (q.buffer, out.buffer))
+            case model.Linear():
+                return self._linears(i)
+            case model.Logits():
+                buffer = self._prepare(reads[0], self.formats[op.weight])
+                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,))
+        return 1
+
+    def _rope(self, i: int, op: model.RopeAndStoreKv) -> None:
+        self._rows()
+        if op.rope not in self.angles:
+            self.angles[op.rope] = self._new_view(2 * op.rope.dim)
+            self._step("angles", Angles(op.rope, self.angles[op.rope]))
+        q, k, v = (self.views[value] for value in self.uses[i].reads)
+        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer))
+        self.views[self.uses[i].writes[0]] = q
+
+    def _new_after_rows(self, i: int) -> View:
+        """A value born in a region of its own, not in the row-wise one that is last."""
+        view = self._new_value(i)
+        view.buffer.first = len(self.regions)
+        return view
+
+    def _linears(self, i: int) -> int:
+        """One region for the linear ops from i on that share an input, or one that accumulates."""
+        if i + 1 < len(self.uses) and (residual := self._residual(i)) is not None:
+            view = self.views[residual]
+            self.views[self.uses[i + 1].writes[0]] = view
+            self._emit_linears([(i, view)], accumulate=True)
+            return 2
+        end = i + 1
+        while (
+            end < len(self.uses)
+            and isinstance(self.uses[end].op, model.Linear)
+            and self.uses[end].reads == self.uses[i].reads
+            and self._residual(end) is None
+        ):
+            end += 1
+        self._emit_linears([(j, None) for j in range(i, end)], accumulate=False)
+        return end - i
+
+    def _residual(self, i: int) -> int | None:
+        """The value that a linear op's output is added to, if both end in the op that follows."""
+        if i + 1 >= len(self.uses) or not isinstance(self.uses[i + 1].op, model.Add):
+            return None
+        (out,) = self.uses[i].writes
+        others = [value for value in self.uses[i + 1].reads if value != out]
+        if len(others) != 1 or not self._dies(out, i + 1) or not self._dies(others[0], i + 1):
+            return None
+        return others[0] if others[0] != self.uses[i].reads[0] else None
+
+    def _emit_linears(self, ops: list[tuple[int, View | None]], *, accumulate: bool) -> None:
+        linears = [(j, self.uses[j].op, view) for j, view in ops]
+        parts: list[LinearPart] = []
+        activations = [
+            self._prepare(self.uses[j].reads[0], self.formats[op.weight])
+            for j, op, _ in linears
+            if isinstance(op, model.Linear)
+        ]
+        for (j, op, view), buffer in zip(linears, activations, strict=True):
+            assert isinstance(op, model.Linear)
+            out = view if view is not None else self._new_after_rows(j)
+            parts.append(LinearPart(op.weight, buffer, out, op.bias))
+        name = "+".join(part.weight.rpartition(".")[2] for part in parts)
+        used = [part.activations for part in parts] + [part.out.buffer for part in parts]
+        self._region(name, Linears(parts, accumulate), used)
+
+
+def _place(buffers: list[Buffer]) -> int:
+    """Gives every buffer an offset at which no other lives at the same time; returns the total.
+
+    Largest first, each at the lowest offset that is free over its whole lifetime.
+    """
+    placed: list[Buffer] = []
+
+    def size(buffer: Buffer) -> int:
+        return -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+
+    for buffer in sorted(buffers, key=lambda buffer: -buffer.bytes):
+        offset = 0
+        for other in sorted(placed, key=lambda other: other.offset):
+            if other.last < buffer.first or buffer.last < other.first:
+                continue
+            if offset + size(buffer) <= other.offset:
+                break
+            offset = max(offset, other.offset + size(other))
+        buffer.offset = offset
+        placed.append(buffer)
+    return max((buffer.offset + size(buffer) for buffer in buffers), default=0)

@@ -1,0 +1,264 @@
+"""The executor that computes: a Program on packed weights and a paged KV cache, in C++."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo import _native
+from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
+from octavo.execute import lower
+from octavo.execute.batch import Batch, Int32, StepResult
+from octavo.execute.cpu import usable_cpus
+from octavo.kv.layout import KvLayout
+from octavo.model.config import Activation, Rope
+from octavo.model.program import Program
+
+logger = logging.getLogger(__name__)
+
+KV_DTYPES = {"auto": "f16", "f16": "f16", "bf16": "bf16"}
+
+
+class NativeExecutor:
+    """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
+
+    ``threads`` None: as many as the process may use. ``isa`` forces an instruction-set tier
+    ("generic", "avx2", "avx512"); None: ``OCTAVO_ISA``, else the best this CPU has. Weights are
+    copied, so the checkpoint's file may be unmapped afterwards. Raises `CheckpointError` for
+    weights that do not fit the program and `ValueError` for settings that cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        max_tokens: int,
+        max_logits_rows: int,
+        max_seqs: int,
+        max_blocks_per_seq: int,
+        threads: int | None = None,
+        isa: str | None = None,
+        kv_dtype: str = "auto",
+    ) -> None:
+        if kv_dtype not in KV_DTYPES:
+            raise ValueError(f"KV dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
+        if layout.element_bytes != 2:
+            raise ValueError(f"KV elements of {layout.element_bytes} bytes; native has 2")
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.max_tokens = max_tokens
+        self.max_logits_rows = max_logits_rows
+        self.threads, source = (threads, "as asked") if threads else usable_cpus()
+        config = program.config
+        runtime = _native.Runtime(
+            isa=os.environ.get("OCTAVO_ISA", "") if isa is None else isa,
+            threads=self.threads,
+            max_tokens=max_tokens,
+            max_logits_rows=max_logits_rows,
+            max_seqs=max_seqs,
+            max_blocks_per_seq=max_blocks_per_seq,
+            num_blocks=num_blocks,
+            vocab_size=config.vocab_size,
+            windows=[group.window or 0 for group in layout.groups],
+            layers_per_group=layout.layers_per_group,
+            block_size=layout.block_size,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            bf16=KV_DTYPES[kv_dtype] == "bf16",
+        )
+        self.isa: str = runtime.isa
+        logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
+        _Loading(runtime, checkpoint, program, layout).load(max_tokens, max_logits_rows)
+        self.weight_bytes: int = runtime.weight_bytes
+        self._runtime: _native.Runtime | None = runtime
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    @property
+    def _open(self) -> _native.Runtime:
+        if self._runtime is None:
+            raise RuntimeError("the executor is closed")
+        return self._runtime
+
+    def execute(self, batch: Batch) -> StepResult:
+        """Raises `ValueError` naming what is wrong with the batch, before anything is computed."""
+        start = time.perf_counter()
+        logits = self._open.step(
+            batch.token_ids,
+            batch.positions,
+            batch.seq_offsets,
+            batch.seq_slots,
+            batch.block_tables,
+            batch.logits_rows,
+            batch.copies,
+        )
+        return StepResult(logits, time.perf_counter() - start)
+
+    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
+        data = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
+        self._open.transfer(blocks, data, False)
+        return data
+
+    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
+        self._open.transfer(blocks, np.require(data, np.uint8, ["C", "W"]), True)
+
+    def start_profile(self) -> None:
+        """From here on, every region of a step is timed (some 30 ns each)."""
+        self._open.reset_profile()
+        self._open.set_profiling(True)
+
+    def profile(self) -> list[tuple[str, float]]:
+        """(ops of a region, seconds since `start_profile`, all layers together), longest first."""
+        seconds: dict[str, float] = {}
+        for name, spent in self._open.profile():
+            seconds[name] = seconds.get(name, 0.0) + spent
+        return sorted(seconds.items(), key=lambda item: -item[1])
+
+    def close(self) -> None:
+        """Gives back threads and memory. Logits handed out before keep theirs until they go."""
+        self._runtime = None
+
+
+class _Loading:
+    """Hands weights and the lowered program to the runtime."""
+
+    def __init__(
+        self,
+        runtime: _native.Runtime,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+    ) -> None:
+        self.runtime = runtime
+        self.checkpoint = checkpoint
+        self.program = program
+        self.layout = layout
+        self.weights = {role: self._weight(role) for role in program.weights}
+        self.matrices: dict[str, int] = {}
+        self.vectors: dict[str, int] = {}
+        self.ropes: dict[Rope, int] = {}
+
+    def _weight(self, role: str) -> Weight:
+        weight = self.checkpoint.weights.get(role)
+        if weight is None:
+            raise CheckpointError(f"{self.checkpoint.path}: the model has no weight {role}")
+        shape = self.program.weights[role]
+        if weight.shape != shape:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {weight.name} has shape {weight.shape}, not {shape}"
+            )
+        return weight
+
+    def load(self, max_tokens: int, max_logits_rows: int) -> None:
+        formats: dict[str, WeightFormat] = {}
+        for role, weight in self.weights.items():
+            if len(weight.shape) == 2:
+                formats[role] = weight.format
+                rows, columns = weight.shape
+                self.matrices[role] = self.runtime.add_matrix(
+                    weight.format, weight.data.reshape(-1), rows, columns
+                )
+            else:
+                self.vectors[role] = self.runtime.add_vector(_floats(weight).tolist())
+        plan = lower.lower(
+            self.program,
+            formats,
+            self.runtime,
+            max_tokens=max_tokens,
+            max_logits_rows=max_logits_rows,
+        )
+        self.runtime.allocate_activations(plan.arena_bytes)
+        for region in plan.regions:
+            self.runtime.add_region(region.name, region.selected, self._work(region.work))
+
+    def _rope(self, rope: Rope) -> int:
+        if rope not in self.ropes:
+            pairs = np.arange(rope.dim // 2)
+            frequencies = rope.scale * rope.theta ** (-2.0 * pairs / rope.dim)
+            if rope.factors:
+                frequencies = frequencies / np.asarray(rope.factors)
+            self.ropes[rope] = self.runtime.add_rope(
+                rope.dim, rope.interleaved, frequencies.tolist()
+            )
+        return self.ropes[rope]
+
+    def _work(
+        self, work: lower.Rows | lower.Linears | lower.Attention | lower.Logits
+    ) -> _native.Region:
+        match work:
+            case lower.Rows(steps):
+                return _native.RowsRegion([self._step(step) for step in steps])
+            case lower.Linears(parts, accumulate):
+                return _native.LinearRegion(
+                    [
+                        _native.LinearPart(
+                            self.matrices[part.weight],
+                            part.activations.offset,
+                            _value(part.out),
+                            -1 if part.bias is None else self.vectors[part.bias],
+                        )
+                        for part in parts
+                    ],
+                    accumulate,
+                )
+            case lower.Attention(q, out, layer, scale, softcap):
+                place = self.layout.place(layer)
+                return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
+            case lower.Logits(weight, activations, softcap):
+                return _native.LogitsRegion(self.matrices[weight], activations.offset, softcap)
+
+    def _step(self, step: lower.RowStep) -> _native.RowStep:
+        match step:
+            case lower.Embed(weight, out, scale):
+                return _native.EmbedStep(self.matrices[weight], _value(out), scale)
+            case lower.Norm(x, weight, out, group, eps):
+                return _native.NormStep(
+                    _value(x), self.vectors[weight], _value(out), x.width, group, eps
+                )
+            case lower.Add(x, y, out):
+                return _native.AddStep(_value(x), _value(y), _value(out), x.width)
+            case lower.Gate(gate, up, out, activation):
+                gelu = activation is Activation.GELU_TANH
+                return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
+            case lower.Prepare(x, format, buffer):
+                return _native.PrepareStep(_value(x), format, x.width, buffer.offset)
+            case lower.Angles(rope, out):
+                return _native.AngleStep(self._rope(rope), _value(out))
+            case lower.RopeStore(q, k, v, angles, rope, layer):
+                return _native.RopeStoreStep(
+                    _value(q),
+                    _value(k),
+                    _value(v),
+                    _value(angles),
+                    self._rope(rope),
+                    *self.layout.place(layer),
+                )
+            case lower.Gather(x, out):
+                return _native.GatherStep(_value(x), _value(out), x.width)
+
+
+def _value(view: lower.View) -> _native.Value:
+    return _native.Value(view.buffer.offset, view.stride)
+
+
+def _floats(weight: Weight) -> npt.NDArray[np.float32]:
+    """A vector's numbers."""
+    data = np.ascontiguousarray(weight.data).reshape(-1)
+    match weight.format:
+        case WeightFormat.F32:
+            return data.view(np.float32)
+        case WeightFormat.F16:
+            return data.view(np.float16).astype(np.float32)
+        case WeightFormat.BF16:
+            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")

@@ -77,6 +77,7 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
     "tool_calls": (None, []),
     "tool_call_id": _UNSET_VALUES,
     "function_call": _UNSET_VALUES,
+    "parsed": _UNSET_VALUES,
     "reasoning": _UNSET_VALUES,
     "reasoning_content": _UNSET_VALUES,
 }

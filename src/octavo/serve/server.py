@@ -27,7 +27,8 @@ from octavo.serve.model import ServedModel
 log = logging.getLogger("octavo.serve")
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_LAST_BYTES = 5.0  # seconds that answers already complete have to reach their clients
+_BACKLOG = 2048  # connections not yet accepted
+_LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
 
 
@@ -87,11 +88,9 @@ async def _serve(
     return 0
 
 
-async def serve(
-    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
-) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
-    server = _Server(
+def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
+    """uvicorn as it is used here; it leaves the signals to `serve`."""
+    return _Server(
         uvicorn.Config(
             app,
             http="httptools",
@@ -101,10 +100,18 @@ async def serve(
             access_log=False,
             server_header=False,
             root_path=config.root_path,
+            backlog=_BACKLOG,
             timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
-            timeout_graceful_shutdown=round(_LAST_BYTES),
+            timeout_graceful_shutdown=_LAST_BYTES,
         )
     )
+
+
+async def serve(
+    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+) -> None:
+    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+    server = http_server(app, config)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
@@ -126,6 +133,7 @@ async def serve(
     for which in _SIGNALS:
         loop.add_signal_handler(which, on_signal, which)
     try:
+        listener.listen(_BACKLOG)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:

@@ -1,0 +1,43 @@
+"""A server on the fake engine as a process of its own: ``server_process.py '{config as JSON}'``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import serve_fakes
+
+from octavo.engine.load import EngineConfig
+from octavo.serve import server
+from octavo.serve.config import ServeConfig
+
+
+class StartingEngine(serve_fakes.FakeEngine):
+    """Takes a LoadedEngine's engine's place in `server.run`."""
+
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__(pause=settings.get("pause", 0.0))
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+settings: dict[str, Any] = json.loads(sys.argv[1])
+checkpoint = SimpleNamespace(
+    tokenizer=serve_fakes.ByteTokenizer(), chat_template=serve_fakes.PlainTemplate()
+)
+loaded = SimpleNamespace(
+    engine=SimpleNamespace(observers=[]),
+    checkpoint=checkpoint,
+    config=EngineConfig(),
+    max_model_len=512,
+    num_blocks=32,
+    report=lambda: "model: tiny\nstop tokens: <eos>",
+)
+patched = cast(Any, server)
+patched.load_engine = lambda model, config: loaded
+patched.AsyncEngine = StartingEngine
+sys.exit(server.run("tiny", EngineConfig(), ServeConfig(**settings["serve"])))

@@ -1,0 +1,94 @@
+"""A real engine on a cost executor, and a real server on a free port of loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from serve_fakes import VOCAB, ByteTokenizer, served_model
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.clock import RealClock
+from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.engine.engine import Engine
+from octavo.execute.batch import Batch, StepResult
+from octavo.execute.cost import CostExecutor
+from octavo.kv.layout import KvLayout
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
+from octavo.sample.scripted import ScriptedSampler
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.scheduler import Scheduler
+from octavo.serve.app import create_app
+from octavo.serve.config import ServeConfig
+from octavo.serve.server import bind, http_server
+
+TINY = ModelConfig(
+    family="llama",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=128,
+    context_length=512,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    attention_scale=0.25,
+    tied_embeddings=True,
+    layers=(Layer(Rope(10000.0, 16, False)),) * 2,
+)
+
+
+class PacedExecutor(CostExecutor):
+    """Each step takes ``pause`` seconds, or, when ``hang`` is set, never ends."""
+
+    pause = 0.0
+    hang = False
+
+    def execute(self, batch: Batch) -> StepResult:
+        while self.hang:
+            time.sleep(0.01)
+        time.sleep(self.pause)
+        return super().execute(batch)
+
+
+def real_engine(
+    *, pause: float = 0.0, num_blocks: int = 1024, **limits: Any
+) -> tuple[AsyncEngine, PacedExecutor]:
+    compute = program(TINY)
+    layout = KvLayout.of(TINY)
+    executor = PacedExecutor(compute, layout, num_blocks=num_blocks)
+    executor.pause = pause
+    tokenizer = ByteTokenizer()
+    limits = {"max_model_len": 512, "max_num_seqs": 64} | limits
+    engine = Engine(
+        executor,
+        Scheduler(SchedulerConfig(**limits), layout, num_blocks),
+        ScriptedSampler(VOCAB),
+        RealClock(),
+        vocab_size=VOCAB,
+        eos_token_ids=tokenizer.eos_token_ids,
+        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+    )
+    return AsyncEngine(engine), executor
+
+
+@asynccontextmanager
+async def listening(engine: Any, **config: Any) -> AsyncIterator[str]:
+    """A server for ``engine`` in this loop; gives its URL."""
+    settings = ServeConfig(port=0, **config)
+    listener = bind(settings)
+    server = http_server(create_app(engine, served_model(), settings), settings)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        while not server.started:
+            await asyncio.sleep(0.005)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        await task

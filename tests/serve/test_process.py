@@ -1,0 +1,168 @@
+"""The server as a process: how it starts, what it says, how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serve_fakes import events
+
+SCRIPT = Path(__file__).parent / "server_process.py"
+
+
+class Process:
+    """A running server; ``lines`` is what it has printed."""
+
+    def __init__(self, pause: float, config: dict[str, Any]) -> None:
+        settings = json.dumps({"pause": pause, "serve": {"port": 0} | config})
+        self.child = subprocess.Popen(
+            [sys.executable, str(SCRIPT), settings], stderr=subprocess.PIPE, text=True
+        )
+        self.lines: list[str] = []
+        assert self.child.stderr is not None
+        for line in self.child.stderr:
+            self.lines.append(line)
+            if match := re.search(r"listening on (\S+)/v1 ", line):
+                self.url = match[1]
+                break
+            if "unix:" in line:
+                break
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.child.stderr is not None
+        self.lines += self.child.stderr
+
+    def wait(self) -> int:
+        code = self.child.wait(30)
+        self._reader.join(10)
+        return code
+
+    @property
+    def said(self) -> str:
+        return "".join(self.lines)
+
+
+@contextmanager
+def process(pause: float = 0.0, **config: Any) -> Iterator[Process]:
+    running = Process(pause, config)
+    try:
+        yield running
+    finally:
+        if running.child.poll() is None:
+            running.child.kill()
+            running.child.wait()
+
+
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+def test_streams_finish_and_new_requests_are_refused(which: signal.Signals) -> None:
+    with process(pause=0.02) as server, httpx.Client(base_url=server.url) as client:
+        assert "model: tiny" in server.said
+        body = {"prompt": "a", "stream": True, "max_tokens": 60}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            chunks = response.iter_text()
+            text = next(chunks)
+            server.child.send_signal(which)
+            with httpx.Client(base_url=server.url) as other:
+                while other.get("/ready").status_code == 200:
+                    pass
+                assert other.get("/live").status_code == 200
+                refused = other.post("/v1/completions", json={"prompt": "a"})
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "1"
+                assert refused.headers["connection"] == "close"
+                assert refused.json()["error"]["code"] == 503
+            text += "".join(chunks)
+        assert len(events(text)) == 60
+        assert server.wait() == 0
+        assert "Traceback" not in server.said
+
+
+def test_at_the_timeout_streams_end_with_an_error() -> None:
+    with process(pause=0.01, shutdown_timeout=0.2) as server:
+        with httpx.Client(base_url=server.url) as client:
+            body = {"prompt": "a", "stream": True, "max_tokens": 500}
+            with client.stream("POST", "/v1/completions", json=body) as response:
+                chunks = response.iter_text()
+                text = next(chunks)
+                server.child.terminate()
+                text += "".join(chunks)
+        *_, last = events(text)
+        assert last["error"]["code"] == 503
+        assert server.wait() == 0
+
+
+def test_a_waiting_answer_ends_with_an_error_too() -> None:
+    with process(pause=0.01, shutdown_timeout=0.2) as server:
+        with httpx.Client(base_url=server.url) as client:
+            threading.Timer(0.3, server.child.terminate).start()
+            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 500})
+        assert answer.status_code == 503
+        assert server.wait() == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    body = {"prompt": "a", "stream": True, "max_tokens": 500}
+    with (
+        process(pause=0.05, shutdown_timeout=1000.0) as server,
+        httpx.Client(base_url=server.url) as client,
+        client.stream("POST", "/v1/completions", json=body) as response,
+    ):
+        chunks = response.iter_text()
+        next(chunks)
+        server.child.terminate()
+        while client_ready(server.url):
+            pass
+        server.child.terminate()
+        assert server.wait() == 128 + signal.SIGTERM
+
+
+def client_ready(url: str) -> bool:
+    return httpx.get(f"{url}/ready").status_code == 200
+
+
+def test_an_idle_keep_alive_connection_does_not_hold_the_exit() -> None:
+    with process() as server, httpx.Client(base_url=server.url) as client:
+        assert client.get("/health").status_code == 200
+        server.child.terminate()
+        assert server.wait() == 0
+
+
+def test_a_port_that_is_taken() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with process(port=port) as server:
+            assert server.wait() == 1
+            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in server.said
+            assert "model: tiny" not in server.said  # nothing was loaded for it
+
+
+def test_a_unix_socket(tmp_path: Path) -> None:
+    path = tmp_path / "octavo.sock"
+    with process(uds=str(path)) as server:
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://x") as client:
+            assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+        with process(uds=str(path)) as second:
+            assert second.wait() == 1
+            assert "somebody listens" in second.said
+        server.child.kill()
+        server.child.wait()
+    assert path.exists()  # killed, it could not clean up: the next start does
+    with process(uds=str(path)) as server:
+        os.kill(server.child.pid, signal.SIGTERM)
+        assert server.wait() == 0
+    assert not path.exists()

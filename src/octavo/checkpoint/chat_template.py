@@ -1,59 +1,147 @@
-"""The chat template a model brings: a Jinja program from a stranger, run in a sandbox."""
+"""The chat template a model brings: a Jinja program from a stranger.
+
+Jinja's sandbox keeps a template from reaching outside, but not from taking all time and memory:
+``'a' * 10**10`` is one instruction. So templates run in a process of their own, whose memory is
+limited by the kernel and which is killed when its time is over. A rendering costs a round trip
+over a socket; the process starts with the first one.
+"""
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
-from typing import NoReturn
-
-import jinja2
-from jinja2.ext import Extension
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+from struct import Struct
 
 from octavo.checkpoint.base import ChatTemplateError
 
+WORKER = Path(__file__).with_name("template_worker.py")
+LENGTH = Struct("<I")
+START_SECONDS = 20.0  # for the process to start: importing on a machine busy loading weights
+
 
 class JinjaChatTemplate:
-    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe.
+    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe; renders one at a time.
 
-    The environment is the one Hugging Face templates are written for: ``raise_exception``,
-    ``strftime_now``, a ``tojson`` that leaves characters alone, loop controls, and the
-    ``{% generation %}`` tag, which marks text for training and is nothing here.
+    ``seconds`` (of wall time), ``memory`` (bytes of address space) and ``characters`` (of output)
+    limit one rendering. Templates see ``messages``, ``bos_token``, ``eos_token``,
+    ``add_generation_prompt`` and whatever else is passed, as JSON values.
     """
 
-    def __init__(self, source: str, *, bos_token: str = "", eos_token: str = "") -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_Generation, "jinja2.ext.loopcontrols"],
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str = "",
+        eos_token: str = "",
+        seconds: float = 2.0,
+        memory: int = 512 << 20,
+        characters: int = 8 << 20,
+    ) -> None:
+        self.source = source
         self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
-        try:
-            self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(f"the model's chat template does not parse: {error}") from None
+        self._limits = {"seconds": seconds, "memory": memory, "characters": characters}
+        self._seconds = seconds
+        self._worker: _Worker | None = None
+        self._lock = threading.Lock()
 
     def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
-        """``add_generation_prompt`` is True unless given; other names reach the template as is."""
-        variables = {"add_generation_prompt": True, **self._tokens, **kwargs}
-        messages = [_with_text(message) for message in messages]
+        """``add_generation_prompt`` is True unless given.
+
+        Content that is a list of text parts reaches the template as one string, and a null content
+        without tool calls as an empty one, because templates expect strings.
+        """
+        variables = {
+            "add_generation_prompt": True,
+            **self._tokens,
+            **kwargs,
+            "messages": [_with_text(message) for message in messages],
+        }
         try:
-            return self._template.render(messages=messages, **variables)
-        except jinja2.TemplateError as error:
-            raise ChatTemplateError(str(error)) from None
-        except Exception as error:
-            raise ChatTemplateError(
-                f"the model's chat template failed: {type(error).__name__}: {error}"
-            ) from None
+            request = json.dumps(variables).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"the messages are not JSON: {error}") from None
+        with self._lock:
+            answer = self._exchange(request)
+        if "text" not in answer:
+            raise ChatTemplateError(answer["error"])
+        return answer["text"]
+
+    def _exchange(self, request: bytes) -> dict[str, str]:
+        if self._worker is None:
+            self._worker = _Worker(self.source, self._limits)
+            weakref.finalize(self, self._worker.stop)
+        worker = self._worker
+        try:
+            worker.wait_until_ready()
+            answer: dict[str, str] = json.loads(worker.call(request, self._seconds))
+        except TimeoutError:
+            error = f"the template ran longer than {self._seconds:g} s"
+        except (OSError, EOFError):
+            error = "the template's process died"
+        else:
+            return answer
+        worker.stop()
+        self._worker = None
+        raise ChatTemplateError(error)
+
+
+class _Worker:
+    """The process and the socket to it."""
+
+    def __init__(self, source: str, limits: dict[str, float]) -> None:
+        self._ready = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(WORKER)],  # -P: no module of the current folder
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._hello = json.dumps({"source": source, "limits": limits}).encode()
+
+    def wait_until_ready(self) -> None:
+        if not self._ready:
+            self.call(self._hello, START_SECONDS)
+            self._ready = True
+
+    def call(self, request: bytes, seconds: float) -> bytes:
+        """Raises `TimeoutError`, and `OSError` or `EOFError` when the process is gone."""
+        deadline = time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+        self._socket.sendall(LENGTH.pack(len(request)) + request)
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        return self._read(length, deadline)
+
+    def _read(self, size: int, deadline: float) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError
+            self._socket.settimeout(left)
+            piece = self._socket.recv(size - len(data))
+            if not piece:
+                raise EOFError
+            data += piece
+        return bytes(data)
+
+    def stop(self) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
 
 
 def _with_text(message: dict[str, object]) -> dict[str, object]:
-    """The message with content parts joined into one string, as text-only templates expect it."""
     content = message.get("content")
+    if content is None and "content" in message and not message.get("tool_calls"):
+        return {**message, "content": ""}
     if not isinstance(content, list):
         return message
     texts = []
@@ -61,38 +149,7 @@ def _with_text(message: dict[str, object]) -> dict[str, object]:
         if not isinstance(part, dict) or part.get("type") != "text":
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise ChatTemplateError(f"message content of type {kind!r} is not supported: only text")
-        texts.append(str(part.get("text", "")))
-    return {**message, "content": "".join(texts)}
-
-
-def _raise(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes HTML, which a prompt is not."""
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
-class _Generation(Extension):
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
-
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not isinstance(text := part.get("text"), str):
+            raise ChatTemplateError("a text part of a message's content has no text")
+        texts.append(text)
+    return {**message, "content": "\n".join(texts)}  # as vLLM and llama.cpp join them

@@ -9,7 +9,6 @@ import numpy as np
 
 from octavo.checkpoint.base import (
     ChatTemplate,
-    ChatTemplateError,
     Checkpoint,
     Weight,
     WeightFormat,
@@ -23,7 +22,6 @@ from octavo.model.families import program
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight"}
-_TEMPLATE_TOKENS = ("bos_token", "eos_token")
 _SHOWN = 8  # most names an error lists
 
 
@@ -40,12 +38,16 @@ def _chat_template(file: GgufFile, tokenizer: BpeTokenizer) -> ChatTemplate | No
     source = file.get("tokenizer.chat_template", str, None)
     if source is None:
         return None
-    ids = {name: file.get(f"tokenizer.ggml.{name}_id", int, None) for name in _TEMPLATE_TOKENS}
-    tokens = {name: "" if id is None else tokenizer.token_text(id) for name, id in ids.items()}
-    try:
-        return JinjaChatTemplate(source, **tokens)
-    except ChatTemplateError as error:
-        file.fail(f"tokenizer.chat_template cannot be used: {error}")
+
+    def text(key: str) -> str:
+        token_id = file.get(key, int, None)
+        return "" if token_id is None else tokenizer.token_text(token_id)
+
+    return JinjaChatTemplate(
+        source,
+        bos_token=text("tokenizer.ggml.bos_token_id"),
+        eos_token=text("tokenizer.ggml.eos_token_id"),
+    )
 
 
 def role(tensor: str) -> str:

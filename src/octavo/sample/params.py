@@ -123,11 +123,13 @@ class SamplingParams:
 _INT32_MAX = 2**31 - 1
 
 
-def _refusal(param: str, value: object, allowed: str) -> InvalidParameter:
+def _refusal(param: str, value: object, allowed: str, *, inside: bool = False) -> InvalidParameter:
     try:
         shown = reprlib.repr(value)
     except ValueError:  # Python writes no integer of more than some thousands of digits
         shown = "a number too long to write"
+    if inside:
+        return InvalidParameter(param, f"{param} contains {shown}; it may contain {allowed}")
     return InvalidParameter(param, f"{param} is {shown}; it must be {allowed}")
 
 
@@ -159,7 +161,7 @@ def _items(param: str, value: object, limit: int) -> list[object]:
 
 def _token_id(param: str, value: object, vocab_size: int) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < vocab_size:
-        raise _refusal(param, value, f"of token ids from 0 to {vocab_size - 1}")
+        raise _refusal(param, value, f"token ids from 0 to {vocab_size - 1}", inside=True)
     return value
 
 
@@ -171,8 +173,8 @@ def _validated_stop(stop: object) -> tuple[str, ...]:
     strings = []
     for string in [stop] if isinstance(stop, str) else _items("stop", stop, MAX_STOP_STRINGS):
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
-            allowed = f"of strings of 1 to {MAX_STOP_STRING_LENGTH} characters"
-            raise _refusal("stop", string, allowed)
+            allowed = f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters"
+            raise _refusal("stop", string, allowed, inside=True)
         strings.append(string)
     return tuple(strings)
 

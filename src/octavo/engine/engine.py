@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from octavo.engine.clock import Clock
+from octavo.engine.detokenize import Released
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
 from octavo.sample.params import SamplingParams
@@ -78,29 +80,30 @@ class Observer(Protocol):
 
 
 class Text(Protocol):
-    """A sequence's text as it grows."""
+    """A sequence's text as it grows, and where a stop token or string ends it."""
 
-    stop_reason: str | None  # the stop string that was found
-
-    def append(self, token_id: int) -> str:
-        """The text that is now certain. Once ``stop_reason`` is set the text is complete."""
-        ...
+    def push(self, token_ids: Items[int]) -> Released: ...
 
     def finish(self) -> str:
-        """What was held back, when no token follows."""
+        """What was held back, when the output ends for another reason."""
         ...
 
 
-TextFactory = Callable[[SamplingParams], Text]
+TextFactory = Callable[[SamplingParams, frozenset[int]], Text]
 
 
 class NoText:
-    """For simulations and token-only callers."""
+    """For simulations: no text, only stop tokens."""
 
-    stop_reason: str | None = None
+    def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
+        self._ending_ids = ending_ids
+        self._own = frozenset(params.stop_token_ids)
 
-    def append(self, token_id: int) -> str:
-        return ""
+    def push(self, token_ids: Items[int]) -> Released:
+        for count, token_id in enumerate(token_ids, 1):
+            if token_id in self._ending_ids:
+                return Released("", count, True, token_id if token_id in self._own else None)
+        return Released("", len(token_ids))
 
     def finish(self) -> str:
         return ""
@@ -112,8 +115,6 @@ class _Output:
 
     sampler: SamplerState
     text: Text
-    ending_ids: frozenset[int]
-    own_stop_ids: Collection[int]
     max_tokens: int
     wants_logprobs: bool
     num_tokens: int = 0
@@ -132,7 +133,7 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
-        text: TextFactory = lambda params: NoText(),
+        text: TextFactory = NoText,
         max_logprobs: int = 20,
         seed: int | None = None,
     ) -> None:
@@ -215,9 +216,7 @@ class Engine:
         outputs = [
             _Output(
                 self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice),
-                self._text(params),
-                ending_ids,
-                params.stop_token_ids,
+                self._text(params, ending_ids),
                 max_tokens,
                 params.logprobs is not None,
             )
@@ -327,19 +326,12 @@ class Engine:
             if record.first_token is None:
                 record.first_token = now
             reason: FinishReason | None = None
-            stop_reason: str | int | None = None
-            if token_id in output.ending_ids:
-                text = output.text.finish()
+            text, _, finished, stop_reason = output.text.push((token_id,))
+            if finished:
                 reason = FinishReason.STOP
-                stop_reason = token_id if token_id in output.own_stop_ids else None
-            else:
-                text = output.text.append(token_id)
-                stop_reason = output.text.stop_reason
-                if stop_reason is not None:
-                    reason = FinishReason.STOP
-                elif num_tokens >= output.max_tokens:
-                    text += output.text.finish()
-                    reason = FinishReason.LENGTH
+            elif num_tokens >= output.max_tokens:
+                text += output.text.finish()
+                reason = FinishReason.LENGTH
             if reason is not None and self.scheduler.finish(seq, reason):
                 self._close(record, Outcome.FINISHED, now)
                 del self._requests[owner.request.request_id]

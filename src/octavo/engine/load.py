@@ -10,6 +10,7 @@ import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.clock import RealClock
+from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.memory import available_memory
 from octavo.kv.cache import peak_blocks
@@ -182,7 +183,6 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
     `CheckpointError`, or `DoesNotFit` before anything large is allocated.
     """
     # The compiled module is needed from here on, not to name the types above.
-    from octavo.engine.detokenize import Detokenizer
     from octavo.execute.native import NativeExecutor
     from octavo.sample.native import NativeSampler
 
@@ -223,7 +223,7 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
-        text=lambda params: Detokenizer(tokenizer, params),
+        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )

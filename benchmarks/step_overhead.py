@@ -1,0 +1,162 @@
+"""Scheduling and Python per step: the whole engine on a cost executor that takes no time.
+
+    python benchmarks/step_overhead.py [--json]
+
+Steady decode at 1, 32 and 256 sequences, through schedule, batch building, sampling (scripted),
+commit, detokenizing and Delta building. The budgets are the design's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+from octavo.engine.clock import VirtualClock
+from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.engine.engine import Engine
+from octavo.execute.cost import CostExecutor
+from octavo.kv.layout import KvLayout
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
+from octavo.sample.params import SamplingParams
+from octavo.sample.scripted import ScriptedSampler
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import Request
+from octavo.schedule.scheduler import Scheduler
+
+BUDGET_US = {1: 150.0, 32: 500.0, 256: 2000.0}
+PROMPT, STEPS = 64, 400
+
+
+@dataclass(frozen=True)
+class Row:
+    sequences: int
+    mean_us: float
+    deviation_us: float
+    median_us: float
+    worst_us: float
+    budget_us: float
+
+
+class Words:
+    """A tokenizer of made-up words, some of which share a character over two tokens."""
+
+    vocab_size = 4096
+    bos_token_id = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        text = [f" word{i}".encode() for i in range(self.vocab_size)]
+        text[::50] = ["é".encode()[:1]] * len(text[::50])
+        self._bytes = text
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [0]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return b"".join(map(self.token_bytes, token_ids)).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._bytes[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self._bytes[token_id].decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+def model(windows: bool) -> ModelConfig:
+    rope = Rope(10000.0, 64, interleaved=True)
+    kinds = [512, 512, 512, 512, 512, None] if windows else [None]
+    return ModelConfig(
+        family="llama",
+        vocab_size=Words.vocab_size,
+        hidden_size=576,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        intermediate_size=1536,
+        context_length=8192,
+        norm_eps=1e-5,
+        activation=Activation.SILU,
+        attention_scale=0.125,
+        tied_embeddings=True,
+        layers=tuple(Layer(rope, window) for window in kinds * 3),
+    )
+
+
+def engine(sequences: int, windows: bool) -> Engine:
+    config = model(windows)
+    layout = KvLayout.of(config)
+    limits = SchedulerConfig(
+        max_model_len=config.context_length,
+        max_num_seqs=sequences,
+        max_num_batched_tokens=max(512, sequences),
+    )
+    num_blocks = sequences * len(layout.groups) * 48
+    executor = CostExecutor(program(config), layout, num_blocks=num_blocks)
+    words = Words()
+    return Engine(
+        executor,
+        Scheduler(limits, layout, num_blocks),
+        ScriptedSampler(config.vocab_size),
+        VirtualClock(),
+        vocab_size=config.vocab_size,
+        text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
+    )
+
+
+def measure(sequences: int, *, windows: bool = False, steps: int = STEPS) -> Row:
+    """A decode step's processor time, which other processes on the machine do not lengthen."""
+    running = engine(sequences, windows)
+    for index in range(sequences):
+        running.add_request(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(PROMPT)],
+                params=SamplingParams(max_tokens=steps + 200, seed=index),
+            )
+        )
+    while len(running.scheduler.decoding) < sequences:
+        running.step()
+    for _ in range(50):
+        running.step()
+    times = []
+    for _ in range(steps):
+        start = time.thread_time_ns()
+        running.step()
+        times.append((time.thread_time_ns() - start) / 1e3)
+    return Row(
+        sequences,
+        statistics.mean(times),
+        statistics.stdev(times),
+        statistics.median(times),
+        max(times),
+        BUDGET_US.get(sequences, float("nan")),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--windows", action="store_true", help="Gemma's six cache groups")
+    arguments = parser.parse_args()
+    rows = [measure(sequences, windows=arguments.windows) for sequences in BUDGET_US]
+    if arguments.json:
+        print(json.dumps({"unit": "us", "rows": [row.__dict__ for row in rows]}))
+        return
+    print("| sequences | mean µs ± deviation | median µs | worst µs | budget µs |")
+    print("|---|---|---|---|---|")
+    for row in rows:
+        print(
+            f"| {row.sequences} | {row.mean_us:.0f} ± {row.deviation_us:.0f} "
+            f"| {row.median_us:.0f} | {row.worst_us:.0f} | {row.budget_us:.0f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -37,7 +37,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
     memory_utilization: float = 0.5  # share of the memory available beside the weights
-    kv_cache_dtype: str = "auto"  # "auto" or "f16"
+    kv_cache_dtype: str = "auto"  # "auto" (f16), "f16" or "bf16"
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     threads: int | None = None
@@ -54,8 +54,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}, below 1")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
-        if self.kv_cache_dtype not in ("auto", "f16"):
-            raise ValueError(f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; f16 is")
+        if self.kv_cache_dtype not in ("auto", "f16", "bf16"):
+            raise ValueError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; f16 and bf16 are"
+            )
 
 
 class CachePlan(NamedTuple):
@@ -214,6 +216,7 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=config.threads,
         isa=config.isa,
+        kv_dtype=config.kv_cache_dtype,
     )
     tokenizer = checkpoint.tokenizer
     engine = Engine(

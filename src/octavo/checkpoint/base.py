@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -37,6 +38,7 @@ class Weight(NamedTuple):
     """One stored weight. ``data`` is a read-only byte view into the (mapped) file.
 
     A matrix is [out, in], each row a whole number of blocks along ``in``; rows are contiguous.
+    A vector (norm, bias) is F32 whatever the file has.
     """
 
     name: str  # as the file calls it, for error messages
@@ -81,10 +83,15 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model ready to be loaded. ``weights`` maps the Program's roles to stored weights."""
+    """A model ready to be loaded. ``weights`` maps the Program's roles to stored weights.
+
+    ``release`` gives memory back once the weights have been repacked: the file's pages, and what
+    loading left behind. The weights stay readable, from the file again.
+    """
 
     path: Path
     config: ModelConfig
     weights: dict[str, Weight]
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    release: Callable[[], None] = field(default=lambda: None, repr=False)

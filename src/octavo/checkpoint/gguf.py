@@ -178,6 +178,10 @@ class GgufFile:
             self.fail(f"metadata key {key} is not an array of numbers")
         return value
 
+    def release(self) -> None:
+        """Takes the file's pages out of this process's memory; they are read again when used."""
+        self._data.madvise(mmap.MADV_DONTNEED)
+
     # ── Parsing ─────────────────────────────────────────────────────────────────────────────────
 
     def _map(self) -> mmap.mmap:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 from pathlib import Path
 
@@ -31,7 +32,8 @@ def load(path: Path) -> Checkpoint:
     config = model_config(file)
     weights = bind(file, program(config).weights)
     tokenizer = gguf_tokenizer(file, config.vocab_size)
-    return Checkpoint(path, config, weights, tokenizer, _chat_template(file, tokenizer))
+    template = _chat_template(file, tokenizer)
+    return Checkpoint(path, config, weights, tokenizer, template, lambda: _release(file))
 
 
 def _chat_template(file: GgufFile, tokenizer: BpeTokenizer) -> ChatTemplate | None:
@@ -48,6 +50,13 @@ def _chat_template(file: GgufFile, tokenizer: BpeTokenizer) -> ChatTemplate | No
         bos_token=text("tokenizer.ggml.bos_token_id"),
         eos_token=text("tokenizer.ggml.eos_token_id"),
     )
+
+
+def _release(file: GgufFile) -> None:
+    file.release()
+    # Building a tokenizer leaves tens of megabytes that the C library keeps for later.
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def role(tensor: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
@@ -20,24 +20,37 @@ from octavo.checkpoint.tokenizer import (
 # Token types (gguf specification, tokenizer.ggml.token_type).
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
-# How each kind of byte-level vocabulary cuts text before merging; None is GPT-2's own way.
+
+class Cut(NamedTuple):
+    """How a kind of byte-level vocabulary cuts text before merging."""
+
+    regex: str | None = None  # None: GPT-2's own
+    digits: bool = False  # every digit by itself, cut before the rest
+    whole_words: bool = False  # a piece that is in the vocabulary is taken without merging
+    bos: bool = False  # BOS goes before a text unless the file says no
+
+
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-PRE_TOKENIZERS: dict[str, str | None] = {
-    "default": None,
-    "gpt-2": None,
-    "smollm": None,  # its digits are single tokens: no cut is needed between them
-    "llama-bpe": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+CUTS: dict[str, Cut] = {
+    "default": Cut(),
+    "gpt-2": Cut(),
+    "smollm": Cut(digits=True),
+    "llama-bpe": Cut(_LLAMA3, whole_words=True, bos=True),
+    "llama-v3": Cut(_LLAMA3, whole_words=True, bos=True),
+    "llama3": Cut(_LLAMA3, whole_words=True, bos=True),
+    "qwen2": Cut(_QWEN2),
+    "deepseek-r1-qwen": Cut(_QWEN2),
+    "tekken": Cut(_TEKKEN, whole_words=True, bos=True),
 }
-# Llama 3 takes a word that is in the vocabulary as it is, and wants BOS unless the file says no.
-_LLAMA3_KINDS = {"llama-bpe", "llama-v3", "llama3"}
 
 MAX_TOKEN = 512  # characters; real vocabularies stay far below
 
@@ -84,22 +97,21 @@ class _Reader:
 
     def byte_level(self) -> BpeTokenizer:
         pre = self.file.get("tokenizer.ggml.pre", str, "default")
-        if pre not in PRE_TOKENIZERS:
-            self.fail("pre", f"{pre!r} is not supported; supported are {', '.join(PRE_TOKENIZERS)}")
+        if pre not in CUTS:
+            self.fail("pre", f"{pre!r} is not supported; supported are {', '.join(CUTS)}")
+        cut = CUTS[pre]
         merges = self.file.strings("tokenizer.ggml.merges")
         if merges is None:
             self.fail("merges", "is missing")
-        backend = self.backend(_pairs(merges), ignore_merges=pre in _LLAMA3_KINDS)
-        split = PRE_TOKENIZERS[pre]
-        level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-        backend.pre_tokenizer = (
-            level
-            if split is None
-            else pre_tokenizers.Sequence(
-                [pre_tokenizers.Split(Regex(split), behavior="isolated"), level]
-            )
-        )
-        return self.finish(backend, byte_level_bytes, add_bos=pre in _LLAMA3_KINDS)
+        backend = self.backend(_pairs(merges), ignore_merges=cut.whole_words)
+        steps: list[pre_tokenizers.PreTokenizer] = []
+        if cut.digits:
+            steps.append(pre_tokenizers.Digits(individual_digits=True))
+        if cut.regex is not None:
+            steps.append(pre_tokenizers.Split(Regex(cut.regex), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.regex is None))
+        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        return self.finish(backend, byte_level_bytes, add_bos=cut.bos)
 
     def sentencepiece(self) -> BpeTokenizer:
         gemma = self.file.get("general.architecture", str).startswith("gemma")

@@ -36,6 +36,8 @@ struct Tile {
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 #include "linear_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "linear_avx2.h"
 #else
 #include "linear_generic.h"
 #endif

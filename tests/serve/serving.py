@@ -57,7 +57,7 @@ class PacedExecutor(CostExecutor):
 
 
 def real_engine(
-    *, pause: float = 0.0, num_blocks: int = 1024, **limits: Any
+    *, pause: float = 0.0, num_blocks: int = 1024, hang_timeout: float = 60.0, **limits: Any
 ) -> tuple[AsyncEngine, PacedExecutor]:
     compute = program(TINY)
     layout = KvLayout.of(TINY)
@@ -74,7 +74,16 @@ def real_engine(
         eos_token_ids=tokenizer.eos_token_ids,
         text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
     )
-    return AsyncEngine(engine), executor
+    return AsyncEngine(engine, hang_timeout=hang_timeout), executor
+
+
+@asynccontextmanager
+async def started(engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
 
 
 @asynccontextmanager

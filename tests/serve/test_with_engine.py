@@ -1,0 +1,214 @@
+"""The server on the real engine, whose executor computes nothing and whose sampler is scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from serve_fakes import events
+from serving import PacedExecutor, listening, real_engine, started
+
+from octavo.engine.async_engine import AsyncEngine
+
+
+@asynccontextmanager
+async def serving(
+    **settings: Any,
+) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine, PacedExecutor]]:
+    engine, executor = real_engine(**settings)
+    async with started(engine), listening(engine) as url:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+            yield client, engine, executor
+
+
+async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
+    response = await client.post("/v1/completions", json={"prompt": "hello", "seed": 1} | body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+async def values(client: httpx.AsyncClient) -> dict[str, float]:
+    """Every sample of /metrics by name, labels aside (but the ones that tell ends apart)."""
+    text = (await client.get("/metrics")).text
+    return {
+        sample.name.removeprefix("octavo:")
+        + sample.labels.get("finished_reason", "")
+        + (sample.labels.get("le", "")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_streamed_and_not_are_the_same(path: str) -> None:
+    prompt: dict[str, Any] = {"prompt": "hello"}
+    if "chat" in path:
+        prompt = {"messages": [{"role": "user", "content": "hello"}]}
+    async with serving() as (client, _, _):
+        for settings in (
+            {"max_tokens": 50},
+            {"max_tokens": 50, "n": 3},
+            {"max_tokens": 50, "stop": ["A", "z", "\n"]},
+            {"max_tokens": 50, "stop_token_ids": list(range(0, 258, 8)), "min_tokens": 10},
+            {"max_tokens": 20, "logprobs": True if "chat" in path else 2, "n": 2},
+            {"max_tokens": 400, "allowed_token_ids": [200, 97]},
+        ):
+            body = prompt | settings | {"seed": 5, "return_token_ids": True}
+            whole = (await client.post(path, json=body)).json()
+            response = await client.post(
+                path, json=body | {"stream": True, "stream_options": {"include_usage": True}}
+            )
+            *chunks, last = events(response.text)
+            assert last["usage"] | {"prompt_tokens_details": 0} == whole["usage"] | {
+                "prompt_tokens_details": 0
+            }
+            for choice in whole["choices"]:
+                mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
+                if "chat" in path:
+                    text = "".join(c["delta"].get("content", "") for c in mine)
+                    assert text == choice["message"]["content"]
+                    told = [c["logprobs"]["content"] for c in mine if c["logprobs"]]
+                    whole_logprobs = (choice["logprobs"] or {}).get("content", [])
+                    assert [entry for part in told for entry in part] == whole_logprobs
+                else:
+                    assert "".join(c["text"] for c in mine) == choice["text"]
+                ids = [token for c in mine for token in c.get("token_ids", [])]
+                assert ids == choice["token_ids"]
+                assert mine[-1]["finish_reason"] == choice["finish_reason"]
+                assert mine[-1]["stop_reason"] == choice["stop_reason"]
+
+
+async def test_usage_tells_what_was_cached() -> None:
+    async with serving() as (client, _, _):
+        prompt = "x" * 100
+        cached = [
+            (await complete(client, prompt=prompt, cache_salt=salt))["usage"][
+                "prompt_tokens_details"
+            ]["cached_tokens"]
+            for salt in ("a", "a", "b")
+        ]
+        assert cached == [0, 96, 0]
+
+
+async def test_counters_reconcile_with_usage() -> None:
+    async with serving() as (client, engine, _):
+        answers = await asyncio.gather(
+            *(
+                complete(client, prompt="x" * (i + 1), max_tokens=i + 1, n=i % 3 + 1, seed=i)
+                for i in range(20)
+            )
+        )
+        found = await values(client)
+        prompt = sum(answer["usage"]["prompt_tokens"] for answer in answers)
+        completion = sum(answer["usage"]["completion_tokens"] for answer in answers)
+        assert found["prompt_tokens_total"] == prompt
+        assert found["request_prompt_tokens_sum"] == prompt
+        assert found["generation_tokens_total"] == completion
+        assert found["request_generation_tokens_sum"] == completion
+        assert found["request_success_totallength"] + found["request_success_totalstop"] == 20
+        for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds"):
+            assert found[f"{name}_count"] == 20
+        choices = sum(len(answer["choices"]) for answer in answers)
+        assert found["inter_token_latency_seconds_count"] == completion - choices
+        assert engine.stats().kv_blocks_used == 0
+
+
+async def test_many_streams_aborted_and_then_a_normal_load() -> None:
+    rng = random.Random(1)
+    async with serving(pause=0.0005, num_blocks=200) as (client, engine, executor):
+
+        async def leave() -> None:
+            body = {"prompt": "x" * rng.randrange(1, 100), "max_tokens": 300, "stream": True}
+            task = asyncio.create_task(client.post("/v1/completions", json=body))
+            await asyncio.sleep(rng.random() * 0.2)
+            task.cancel()
+
+        await asyncio.gather(*(leave() for _ in range(300)))
+        async with asyncio.timeout(30):
+            while engine.stats().running or engine.stats().waiting:
+                await asyncio.sleep(0.01)
+        assert engine.stats().kv_blocks_used == 0
+        executor.pause = 0.0
+        answers = await asyncio.gather(*(complete(client, max_tokens=20) for _ in range(32)))
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        found = await values(client)
+        assert (
+            found["request_success_totalabort"] + found["request_success_totallength"]
+            == (found["e2e_request_latency_seconds_count"])
+        )
+
+
+async def test_a_request_that_waits_never_runs_when_its_client_leaves() -> None:
+    async with serving(pause=0.002, max_num_seqs=1) as (client, engine, _):
+        running = asyncio.create_task(complete(client, max_tokens=300))
+        while not engine.stats().running:
+            await asyncio.sleep(0.001)
+        waiting = asyncio.create_task(complete(client, prompt="second"))
+        while not engine.stats().waiting:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        async with asyncio.timeout(20):
+            while engine.stats().waiting:
+                await asyncio.sleep(0.001)
+        await running
+        assert (await values(client))["prompt_tokens_total"] == len("hello")
+
+
+async def test_an_engine_that_hangs_is_noticed() -> None:
+    async with serving(hang_timeout=0.3) as (client, _, executor):
+        executor.hang = True
+        whole = asyncio.create_task(
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
+        )
+        streamed = asyncio.create_task(
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "stream": True})
+        )
+        async with asyncio.timeout(20):
+            while (await client.get("/live")).status_code == 200:
+                await asyncio.sleep(0.01)
+            assert (await client.get("/ready")).status_code == 503
+            assert (await whole).status_code == 500
+            assert events((await streamed).text)[-1]["error"]["code"] == 500
+        executor.hang = False
+
+
+async def test_refused_by_the_real_engine() -> None:
+    """What the fake engine refuses in the other tests is refused by the real one alike."""
+    async with serving(max_num_queued_reqs=1, max_num_seqs=1, pause=0.01) as (client, engine, _):
+        for body, param in (
+            ({"max_tokens": 512}, "max_tokens"),
+            ({"prompt": "x" * 512}, "prompt"),
+            ({"prompt": [1] * 512}, "prompt"),
+            ({"temperature": 1e6}, "temperature"),
+            ({"logprobs": 100}, "logprobs"),
+            ({"prompt": "x" * 500, "prompt_logprobs": 21}, "prompt_logprobs"),
+        ):
+            response = await client.post("/v1/completions", json={"prompt": "a"} | body)
+            assert response.status_code == 400, body
+            assert response.json()["error"]["param"] == param
+        messages = [{"role": "user", "content": "a"}]
+        for body, param in (
+            ({"max_completion_tokens": 512}, "max_completion_tokens"),
+            ({"logprobs": True, "top_logprobs": 100}, "top_logprobs"),
+            ({"messages": [{"role": "user", "content": "x" * 600}]}, "messages"),
+        ):
+            response = await client.post("/v1/chat/completions", json={"messages": messages} | body)
+            assert response.status_code == 400, body
+            assert response.json()["error"]["param"] == param
+        tasks = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))]
+        while not engine.stats().running:
+            await asyncio.sleep(0.001)
+        tasks += [
+            asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
+            for _ in range(5)
+        ]
+        statuses = sorted((await task).status_code for task in tasks)
+        assert statuses == [200, 200, 503, 503, 503, 503]
+        assert (await values(client))["admission_rejections_total"] > 0

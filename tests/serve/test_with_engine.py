@@ -209,6 +209,6 @@ async def test_refused_by_the_real_engine() -> None:
             asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
             for _ in range(5)
         ]
-        statuses = sorted((await task).status_code for task in tasks)
+        statuses = sorted([(await task).status_code for task in tasks])
         assert statuses == [200, 200, 503, 503, 503, 503]
         assert (await values(client))["admission_rejections_total"] > 0

@@ -1,0 +1,92 @@
+"""Same sequence, same bits: alone or in company, whole or in chunks, on any threads and blocks."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from execute import tiny
+from execute.driving import Driver, Float32
+from octavo.checkpoint.base import Checkpoint, WeightFormat
+from octavo.model.config import Layer, Rope
+
+MODELS = {
+    "llama F32": (tiny.config(), WeightFormat.F32),
+    "llama Q4_0": (tiny.config(), WeightFormat.Q4_0),
+    "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
+    "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
+    "gemma3 BF16, window of 100": (
+        tiny.config(
+            "gemma3", layers=(Layer(Rope(1e4, 16, False), 100), Layer(Rope(1e6, 16, False)))
+        ),
+        WeightFormat.BF16,
+    ),
+}
+PROMPTS = [1, 5, 16, 90, 300, 600]
+
+
+@cache
+def checkpoint(model: str) -> Checkpoint:
+    return tiny.checkpoint(*MODELS[model])
+
+
+@cache
+def driver(model: str, isa: str, threads: int, kv_dtype: str = "auto") -> Driver:
+    try:
+        return Driver(checkpoint(model), isa=isa, threads=threads, kv_dtype=kv_dtype, seed=threads)
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def prompt(model: str, length: int) -> list[int]:
+    vocab = MODELS[model][0].vocab_size
+    return [int(t) for t in np.random.default_rng(length).integers(0, vocab, length)]
+
+
+@cache
+def alone(model: str, isa: str, length: int) -> Float32:
+    return driver(model, isa, 1).run(prompt(model, length))
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("model", MODELS)
+@settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_same_bits_in_any_company(model: str, isa: str, data: st.DataObject) -> None:
+    """Sequences of drawn lengths in drawn chunks, each against its run alone in one chunk."""
+    lengths = data.draw(st.lists(st.sampled_from(PROMPTS), min_size=1, max_size=5))
+    drawn = driver(model, isa, data.draw(st.sampled_from([1, 2, 3]), label="threads"))
+    sequences = [drawn.start(prompt(model, length)) for length in lengths]
+    while running := [sequence for sequence in sequences if sequence.left]:
+        work = []
+        room = Driver.MAX_TOKENS
+        for sequence in running:
+            largest = min(sequence.left, room)
+            if largest == 0:
+                continue
+            count = data.draw(st.sampled_from([1, 2, 17, 64, 100, 300, largest]))
+            work.append((sequence, min(count, largest)))
+            room -= work[-1][1]
+        drawn.step(work)
+    for sequence, length in zip(sequences, lengths, strict=True):
+        assert np.array_equal(np.array(sequence.logits), alone(model, isa, length))
+        drawn.finish(sequence)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_decode_of_a_long_context_on_threads(threads: int) -> None:
+    """One token at a time, so that a context's partitions are spread over the threads."""
+    tokens = prompt("llama F32", 600)
+    expected = driver("llama F32", "generic", 1).run(tokens)
+    assert np.array_equal(driver("llama F32", "generic", threads).run(tokens, [580, 1]), expected)
+
+
+def test_bf16_cache_keeps_its_bits() -> None:
+    tokens = prompt("llama F32", 300)
+    one = driver("llama F32", "generic", 1, "bf16").run(tokens)
+    two = driver("llama F32", "generic", 2, "bf16").run(tokens, [100, 1, 50, 3])
+    assert np.array_equal(one, two)

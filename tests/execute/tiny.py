@@ -1,0 +1,109 @@
+"""Small random models of every shape that the executor must get right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.checkpoint.base import Checkpoint, Tokenizer, Weight, WeightFormat
+from octavo.model import families
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+
+Floats = npt.NDArray[np.float64]
+
+
+def config(family: str = "llama", **changes: Any) -> ModelConfig:
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them."""
+    rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
+    values: dict[str, Any] = {
+        "family": family,
+        "vocab_size": 70,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "context_length": 512,
+        "norm_eps": 1e-5,
+        "activation": Activation.SILU,
+        "attention_scale": values_scale(changes.get("head_dim", 16)),
+        "tied_embeddings": True,
+        "layers": (Layer(rope),) * 3,
+    }
+    if family == "gemma3":
+        far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
+        values |= {
+            "activation": Activation.GELU_TANH,
+            "embedding_scale": 8.0,
+            "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
+        }
+    return ModelConfig(**(values | changes))
+
+
+def values_scale(head_dim: int) -> float:
+    return float(head_dim**-0.5)
+
+
+def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as bytes of a GGUF format, rounded the plain way."""
+    match format:
+        case WeightFormat.F32:
+            return values.view(np.uint8).reshape(-1)
+        case WeightFormat.F16:
+            return values.astype(np.float16).view(np.uint8).reshape(-1)
+        case WeightFormat.BF16:
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    blocks = values.reshape(-1, 32)
+    top = np.abs(blocks).max(axis=1, keepdims=True)
+    limit = {WeightFormat.Q8_0: 127, WeightFormat.Q4_0: 7}[format]
+    scale = (top / limit).astype(np.float16)
+    steps = np.rint(blocks / np.maximum(scale.astype(np.float32), 1e-8)).astype(np.int32)
+    if format is WeightFormat.Q8_0:
+        body = steps.astype(np.int8).view(np.uint8)
+    else:
+        nibbles = (steps + 8).astype(np.uint8)
+        body = nibbles[:, :16] | (nibbles[:, 16:] << 4)
+    return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
+
+
+def dequantize(weight: Weight) -> Floats:
+    """The exact numbers that a weight's bytes stand for."""
+    data = weight.data
+    match weight.format:
+        case WeightFormat.F32:
+            return data.view(np.float32).reshape(weight.shape).astype(np.float64)
+        case WeightFormat.F16:
+            return data.view(np.float16).reshape(weight.shape).astype(np.float64)
+        case WeightFormat.BF16:
+            wide = data.view(np.uint16).astype(np.uint32) << 16
+            return wide.view(np.float32).reshape(weight.shape).astype(np.float64)
+    size = {WeightFormat.Q8_0: 34, WeightFormat.Q4_0: 18}[weight.format]
+    blocks = data.reshape(-1, size)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float64)
+    body = blocks[:, 2:]
+    if weight.format is WeightFormat.Q8_0:
+        steps = body.copy().view(np.int8).astype(np.float64)
+    else:
+        steps = np.concatenate([body & 15, body >> 4], axis=1).astype(np.float64) - 8
+    return (scale * steps).reshape(weight.shape)
+
+
+def checkpoint(
+    config: ModelConfig, format: WeightFormat = WeightFormat.F32, seed: int = 0
+) -> Checkpoint:
+    """Random weights that keep activations near one, matrices in ``format``."""
+    rng = np.random.default_rng(seed)
+    weights: dict[str, Weight] = {}
+    for role, shape in families.program(config).weights.items():
+        if len(shape) == 2:
+            values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
+            stored = format
+        else:
+            middle = 0.0 if role.endswith(".bias") else 1.0
+            values = rng.normal(middle, 0.2, shape).astype(np.float32)
+            stored = WeightFormat.F32
+        weights[role] = Weight(role, stored, shape, quantize(values, stored))
+    return Checkpoint(Path("tiny"), config, weights, cast(Tokenizer, None), None)

@@ -1,0 +1,94 @@
+"""The project itself: its files agree with each other and with what they promise."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import octavo
+from octavo.cli import app
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_one_version() -> None:
+    assert PROJECT["version"] == octavo.__version__
+
+
+def test_no_framework_in_the_base_install() -> None:
+    names = {re.split(r"[<>=\[; ]", line)[0].lower() for line in PROJECT["dependencies"]}
+    assert not names & {"torch", "transformers", "tensorflow", "jax", "onnxruntime", "scipy"}
+
+
+def test_ci_runs_the_tests() -> None:
+    script = ROOT / ".ci/run"
+    assert os.access(script, os.X_OK)
+    assert "make test" in script.read_text()
+
+
+@pytest.mark.parametrize(
+    "target", ["setup", "serve", "test", "lint", "long", "native", "bench", "models", "clean"]
+)
+def test_make_has(target: str) -> None:
+    result = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def commands(page: str) -> list[str]:
+    """The `octavo …` lines of a page's code blocks."""
+    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    blocks += re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
+    lines = (line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines())
+    return [
+        line.removeprefix("$ ").removeprefix(".venv/bin/")
+        for line in lines
+        if re.match(r"(\$ )?(\.venv/bin/)?octavo ", line)
+    ]
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_commands_exist(page: Path) -> None:
+    """Every command shown parses: no option or command that is not there."""
+    root = typer.main.get_command(app)
+    for line in commands(page.read_text()):
+        words = shlex.split(line, comments=True)[1:]
+        for end in ("|", ">", "<", "&"):
+            words = words[: words.index(end)] if end in words else words
+        if words == ["--version"]:
+            continue
+        command = root.commands[words[0]]  # type: ignore[attr-defined]
+        command.make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.long
+def test_pip_install_gives_a_command_and_no_framework(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", ROOT], check=True, cwd=tmp_path)
+    out = subprocess.run(
+        [tmp_path / "venv/bin/octavo", "--version"], check=True, capture_output=True, text=True
+    ).stdout
+    assert out == f"octavo {octavo.__version__}\n"
+    subprocess.run([python, "-c", "import octavo._native, octavo.llm"], check=True, cwd=tmp_path)
+    listed = subprocess.run(
+        [python, "-m", "pip", "list"], check=True, capture_output=True, text=True
+    ).stdout
+    assert "torch" not in listed

@@ -238,12 +238,14 @@ def test_serve_hands_over(monkeypatch: pytest.MonkeyPatch, engine: CountingEngin
         env={"OCTAVO_API_KEY": "secret"},
     )
     assert result.exit_code == 3
+    run("serve", "m")
     assert seen == [
         (
             Path("m"),
             EngineConfig(max_num_queued_reqs=9),
             ServeConfig(port=0, served_model_name=("a",), api_key=("secret",)),
-        )
+        ),
+        (Path("m"), EngineConfig(), ServeConfig(served_model_name=("m",))),
     ]
 
 

@@ -104,7 +104,12 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
 )
 def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
     """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
+    from dataclasses import replace
+
     from octavo.checkpoint.pull import resolve
     from octavo.serve import run
 
+    # Clients name the model as it was asked for here, wherever its file lies.
+    if not config.served_model_name:
+        config = replace(config, served_model_name=(model,))
     raise typer.Exit(run(resolve(model), engine, config))

@@ -321,14 +321,16 @@ class Generate:
         observe = self._metrics.inter_token.observe
         async for prompt, delta in _together(streams):
             index = prompt * n + delta.choice
-            tokens = len(delta.token_ids)
-            if tokens:
-                now = time.monotonic()
-                before = last.get(index)
+            gaps = len(delta.token_ids)
+            if gaps:
+                # The engine's times: what waits here for a slow client is no latency of its own.
+                record = streams[prompt].record
+                now, before = record.last_token or 0.0, last.get(index)
                 last[index] = now
-                if before is not None:
-                    for _ in range(tokens):
-                        observe((now - before) / tokens)
+                if before is None:
+                    before, gaps = record.first_token or now, gaps - 1
+                for _ in range(gaps):
+                    observe((now - before) / gaps)
             if delta.record is not None:
                 self._metrics.ended(delta.record)
             yield index, delta

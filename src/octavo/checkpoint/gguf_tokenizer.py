@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from octavo import _native
@@ -85,7 +86,7 @@ class _Reader:
             )
         self.tokens = strings.text()
         types = self.column("tokenizer.ggml.token_type")
-        self.types = np.full(vocab_size, NORMAL) if types is None else types.copy()
+        self.types = np.full(vocab_size, float(NORMAL)) if types is None else types
 
     def tokenizer(self) -> BpeTokenizer:
         kind = self.file.get("tokenizer.ggml.model", str)
@@ -135,13 +136,10 @@ class _Reader:
         return self.finish(backend, sentencepiece_bytes, add_bos=True, leading_space=prefix)
 
     def derived_merges(self, *, by_position: bool) -> list[tuple[str, str]]:
-        """The merges that a vocabulary without any implies, best first.
-
-        They are ranked by score; in Gemma's files by position, as those score added tokens alike.
-        """
-        text = "".join(self.tokens).encode("utf-32-le")
-        lengths = np.fromiter(map(len, self.tokens), np.int64, self.vocab_size)
-        if (longest := int(lengths.max())) > MAX_TOKEN:
+        """The merges of a vocabulary without any: by score, or by position as in Gemma's files,
+        which score all added tokens alike."""
+        longest = max(map(len, self.tokens))
+        if longest > MAX_TOKEN:
             self.fail("tokens", f"holds a token of {longest} characters, more than {MAX_TOKEN}")
         if by_position:
             ranks = np.arange(self.vocab_size, dtype=np.int32)
@@ -152,20 +150,7 @@ class _Reader:
             ranks = np.unique(-scores, return_inverse=True)[1].astype(np.int32)
         # Added tokens never reach the merges: they are cut out of the text before.
         usable = ~np.isin(self.types, (CONTROL, USER_DEFINED))
-        cuts = _native.merge_cuts(
-            np.frombuffer(text, np.uint32),
-            np.concatenate([[0], np.cumsum(lengths)]),
-            ranks,
-            usable.astype(np.uint8),
-        )
-        merged = np.flatnonzero(cuts)
-        # Among equal ranks longer parts go first, as the native code has it.
-        order = merged[np.lexsort((cuts[merged] - lengths[merged], -cuts[merged], ranks[merged]))]
-        tokens = self.tokens
-        return [
-            (tokens[i][:cut], tokens[i][cut:])
-            for i, cut in zip(order.tolist(), cuts[order].tolist(), strict=True)
-        ]
+        return implied_merges(self.tokens, ranks, usable)
 
     # ── Parts ───────────────────────────────────────────────────────────────────────────────────
 
@@ -227,14 +212,42 @@ class _Reader:
             self.file.fail(f"{key} is {value}, outside the vocabulary of {self.vocab_size}")
         return value
 
-    def column(self, key: str) -> np.ndarray | None:
+    def column(self, key: str) -> npt.NDArray[np.float64] | None:
+        """One number a token, or None if the file has none."""
         values = self.file.numbers(key)
-        if values is not None and len(values) != self.vocab_size:
+        if values is None:
+            return None
+        if len(values) != self.vocab_size:
             self.file.fail(f"{key} has {len(values)} entries for {self.vocab_size} tokens")
-        return values
+        return values.astype(np.float64)
 
     def fail(self, key: str, reason: str) -> NoReturn:
         self.file.fail(f"tokenizer.ggml.{key} {reason}")
+
+
+def implied_merges(
+    tokens: list[str], ranks: npt.NDArray[np.int32], usable: npt.NDArray[np.bool_]
+) -> list[tuple[str, str]]:
+    """The merges that a SentencePiece-style BPE vocabulary implies, best (lowest rank) first.
+
+    Any two neighbours that spell a token may merge. At most one pair of parts a token is listed,
+    the one that can happen (kernels/bind/merges.cpp).
+    """
+    lengths = np.fromiter(map(len, tokens), np.int64, len(tokens))
+    cuts = _native.merge_cuts(
+        np.frombuffer("".join(tokens).encode("utf-32-le"), np.uint32),
+        np.concatenate([[0], np.cumsum(lengths)]),
+        ranks,
+        usable.astype(np.uint8),
+    )
+    merged = np.flatnonzero(cuts)
+    # Among equal ranks longer parts go first, as the native code has it.
+    keys = (cuts[merged] - lengths[merged], -cuts[merged], ranks[merged])
+    order = merged[np.lexsort(keys)]
+    return [
+        (tokens[i][:cut], tokens[i][cut:])
+        for i, cut in zip(order.tolist(), cuts[order].tolist(), strict=True)
+    ]
 
 
 def _pairs(merges: StringArray) -> list[tuple[str, str]]:

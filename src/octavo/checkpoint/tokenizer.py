@@ -86,8 +86,8 @@ class BpeTokenizer:
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The joined bytes as UTF-8, faults replaced by U+FFFD; ids must be in the vocabulary.
 
-        The space that a SentencePiece vocabulary puts before a text's first word is taken off
-        again, so that ``decode(encode(text)) == text``.
+        The space that some SentencePiece vocabularies put before a text that does not begin with
+        one is taken off again.
         """
         parts = []
         first = True  # no text token yet: the next one carries the added space
@@ -118,7 +118,8 @@ class BpeTokenizer:
         return token_id in self._control
 
     def _token(self, token_id: int) -> str:
-        token = self._backend.id_to_token(token_id) if token_id >= 0 else None
-        if token is None:
+        if not 0 <= token_id < self.vocab_size:
             raise IndexError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
+        token = self._backend.id_to_token(token_id)
+        assert token is not None  # the vocabulary has no gaps
         return token

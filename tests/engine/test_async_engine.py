@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from engine.fakes import CheckingExecutor, build
+from engine.checking import CheckingExecutor, build
 from engine.test_engine import request
 from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream
 from octavo.engine.clock import RealClock

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.fakes import build
+from engine.checking import build
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
 from octavo.sample.params import SamplingParams

@@ -23,7 +23,7 @@ from octavo.schedule.request import (
     RequestRecord,
 )
 from octavo.schedule.scheduler import Scheduled, Scheduler
-from octavo.schedule.sequence import RequestState, Sequence
+from octavo.schedule.sequence import RequestState, Sequence, Status
 
 logger = logging.getLogger(__name__)
 
@@ -265,9 +265,7 @@ class Engine:
             failures = self._score_prompts(scheduled, result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
-            self.scheduler.discard(scheduled)
-            for seq in scheduled.sequences:
-                self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
+            self._recover(scheduled, error, deltas)
             return deltas
         self.clock.advance(result.duration)
         now = self.clock.now()
@@ -284,6 +282,17 @@ class Engine:
         stats.computed_tokens += scheduled.batch.num_tokens
         stats.last_step_seconds = now - started
         return deltas
+
+    def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:
+        """After a failed step: its requests run again, each alone; one that fails alone ends."""
+        for seq in scheduled.sequences + scheduled.samples:
+            output: _Output = seq.output
+            output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
+            if output.prompt_logprobs is not None:
+                del output.prompt_logprobs[1 + seq.num_scored :]
+        if not self.scheduler.retry_alone(scheduled):
+            for seq in scheduled.sequences:
+                self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
 
     def _score_prompts(
         self, scheduled: Scheduled, result: StepResult
@@ -315,7 +324,7 @@ class Engine:
         for index, (seq, token_id) in enumerate(
             zip(scheduled.samples, sampled.token_ids, strict=True)
         ):
-            if seq.slot < 0:
+            if seq.status is Status.FINISHED:
                 continue
             owner = seq.owner
             record = owner.record

@@ -97,6 +97,7 @@ class Scheduler:
         self._reserved_slots = 0  # for sequences that will fork
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
         self._scheduled: Scheduled | None = None
+        self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
         # The batch's arrays, written in place.
         self._last_token: Int32 = np.zeros(config.max_num_seqs, dtype=np.int32)
         self._decode_slots: Int32 = np.empty(0, dtype=np.int32)
@@ -267,9 +268,9 @@ class Scheduler:
 
     def _admit(self, now: float) -> Sequence | None:
         """Let the queue's head in, if all its known tokens fit beside those who run."""
-        if not self.waiting:
+        seq = self._next_waiting()
+        if seq is None:
             return None
-        seq = self.waiting[0]
         kv = self.kv
         forks = len(seq.owner.forking) if seq.choice == 0 else 0
         if kv.num_free_slots - self._reserved_slots < 1 + forks:
@@ -295,7 +296,7 @@ class Scheduler:
                 self._blocked = (seq, free)
                 return None
         self._blocked = None
-        self.waiting.popleft()
+        self.waiting.remove(seq)
         seq.slot = kv.open(hit, salt)
         seq.status = Status.PREFILLING
         insort(self.prefilling, seq, key=BY_ARRIVAL)
@@ -311,6 +312,15 @@ class Scheduler:
                 self.prefix_hits += hit.num_tokens
         return seq
 
+    def _next_waiting(self) -> Sequence | None:
+        """The queue's head; while a suspect must run alone, only its own."""
+        while self._suspects and self._suspects[0].num_unfinished == 0:
+            self._suspects.popleft()
+        if not self._suspects:
+            return self.waiting[0] if self.waiting else None
+        suspect = self._suspects[0]
+        return next((seq for seq in self.waiting if seq.owner is suspect), None)
+
     def _latest(self) -> Sequence:
         """The running sequence that came last."""
         return max(
@@ -319,12 +329,16 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be computed again."""
-        self._leave(seq)
-        seq.status = Status.WAITING
-        self.waiting.appendleft(seq)
-        self.waiting_tokens += len(seq.token_ids)
+        self._requeue(seq)
         seq.owner.record.preemptions += 1
         self.num_preemptions += 1
+
+    def _requeue(self, seq: Sequence) -> None:
+        """Back into the queue, to the place of its arrival."""
+        self._leave(seq)
+        seq.status = Status.WAITING
+        insort(self.waiting, seq, key=BY_ARRIVAL)
+        self.waiting_tokens += len(seq.token_ids)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running ones; slot and blocks are free."""
@@ -456,6 +470,8 @@ class Scheduler:
         for seq in scheduled.samples[len(scheduled.decodes) :]:
             if seq.slot >= 0:
                 self._last_token[seq.slot] = seq.token_ids[-1]
+        if self._suspects and scheduled.samples:
+            self._clear_suspect(scheduled.samples[0].owner)
 
     def _begin_decoding(self, seq: Sequence) -> None:
         """The prompt is through: from now on a token a step, for the sequence and its forks."""
@@ -494,10 +510,27 @@ class Scheduler:
             self.finish(seq, reason)
         return unfinished
 
-    def discard(self, scheduled: Scheduled) -> None:
-        """The step failed: nothing it should have written counts."""
-        if self._scheduled is scheduled:
-            self._scheduled = None
+    def retry_alone(self, scheduled: Scheduled) -> bool:
+        """The step failed and nothing it should have written counts. Whose fault it was cannot be
+        seen, so each of its requests will run alone until it draws a token.
+
+        False if one request was alone in the step: then it is that one's fault.
+        """
+        self._scheduled = None
+        owners = {id(seq.owner): seq.owner for seq in scheduled.sequences if seq.slot >= 0}
+        if len(owners) < 2:
+            return False
+        for seq in self.decoding + self.prefilling:
+            self._requeue(seq)
+        self._suspects = deque(sorted(owners.values(), key=lambda state: state.sequences[0].order))
+        return True
+
+    def _clear_suspect(self, state: RequestState) -> None:
+        """It drew a token alone, so it is not at fault: back to its place in the queue."""
+        if self._suspects[0] is state:
+            self._suspects.popleft()
+            for seq in self.decoding + self.prefilling:
+                self._requeue(seq)
 
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.decoding)

@@ -118,6 +118,7 @@ class CheckingExecutor:
         self.max_logits_rows = max_logits_rows
         self.duration = duration
         self.crash_next = False
+        self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
         self.content = np.zeros((num_blocks, kv_layout.block_size), dtype=np.int64)
@@ -169,7 +170,7 @@ class CheckingExecutor:
             assert batch.token_ids[begin:end].tolist() == seq.token_ids[start:stop].tolist()
             hashes = self.expected(seq)
             spans.append((seq, start, stop, hashes))
-            if self.crash_next and index % 2:
+            if (self.crash_next or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
                 for position in range(start, stop):
@@ -177,7 +178,7 @@ class CheckingExecutor:
                     if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
-        if self.crash_next:
+        if self.crash_next or self.poison in batch.token_ids:
             self.crash_next = False
             raise Crash("injected")
         for seq, start, stop, hashes in spans:

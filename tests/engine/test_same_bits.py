@@ -1,0 +1,327 @@
+"""Same request, same bits: logits and tokens of a request in any load equal those of it alone.
+
+Each case is drawn from a seed: a model and weight format, an engine (threads, chunk sizes, block
+size, pool down to the smallest that admits the requests, prefix cache on or off), and a load of 1
+to 32 requests with every sampling option that arrive and are aborted at drawn moments, on a cache
+that is warm or cold. Some of the requests are then run alone, on one thread, in one chunk, without
+a cache, and every logits row is compared byte for byte.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from execute import tiny
+
+import octavo.checkpoint
+from octavo.checkpoint.base import Checkpoint, WeightFormat
+from octavo.engine.clock import RealClock
+from octavo.engine.engine import Engine, Step
+from octavo.engine.outputs import Delta
+from octavo.execute.native import NativeExecutor
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+from octavo.sample.native import NativeSampler
+from octavo.sample.params import SamplingParams
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import Outcome, Request, RequestRecord
+from octavo.schedule.scheduler import Scheduler
+
+MODELS: dict[str, Callable[[], Checkpoint]] = {
+    "llama F32": lambda: tiny.checkpoint(tiny.config(), WeightFormat.F32),
+    "llama F16": lambda: tiny.checkpoint(tiny.config(head_dim=20), WeightFormat.F16),
+    "llama BF16": lambda: tiny.checkpoint(tiny.config(num_kv_heads=4), WeightFormat.BF16),
+    "llama Q4_0": lambda: tiny.checkpoint(tiny.config(), WeightFormat.Q4_0),
+    "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
+    "gemma3 Q4_0": lambda: tiny.checkpoint(tiny.config("gemma3"), WeightFormat.Q4_0),
+    "gemma3 Q8_0": lambda: tiny.checkpoint(tiny.config("gemma3"), WeightFormat.Q8_0),
+}
+EOS = 3  # of the tiny models
+
+
+@cache
+def tiny_model(name: str) -> Checkpoint:
+    return MODELS[name]()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The engine of a case; the defaults are those of a request alone."""
+
+    threads: int = 1
+    block_size: int = 16
+    num_blocks: int | None = None
+    max_num_seqs: int = 4
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = False
+    max_model_len: int = 400
+
+
+@dataclass
+class Trace:
+    """What a request got: per choice its logits rows and deltas, joined."""
+
+    rows: dict[int, list[bytes]] = field(default_factory=dict)
+    token_ids: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[Any]] = field(default_factory=dict)
+    prompt_logprobs: list[Any] | None = None
+    record: RequestRecord | None = None
+
+    def take(self, delta: Delta) -> None:
+        self.token_ids.setdefault(delta.choice, []).extend(delta.token_ids)
+        self.logprobs.setdefault(delta.choice, []).extend(delta.logprobs or [])
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.record is not None:
+            self.record = delta.record
+
+
+class Recorder:
+    """Observes an engine and keeps every request's logits."""
+
+    def __init__(self) -> None:
+        self.traces: dict[str, Trace] = {}
+
+    def of(self, request_id: str) -> Trace:
+        return self.traces.setdefault(request_id, Trace())
+
+    def on_step(self, step: Step) -> None:
+        logits = step.result.logits
+        assert logits is not None
+        for seq, row in zip(step.scheduled.samples, step.scheduled.sample_rows, strict=True):
+            trace = self.of(seq.owner.request.request_id)
+            trace.rows.setdefault(seq.choice, []).append(logits[row].tobytes())
+
+    def on_end(self, record: RequestRecord) -> None:
+        pass
+
+
+def smallest_pool(layout: KvLayout, setting: Setting) -> int:
+    return peak_blocks(layout, setting.max_model_len)
+
+
+@contextmanager
+def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, Recorder]]:
+    compute = program(checkpoint.config)
+    layout = KvLayout.of(checkpoint.config, setting.block_size)
+    num_blocks = setting.num_blocks or 4 * smallest_pool(layout, setting)
+    limits = SchedulerConfig(
+        max_model_len=setting.max_model_len,
+        max_num_seqs=setting.max_num_seqs,
+        max_num_batched_tokens=setting.max_num_batched_tokens,
+        max_logits_rows=min(setting.max_num_seqs + 7, setting.max_num_batched_tokens),
+        enable_prefix_caching=setting.enable_prefix_caching,
+    )
+    scheduler = Scheduler(limits, layout, num_blocks)
+    executor = NativeExecutor(
+        checkpoint,
+        compute,
+        layout,
+        num_blocks=num_blocks,
+        max_tokens=limits.max_num_batched_tokens,
+        max_logits_rows=limits.logits_rows,
+        max_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=scheduler.kv.tables.shape[2],
+        threads=setting.threads,
+    )
+    vocab = checkpoint.config.vocab_size
+    recorder = Recorder()
+    engine = Engine(
+        executor,
+        scheduler,
+        NativeSampler(vocab),
+        RealClock(),
+        vocab_size=vocab,
+        eos_token_ids={EOS},
+    )
+    engine.observers.append(recorder)
+    try:
+        yield engine, recorder
+    finally:
+        engine.close()
+
+
+def drain(engine: Engine, recorder: Recorder) -> None:
+    while engine.has_work():
+        for delta in engine.step():
+            recorder.of(delta.request_id).take(delta)
+        engine.check_integrity()
+
+
+def alone(checkpoint: Checkpoint, request: Request, max_model_len: int) -> Trace:
+    with running(checkpoint, Setting(max_model_len=max_model_len)) as (engine, recorder):
+        engine.add_request(request)
+        drain(engine, recorder)
+        return recorder.of(request.request_id)
+
+
+def drawn_params(rng: random.Random, vocab: int) -> SamplingParams:
+    """Every sampling option now and then."""
+
+    def sometimes(value: Callable[[], Any], otherwise: Any, chance: float = 0.3) -> Any:
+        return value() if rng.random() < chance else otherwise
+
+    max_tokens = rng.choice((1, 3, 10, 25))
+    return SamplingParams(
+        n=sometimes(lambda: rng.randint(2, 4), 1, 0.2),
+        max_tokens=max_tokens,
+        min_tokens=sometimes(lambda: rng.randint(0, max_tokens), 0),
+        temperature=rng.choice((0.0, 0.5, 1.0, 1.7)),
+        top_k=sometimes(lambda: rng.randint(1, vocab), 0),
+        top_p=sometimes(lambda: rng.uniform(0.1, 1.0), 1.0),
+        min_p=sometimes(lambda: rng.uniform(0.0, 0.3), 0.0),
+        presence_penalty=sometimes(lambda: rng.uniform(-2, 2), 0.0),
+        frequency_penalty=sometimes(lambda: rng.uniform(-2, 2), 0.0),
+        repetition_penalty=sometimes(lambda: rng.uniform(0.7, 1.5), 1.0),
+        logit_bias=sometimes(lambda: {rng.randrange(vocab): rng.uniform(-9, 9)}, {}),
+        allowed_token_ids=sometimes(lambda: tuple(rng.sample(range(vocab), 9)), None, 0.1),
+        banned_token_ids=sometimes(lambda: (EOS, rng.randrange(vocab)), (), 0.1),
+        seed=rng.randrange(2**31),
+        stop_token_ids=sometimes(lambda: (rng.randrange(vocab),), ()),
+        ignore_eos=rng.random() < 0.5,
+        logprobs=sometimes(lambda: rng.randint(0, 4), None),
+        prompt_logprobs=sometimes(lambda: rng.randint(0, 2), None, 0.1),
+    )
+
+
+def drawn_setting(
+    rng: random.Random, layout_of: Callable[[int], KvLayout], longest: int
+) -> Setting:
+    max_num_seqs = rng.choice((4, 5, 8, 32))
+    block_size = rng.choice((16, 16, 32))
+    smallest = peak_blocks(layout_of(block_size), longest)
+    return Setting(
+        threads=rng.choice((1, 2)),
+        block_size=block_size,
+        num_blocks=int(smallest * rng.choice((1.0, 1.3, 2.0, 4.0, 10.0))),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
+        enable_prefix_caching=rng.random() < 0.7,
+        max_model_len=longest,
+    )
+
+
+def check_case(checkpoint: Checkpoint, seed: int, *, longest: int = 300, compared: int = 3) -> int:
+    """One drawn case; returns the logits rows compared."""
+    rng = random.Random(seed)
+    vocab = checkpoint.config.vocab_size
+    setting = drawn_setting(rng, lambda size: KvLayout.of(checkpoint.config, size), longest)
+    texts = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(3)]
+    requests = []
+    for index in range(rng.choice((1, 2, 5, 12, 32))):
+        length = rng.choice((1, 2, 15, 16, 17, 32, 60, 150, longest - 30))
+        tail = [rng.randrange(vocab) for _ in range(rng.choice((0, 0, 1, 20)))]
+        prompt = (rng.choice(texts)[:length] + tail)[: longest - 30]
+        requests.append(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=prompt,
+                params=drawn_params(rng, vocab),
+                cache_salt=rng.choice((None, None, "salt")),
+            )
+        )
+    rows = 0
+    with running(checkpoint, setting) as (engine, recorder):
+        if rng.random() < 0.5:  # a warm cache
+            for index, text in enumerate(texts):
+                engine.add_request(
+                    Request(
+                        request_id=f"warm {index}",
+                        prompt_token_ids=text[: rng.randint(1, longest - 30)],
+                        params=SamplingParams(max_tokens=rng.randint(1, 20), seed=1),
+                    )
+                )
+            drain(engine, recorder)
+        for request in requests:
+            engine.add_request(request)
+            for _ in range(rng.choice((0, 0, 0, 1, 3))):
+                for delta in engine.step():
+                    recorder.of(delta.request_id).take(delta)
+            if rng.random() < 0.1:
+                engine.abort(rng.choice(requests).request_id)
+        drain(engine, recorder)
+        preemptions = engine.stats().preemptions
+        finished = [
+            request
+            for request in requests
+            if (record := recorder.of(request.request_id).record) is not None
+            and record.outcome is Outcome.FINISHED
+        ]
+        for request in rng.sample(finished, min(compared, len(finished))):
+            rows += compare(
+                recorder.of(request.request_id),
+                alone(checkpoint, request, longest),
+                f"seed {seed}, request {request.request_id}, {preemptions} preemptions, {setting}",
+            )
+    return rows
+
+
+def compare(crowd: Trace, alone: Trace, where: str) -> int:
+    assert crowd.token_ids == alone.token_ids, where
+    assert crowd.logprobs == alone.logprobs, where
+    assert crowd.prompt_logprobs == alone.prompt_logprobs, where
+    assert crowd.record is not None
+    assert alone.record is not None
+    assert crowd.record.finish_reasons == alone.record.finish_reasons, where
+    count = 0
+    for choice, rows in alone.rows.items():
+        got = crowd.rows[choice]
+        assert len(got) == len(rows), where
+        for index, (one, other) in enumerate(zip(got, rows, strict=True)):
+            if one != other:
+                a, b = np.frombuffer(one, np.float32), np.frombuffer(other, np.float32)
+                differing = int((a.view(np.int32) != b.view(np.int32)).sum())
+                pytest.fail(
+                    f"{where}: choice {choice}, token {index}: {differing} of {len(a)} logits "
+                    f"differ, by at most {np.abs(a - b).max():g}"
+                )
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("group", range(10))
+def test_same_bits(group: int) -> None:
+    rows = 0
+    for seed in range(10 * group, 10 * group + 10):
+        name = sorted(MODELS)[seed % len(MODELS)]
+        rows += check_case(tiny_model(name), seed)
+    assert rows > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("group", range(20))
+def test_same_bits_long(group: int) -> None:
+    for seed in range(1000 + 100 * group, 1000 + 100 * group + 100):
+        name = sorted(MODELS)[seed % len(MODELS)]
+        check_case(tiny_model(name), seed, compared=6)
+
+
+@cache
+def real_model(path: Path) -> Checkpoint:
+    return octavo.checkpoint.load(path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_same_bits_of_smollm2(smollm2_path: Path) -> None:
+    for seed in range(20):
+        check_case(real_model(smollm2_path), seed, compared=2)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_same_bits_of_gemma3(gemma3_path: Path) -> None:
+    """Prompts longer than the window of 512."""
+    for seed in range(10):
+        check_case(real_model(gemma3_path), seed, longest=700, compared=2)

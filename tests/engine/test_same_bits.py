@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from execute import tiny
 
 import octavo.checkpoint
+from execute import tiny
 from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step

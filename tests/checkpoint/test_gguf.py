@@ -155,8 +155,12 @@ def with_version(version: bytes) -> bytes:
     return data[:4] + version + data[8:]
 
 
-def with_counts(tensors: int, keys: int) -> bytes:
-    return struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys) + bytes(40)
+def with_counts(tensors: int, keys: int, room: int = 40) -> bytes:
+    return struct.pack("<4sIQQ", b"GGUF", 3, tensors, keys) + bytes(room)
+
+
+def many_arrays(count: int) -> bytes:
+    return struct.pack("<IQ", ARRAY, count) + struct.pack("<IQ", UINT8, 0) * count
 
 
 def raw_key(value: bytes) -> bytes:
@@ -196,6 +200,12 @@ BAD: dict[str, tuple[bytes, str]] = {
     "deep arrays": (
         raw_key(struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 5000 + bytes(12)),
         "more than 4 deep",
+    ),
+    "many keys": (with_counts(0, 65537, 65537 * 14), "65537 metadata keys, more than 65536"),
+    "many tensors": (with_counts(65537, 0, 65537 * 33), "65537 tensors, more than 65536"),
+    "many arrays": (
+        raw_key(struct.pack("<IIQ", ARRAY, ARRAY, 2) + 2 * many_arrays(40_000)),
+        "80002 arrays in arrays, more than 65536",
     ),
     "alignment 0": (changed(lambda f: f.set("general.alignment", UINT32, 0)), "alignment is 0"),
     "alignment 24": (changed(lambda f: f.set("general.alignment", UINT32, 24)), "is 24, not a"),

@@ -30,7 +30,8 @@ DEFAULT_ALIGNMENT = 32
 MAX_KEY = 65535  # bytes, from the specification
 MAX_TENSOR_NAME = 64  # bytes, from the specification
 MAX_DIMENSIONS = 4
-MAX_ARRAY_DEPTH = 4  # known keys have no nested arrays at all
+MAX_ENTRIES = 1 << 16  # keys, tensors, arrays in arrays: far above any known file
+MAX_ARRAY_DEPTH = 4  # known keys have no arrays in arrays at all
 
 # Elements and bytes of a block of each format that can be served.
 BLOCKS: dict[WeightFormat, tuple[int, int]] = {
@@ -132,6 +133,7 @@ class GgufFile:
         self._data = self._map()
         self._size = len(self._data)
         self._bytes = np.frombuffer(self._data, dtype=np.uint8)
+        self._arrays = 0  # in arrays, so far
         try:
             self._parse()
         except StructError:
@@ -226,9 +228,15 @@ class GgufFile:
             )
         self._parse_tensors(pos, num_tensors)
 
+    def _check_count(self, count: int, least: int, pos: int, what: str) -> None:
+        """Before looping: entries take at least so many bytes, and objects in memory besides."""
+        if count * least > self._size - pos:
+            self.fail(f"declares {count} {what}, more than the file has room for")
+        if count > MAX_ENTRIES:
+            self.fail(f"declares {count} {what}, more than {MAX_ENTRIES}")
+
     def _parse_metadata(self, pos: int, count: int) -> int:
-        if count * 14 > self._size - pos:  # a key of one byte and a value of one
-            self.fail(f"declares {count} metadata keys, more than the file has room for")
+        self._check_count(count, 14, pos, "metadata keys")  # a key of one byte and a value of one
         self.metadata = {}
         for index in range(count):
             what = f"metadata key {index}"
@@ -284,6 +292,8 @@ class GgufFile:
         if kind == _ARRAY:
             if depth == MAX_ARRAY_DEPTH:
                 self.fail(f"metadata key {key!r} nests arrays more than {MAX_ARRAY_DEPTH} deep")
+            self._arrays += count
+            self._check_count(self._arrays, 0, pos, "arrays in arrays")
             nested: list[object] = []
             for _ in range(count):
                 inner, pos = self._array(pos, key, depth + 1)
@@ -315,8 +325,7 @@ class GgufFile:
         return StringArray(self.path, key, data, edges), pos
 
     def _parse_tensors(self, pos: int, count: int) -> None:
-        if count * 33 > self._size - pos:  # a name of one byte and one dimension
-            self.fail(f"declares {count} tensors, more than the file has room for")
+        self._check_count(count, 33, pos, "tensors")  # a name of one byte and one dimension
         self.tensors = {}
         for index in range(count):
             name, pos = self._string(pos, f"the name of tensor {index}", MAX_TENSOR_NAME)

@@ -66,7 +66,7 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
     : tier_(tier), config_(checked(config)),
       block_bytes_(config.layers_per_group * 2 * config.num_kv_heads * config.head_dim *
                    config.block_size * 2),
-      pool_(config.threads),
+      shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
       logits_(size_t(config.max_logits_rows * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
       tile_tokens_(std::max<int64_t>(1, kTileRows * config.num_kv_heads / config.num_heads)),

@@ -137,6 +137,8 @@ class Runtime {
   public:
     Runtime(const Tier &tier, const RuntimeConfig &config);
 
+    // For others to run on between steps; may outlive the runtime.
+    std::shared_ptr<ThreadPool> pool() const { return shared_pool_; }
     const Tier &tier() const { return tier_; }
     const RuntimeConfig &config() const { return config_; }
     int64_t block_bytes() const { return block_bytes_; }
@@ -218,7 +220,8 @@ class Runtime {
     const Tier &tier_;
     const RuntimeConfig config_;
     const int64_t block_bytes_;
-    ThreadPool pool_;
+    std::shared_ptr<ThreadPool> shared_pool_;
+    ThreadPool &pool_;
     std::vector<Matrix> matrices_;
     std::vector<std::vector<float>> vectors_;
     std::vector<RopeTable> ropes_;

@@ -143,16 +143,19 @@ int32_t Sampler::random(const float *logits, const SamplingOptions &options, dou
                            sums_.data());
     if (top_p < 1) {
         const double mass = top_p * total_weight();
-        // The nucleus is usually small.
+        // The nucleus is usually small. If few tokens miss it by far, it is not.
         for (const int64_t wanted : {int64_t{32}, num_blocks_ / 2}) {
             collect(logits, wanted, floor);
             for (Candidate &candidate : candidates_)
                 candidate.value = weights_[candidate.id];
-            if (candidate_mass() >= mass) {
+            const double found = candidate_mass();
+            if (found >= mass) {
                 keep_top(static_cast<int64_t>(candidates_.size()));
                 keep_mass(mass);
                 return draw_from_candidates(noise);
             }
+            if (found < mass / 2)
+                break;
         }
         cut_to_mass(mass);
     }

@@ -1,6 +1,7 @@
 #include "bind.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -119,6 +120,9 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<LogitsRegion>(m, "LogitsRegion")
         .def(nb::init<int64_t, int64_t, float>(), "matrix"_a, "activations"_a, "softcap"_a);
 
+    nb::class_<ThreadPool>(m, "ThreadPool", "kernels/thread_pool.h")
+        .def(nb::init<int>(), "threads"_a)
+        .def_prop_ro("size", &ThreadPool::size);
     nb::class_<Runtime>(m, "Runtime", "kernels/runtime.h")
         .def(
             "__init__",
@@ -138,6 +142,7 @@ void bind_runtime(nb::module_ &m) {
             "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "windows"_a,
             "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
             "bf16"_a)
+        .def_prop_ro("pool", &Runtime::pool)
         .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
         .def_prop_ro("block_bytes", &Runtime::block_bytes)
         .def_prop_ro("weight_bytes", &Runtime::weight_bytes)

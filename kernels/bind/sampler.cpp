@@ -1,4 +1,4 @@
-#include "sampler.h"
+#include "batch_sampler.h"
 
 #include <memory>
 #include <optional>
@@ -9,6 +9,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -49,42 +50,36 @@ const float *row_of(const Logits &logits, int64_t row, int64_t vocab_size) {
 }
 
 // (token ids, list of logprobs or None, {index: error}).
-nb::tuple sample(Sampler &sampler, const Logits &logits, const nb::sequence &rows,
+nb::tuple sample(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
                  const nb::sequence &states) {
-    struct Item {
-        const float *logits;
-        SamplerState *state;
-        Drawn drawn;
-    };
-    std::vector<Item> items;
-    items.reserve(nb::len(states));
+    std::vector<BatchSampler::Draw> draws;
+    draws.reserve(nb::len(states));
     bool any_logprobs = false;
-    for (nb::handle state : states) {
-        items.push_back({nullptr, &nb::cast<SamplerState &>(state), {}});
-        any_logprobs = any_logprobs || items.back().state->options().logprobs >= 0;
-        if (items.back().state->vocab_size() != sampler.vocab_size())
+    for (nb::handle handle : states) {
+        auto &state = nb::cast<SamplerState &>(handle);
+        if (state.vocab_size() != sampler.vocab_size())
             throw std::invalid_argument("a state belongs to another vocabulary");
+        any_logprobs = any_logprobs || state.options().logprobs >= 0;
+        draws.push_back({nullptr, &state, {}});
     }
-    if (nb::len(rows) != items.size())
+    if (nb::len(rows) != draws.size())
         throw std::invalid_argument(std::to_string(nb::len(rows)) + " rows for " +
-                                    std::to_string(items.size()) + " states");
+                                    std::to_string(draws.size()) + " states");
     size_t index = 0;
     for (nb::handle row : rows)
-        items[index++].logits = row_of(logits, nb::cast<int64_t>(row), sampler.vocab_size());
+        draws[index++].logits = row_of(logits, nb::cast<int64_t>(row), sampler.vocab_size());
     {
         nb::gil_scoped_release release;
-        for (Item &item : items)
-            item.drawn = sampler.draw(item.logits, *item.state);
+        sampler.draw(draws);
     }
     nb::list tokens;
     nb::list logprobs;
     nb::dict errors;
     index = 0;
-    for (const Item &item : items) {
-        const Drawn &drawn = item.drawn;
+    for (const auto &[row, state, drawn] : draws) {
         tokens.append(drawn.token);
         if (any_logprobs) {
-            if (item.state->options().logprobs >= 0 && drawn.error == RowError::kNone)
+            if (state->options().logprobs >= 0 && drawn.error == RowError::kNone)
                 logprobs.append(as_tuple(drawn.token, drawn.logprobs));
             else
                 logprobs.append(nb::none());
@@ -96,31 +91,29 @@ nb::tuple sample(Sampler &sampler, const Logits &logits, const nb::sequence &row
     return nb::make_tuple(tokens, any_logprobs ? nb::object(logprobs) : nb::none(), errors);
 }
 
-nb::list prompt_logprobs(Sampler &sampler, const Logits &logits, const Ids &rows, const Ids &tokens,
-                         int64_t top) {
+nb::list prompt_logprobs(BatchSampler &sampler, const Logits &logits, const Ids &rows,
+                         const Ids &tokens, int64_t top) {
     if (rows.size() != tokens.size())
         throw std::invalid_argument(std::to_string(rows.size()) + " rows for " +
                                     std::to_string(tokens.size()) + " tokens");
-    std::vector<const float *> pointers;
+    std::vector<BatchSampler::Lookup> lookups;
     for (size_t i = 0; i < rows.size(); ++i) {
-        pointers.push_back(row_of(logits, rows[i], sampler.vocab_size()));
         if (tokens[i] < 0 || tokens[i] >= sampler.vocab_size())
             throw std::invalid_argument("token id " + std::to_string(tokens[i]) +
                                         " is outside the vocabulary");
+        lookups.push_back({row_of(logits, rows[i], sampler.vocab_size()), tokens[i], {}, {}});
     }
-    std::vector<Logprobs> found(rows.size());
     {
         nb::gil_scoped_release release;
-        for (size_t i = 0; i < rows.size(); ++i) {
-            const RowError error = sampler.logprobs(pointers[i], tokens[i], top, found[i]);
-            if (error != RowError::kNone)
-                throw std::invalid_argument("prompt position " + std::to_string(i) + ": " +
-                                            explain(error));
-        }
+        sampler.look_up(lookups, top);
     }
     nb::list result;
-    for (size_t i = 0; i < rows.size(); ++i)
-        result.append(as_tuple(tokens[i], found[i]));
+    for (size_t i = 0; i < rows.size(); ++i) {
+        if (lookups[i].error != RowError::kNone)
+            throw std::invalid_argument("prompt position " + std::to_string(i) + ": " +
+                                        explain(lookups[i].error));
+        result.append(as_tuple(tokens[i], lookups[i].logprobs));
+    }
     return result;
 }
 
@@ -168,15 +161,16 @@ void bind_sampler(nb::module_ &m) {
         .def("rewind", &SamplerState::rewind, "count"_a)
         .def("fork", &SamplerState::fork, "choice"_a)
         .def("uniform", &SamplerState::uniform, "position"_a);
-    nb::class_<Sampler>(m, "Sampler")
+    nb::class_<BatchSampler>(m, "Sampler")
         .def(
             "__init__",
-            [](Sampler *self, int64_t vocab_size, const std::string &isa) {
+            [](BatchSampler *self, int64_t vocab_size, const std::string &isa,
+               std::shared_ptr<ThreadPool> pool) {
                 if (vocab_size < 1)
                     throw std::invalid_argument("a vocabulary has at least one token");
-                new (self) Sampler(vocab_size, find_tier(isa).scan);
+                new (self) BatchSampler(vocab_size, find_tier(isa).scan, std::move(pool));
             },
-            "vocab_size"_a, "isa"_a)
+            "vocab_size"_a, "isa"_a, "pool"_a.none())
         .def("sample", &sample, "logits"_a, "rows"_a, "states"_a)
         .def("prompt_logprobs", &prompt_logprobs, "logits"_a, "rows"_a, "token_ids"_a, "top"_a);
     m.def(

@@ -62,7 +62,7 @@ class SamplerState:
 _Logprobs = tuple[int, float, int, tuple[tuple[int, float], ...]]
 
 class Sampler:
-    def __init__(self, vocab_size: int, isa: str) -> None: ...
+    def __init__(self, vocab_size: int, isa: str, pool: ThreadPool | None) -> None: ...
     def sample(
         self,
         logits: npt.NDArray[np.float32] | None,
@@ -135,6 +135,11 @@ class LogitsRegion:
 
 Region = RowsRegion | LinearRegion | AttentionRegion | LogitsRegion
 
+class ThreadPool:
+    def __init__(self, threads: int) -> None: ...
+    @property
+    def size(self) -> int: ...
+
 class Runtime:
     def __init__(
         self,
@@ -155,6 +160,8 @@ class Runtime:
         head_dim: int,
         bf16: bool,
     ) -> None: ...
+    @property
+    def pool(self) -> ThreadPool: ...
     @property
     def isa(self) -> str: ...
     @property

@@ -155,7 +155,7 @@ def test_equals_decoding_everything_and_searching_all_of_it(
     assert text == whole.text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=600, deadline=None)
 @given(token_ids=ids, stop=stop_strings)
 def test_holds_back_exactly_what_may_become_a_stop_string(
     token_ids: list[int], stop: list[str]

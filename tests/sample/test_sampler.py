@@ -220,12 +220,13 @@ ALL_KINDS_OF_PARAMS = [
 ]
 
 
+@pytest.mark.parametrize("threads", [None, 1, 3])
 @pytest.mark.parametrize("isa", TIERS)
-def test_a_row_is_the_same_alone_and_in_a_crowd(isa: str) -> None:
-    """Tokens and every bit of the logprobs, whatever the neighbours, their order, and the place
-    of the row in memory; with neighbours that fail."""
+def test_a_row_is_the_same_alone_and_in_a_crowd(isa: str, threads: int | None) -> None:
+    """Tokens and every bit of the logprobs, whatever the neighbours, their order, the place of
+    the row in memory and the number of threads; with neighbours that fail."""
     size, steps = 5003, 6
-    sampler = NativeSampler(size, isa)
+    sampler = NativeSampler(size, isa, threads and _native.ThreadPool(threads))
     rng = np.random.default_rng(0)
     params = [ALL_KINDS_OF_PARAMS[i % len(ALL_KINDS_OF_PARAMS)] for i in range(24)]
     logits = rng.normal(0, 3, (steps, len(params), size)).astype(np.float32)
@@ -322,6 +323,24 @@ def test_prompt_logprobs() -> None:
     logits[1, 7] = np.nan
     with pytest.raises(ValueError, match="prompt position 1"):
         sampler.prompt_logprobs(logits, [0, 1], [5, 5], 2)
+
+
+def test_threads_take_the_rows_of_a_state_in_order() -> None:
+    size, count = 20011, 24
+    params = [SamplingParams(seed=seed, frequency_penalty=1.0, top_p=0.9) for seed in range(3)]
+    logits = make_logits(3, count * size, "normal").reshape(count, size)
+    pool = _native.ThreadPool(3)
+    assert pool.size == 3
+    results = []
+    for sampler in (NativeSampler(size), NativeSampler(size, pool=pool)):
+        states = [sampler.new_state(one, [], ()) for one in params]
+        # The rows of the three states are mixed.
+        order = [states[row * row % 3] for row in range(count)]
+        results.append(sampler.sample(logits, range(count), order).token_ids)
+        found = sampler.prompt_logprobs(logits, range(count), results[-1], 3)
+        assert [entry.token_id for entry in found] == results[-1]
+        results.append(found)
+    assert results[:2] == results[2:]
 
 
 @settings(max_examples=60, deadline=None)

@@ -146,7 +146,7 @@ class IncrementalDetokenizer:
             if self._num_tokens >= self._min_tokens:
                 ended = self._held + text[:position]
                 return ended if self._include_stop else ended[: -len(found)], found
-            if not stops.next[state]:  # passed over, and the start of nothing longer
+            while not stops.next[state]:  # passed over, and the start of nothing longer
                 state = stops.fallback[state]
         self._state = state
         text = self._held + text

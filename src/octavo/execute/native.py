@@ -81,6 +81,11 @@ class NativeExecutor:
         self._runtime: _native.Runtime | None = runtime
 
     @property
+    def pool(self) -> _native.ThreadPool:
+        """The threads of a step, for others to use between steps."""
+        return self._open.pool
+
+    @property
     def kv_bytes(self) -> int:
         return self.num_blocks * self.layout.block_bytes
 

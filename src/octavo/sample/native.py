@@ -13,11 +13,15 @@ class NativeSampler:
     """Implements `Sampler`. Not thread-safe; works without the GIL.
 
     ``isa`` forces an instruction-set tier ("generic", "avx2", "avx512"); "" takes the best.
+    Rows are spread over the threads of ``pool``, on which nothing else may run meanwhile; without
+    one the caller's thread does the work.
     """
 
-    def __init__(self, vocab_size: int, isa: str = "") -> None:
+    def __init__(
+        self, vocab_size: int, isa: str = "", pool: _native.ThreadPool | None = None
+    ) -> None:
         self.vocab_size = vocab_size
-        self._native = _native.Sampler(vocab_size, isa)
+        self._native = _native.Sampler(vocab_size, isa, pool)
 
     def new_state(
         self,

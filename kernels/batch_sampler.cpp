@@ -1,0 +1,64 @@
+#include "batch_sampler.h"
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+
+namespace octavo {
+namespace {
+
+// Values to scan below which waking other threads costs more than they help.
+constexpr int64_t kWorthSharing = 65536;
+
+} // namespace
+
+BatchSampler::BatchSampler(int64_t vocab_size, const ScanKernels &scan,
+                           std::shared_ptr<ThreadPool> pool)
+    : pool_(std::move(pool)) {
+    for (int thread = 0; thread < (pool_ ? pool_->size() : 1); ++thread)
+        workers_.emplace_back(vocab_size, scan);
+}
+
+void BatchSampler::draw(std::vector<Draw> &draws) {
+    // Draws of one state depend on each other: they are one item, so that one thread does them.
+    std::vector<size_t> order(draws.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return std::less<>()(draws[a].state, draws[b].state);
+    });
+    std::vector<size_t> begins; // of items in `order`
+    for (size_t i = 0; i < order.size(); ++i)
+        if (i == 0 || draws[order[i]].state != draws[order[i - 1]].state)
+            begins.push_back(i);
+    const auto items = static_cast<int64_t>(begins.size());
+    begins.push_back(order.size());
+    for_each(items, [&](Sampler &sampler, int64_t item) {
+        for (size_t i = begins[item]; i < begins[item + 1]; ++i) {
+            Draw &draw = draws[order[i]];
+            draw.drawn = sampler.draw(draw.logits, *draw.state);
+        }
+    });
+}
+
+void BatchSampler::look_up(std::vector<Lookup> &lookups, int64_t top) {
+    for_each(static_cast<int64_t>(lookups.size()), [&](Sampler &sampler, int64_t item) {
+        Lookup &lookup = lookups[item];
+        lookup.error = sampler.logprobs(lookup.logits, lookup.token, top, lookup.logprobs);
+    });
+}
+
+template <typename Body> void BatchSampler::for_each(int64_t items, Body body) {
+    if (workers_.size() == 1 || items < 2 || items * vocab_size() < kWorthSharing) {
+        for (int64_t item = 0; item < items; ++item)
+            body(workers_.front(), item);
+        return;
+    }
+    pool_->run([&](int thread) {
+        pool_->share(thread, items, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t item = begin; item < end; ++item)
+                body(workers_[thread], item);
+        });
+    });
+}
+
+} // namespace octavo

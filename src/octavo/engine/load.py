@@ -222,7 +222,7 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
     engine = Engine(
         executor,
         scheduler,
-        NativeSampler(checkpoint.config.vocab_size, config.isa or ""),
+        NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool),
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,

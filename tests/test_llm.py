@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import octavo
-from fakes import CountingEngine, loaded
+from counting import CountingEngine, loaded
 from octavo import LLM, SamplingParams
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.llm import GenerationError, Logprob

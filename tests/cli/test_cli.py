@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import octavo
-from fakes import CountingEngine, loaded
+from counting import CountingEngine, loaded
 from octavo.cli import app
 from octavo.engine.load import EngineConfig
 from octavo.serve.config import ServeConfig

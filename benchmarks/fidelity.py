@@ -1,14 +1,15 @@
 """How close an engine's next-token distributions are to transformers in float32 on the same file.
 
-    python benchmarks/fidelity.py reference --model smollm2=PATH --cache DIR   # torch, transformers
-    python benchmarks/fidelity.py llama.cpp --model smollm2=PATH --cache DIR   # llama-cpp-python
-    python benchmarks/fidelity.py octavo    --model smollm2=PATH --cache DIR   # this repository
-    python benchmarks/fidelity.py report    --model smollm2=PATH --cache DIR [--json FILE]
+    python benchmarks/fidelity.py reference --model smollm2=PATH   # torch, transformers, gguf
+    python benchmarks/fidelity.py llama.cpp --model smollm2=PATH   # llama-cpp-python
+    python benchmarks/fidelity.py octavo    --model smollm2=PATH   # this repository
+    python benchmarks/fidelity.py report    --model smollm2=PATH [--json FILE]
 
-Each half runs in whatever environment has what it needs and leaves its result in the cache
-folder. The texts are those of tests/oracle/texts, cut into sequences of up to 704 tokens (more than
-Gemma 3 270M's window), at most ``--positions`` tokens; every position counts. All engines get the
-same token ids, written by the reference half.
+Each half runs in whatever environment has what it needs and leaves its result in the cache folder
+(``--cache``, build/peers). Without arguments: Octavo's half and the report, for the pulled models
+whose reference is there. The texts are those of tests/oracle/texts, cut into sequences of up to 704
+tokens (more than Gemma 3 270M's window), at most ``--positions`` tokens; every position counts. All
+engines get the same token ids, written by the reference half.
 
 For each position: KL(p || q) in nats with p from transformers and q from the engine, over the whole
 vocabulary; whether both rank the same token first; and the engine's own negative log-likelihood
@@ -31,6 +32,8 @@ import numpy.typing as npt
 
 ORACLE = Path(__file__).resolve().parent.parent / "tests" / "oracle"
 sys.path.insert(0, str(ORACLE))
+
+from _models import CACHE, models  # noqa: E402
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]
@@ -77,10 +80,8 @@ def reference(path: Path, name: str, cache: Path, positions: int) -> None:
                 sequences.append(sequence)
                 left -= len(sequence)
     total = sum(map(len, sequences))
-    np.savez_compressed(
-        cache / f"{name}.ids.npz",
-        **{f"s{i:03}": np.array(s, np.int32) for i, s in enumerate(sequences)},
-    )
+    arrays: dict[str, Any] = {f"s{i:03}": np.array(s, np.int32) for i, s in enumerate(sequences)}
+    np.savez_compressed(cache / f"{name}.ids.npz", **arrays)
     store = np.lib.format.open_memmap(
         reference_path(cache, name), "w+", np.float32, (total, model.config.vocab_size)
     )
@@ -219,8 +220,10 @@ def summary(cache: Path, name: str) -> dict[str, Any]:
     return out
 
 
-def report(models: dict[str, Path], cache: Path, file: str | None) -> bool:
-    results = [summary(cache, name) for name in models]
+def report(chosen: dict[str, Path], cache: Path, file: str | None) -> bool:
+    results = [summary(cache, name) for name in chosen]
+    if not results:
+        return True
     head = f"{'model':14} {'engine':10} {'positions':>9} {'mean KL':>10} {'± s.e.':>9}"
     print(f"{head} {'p99 KL':>9} {'top-1 %':>8} {'perplexity':>10} {'(fp32)':>8}")
     for result in results:
@@ -244,20 +247,28 @@ def report(models: dict[str, Path], cache: Path, file: str | None) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["reference", *ENGINES, "report"], nargs="+")
-    parser.add_argument("--model", action="append", required=True, help="NAME=PATH of a GGUF file")
-    parser.add_argument("--cache", type=Path, required=True, help="folder for results")
+    parser.add_argument("what", nargs="*", help="reference, llama.cpp, octavo or report")
+    parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for results")
     parser.add_argument("--positions", type=int, default=6000)
     parser.add_argument("--json", help="file for the report")
     args = parser.parse_args()
-    models = {name: Path(path) for name, _, path in (m.partition("=") for m in args.model)}
+    unknown = set(args.what) - {"reference", *ENGINES, "report"}
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = models(args.model)
     args.cache.mkdir(parents=True, exist_ok=True)
+    if not args.what:
+        missing = [name for name in chosen if not reference_path(args.cache, name).exists()]
+        for name in missing:
+            print(f"{name}: no reference in {args.cache}; run the reference half first")
+        chosen = {name: path for name, path in chosen.items() if name not in missing}
     passed = True
-    for what in args.what:
+    for what in args.what or ["octavo", "report"]:
         if what == "report":
-            passed = report(models, args.cache, args.json)
+            passed = report(chosen, args.cache, args.json)
             continue
-        for name, path in models.items():
+        for name, path in chosen.items():
             if what == "reference":
                 reference(path, name, args.cache, args.positions)
             else:

@@ -14,8 +14,8 @@ What is measured, all in tokens per second, higher is better:
 A round measures each side once, in an order that alternates; a figure is the median of the rounds.
 llama.cpp runs with flash attention on and off (``--flash both``), and the better median counts.
 ``llama-bench``, ``llama-batched-bench`` and ``llama-server`` come from a build for this machine
-(``GGML_NATIVE``). Octavo's kernels are driven through its native executor in a process of
-their own, which is this file with ``--worker``.
+(``GGML_NATIVE``); without ``--llama-cpp`` only Octavo is measured. Octavo's kernels are driven
+through its native executor in a process of their own, which is this file with ``--worker``.
 
 Each measurement notes what share of the machine's processor time went to others meanwhile
 (``foreign``, from /proc/stat). Spinning thread pools lose far more than that share, so rounds above
@@ -44,6 +44,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from _models import models
 
 SIDES = ("octavo", "llama.cpp")
 STARTUP_SECONDS = 60.0
@@ -352,8 +354,8 @@ def llama_server(
 
 def octavo_server(python: str, model: Path, s: Settings) -> Callable[[int], list[str]]:
     def command(port: int) -> list[str]:
-        octavo = str(Path(python).parent / "octavo")
-        return [octavo, "serve", str(model), "--port", str(port), "--threads", str(s.threads)]
+        octavo = [python, "-c", "from octavo.cli import main; main()"]
+        return [*octavo, "serve", str(model), "--port", str(port), "--threads", str(s.threads)]
 
     return command
 
@@ -362,7 +364,7 @@ def octavo_server(python: str, model: Path, s: Settings) -> Callable[[int], list
 
 
 def measure(name: str, model: Path, args: argparse.Namespace, s: Settings) -> list[Sample]:
-    binaries = Path(args.llama_cpp).resolve()
+    binaries = Path(args.llama_cpp or ".").resolve()
     flashes = ["on", "off"] if args.flash == "both" else [args.flash]
     samples: list[Sample] = []
 
@@ -463,8 +465,8 @@ def main() -> int:
         print(json.dumps(worker(Path(sys.argv[2]), Settings(**json.loads(sys.argv[3])))))
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--model", action="append", required=True, help="NAME=PATH of a GGUF file")
-    parser.add_argument("--llama-cpp", required=True, help="folder with llama.cpp's programs")
+    parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
+    parser.add_argument("--llama-cpp", help="folder with llama.cpp's programs")
     parser.add_argument("--python", default=sys.executable, help="Python that has octavo")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument(
@@ -497,20 +499,26 @@ def main() -> int:
         output=args.output,
         stream=args.stream,
     )
-    version = subprocess.run(
-        [str(Path(args.llama_cpp) / "llama-server"), "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    version = ""
+    if args.llama_cpp is None:
+        args.sides = ["octavo"]
+        print("llama.cpp's programs were not given (--llama-cpp): Octavo alone")
+    else:
+        done = subprocess.run(
+            [str(Path(args.llama_cpp) / "llama-server"), "--version"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        version = (done.stdout + done.stderr).strip()
     report: dict[str, Any] = {
         "settings": asdict(s),
-        "llama_cpp": (version.stdout + version.stderr).strip(),
+        "llama_cpp": version,
         "machine": platform.machine(),
         "cores": os.cpu_count(),
         "models": {},
     }
-    for name, path in ((n, Path(p)) for n, _, p in (m.partition("=") for m in args.model)):
+    for name, path in models(args.model).items():
         print(name)
         samples = measure(name, path, args, s)
         results = medians(samples, args.quiet)

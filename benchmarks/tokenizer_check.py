@@ -1,8 +1,11 @@
 """Compares Octavo's tokenizer with transformers' on many varied strings.
 
-    python benchmarks/tokenizer_check.py reference --model smollm2=PATH --cache DIR
-    python benchmarks/tokenizer_check.py octavo    --model smollm2=PATH --cache DIR [--json FILE]
-    python benchmarks/tokenizer_check.py llama.cpp --model smollm2=PATH --cache DIR
+    python benchmarks/tokenizer_check.py reference --model smollm2=PATH   # transformers
+    python benchmarks/tokenizer_check.py octavo    --model smollm2=PATH [--json FILE]
+    python benchmarks/tokenizer_check.py llama.cpp --model smollm2=PATH   # llama-cpp-python
+
+Without arguments: Octavo's half, for the pulled models whose reference is in the cache folder
+(``--cache``, build/peers).
 
 The strings (12,000 by default, the same for the same seed) are those of tests/oracle/strings.py:
 code, scripts of some fifty Unicode blocks, emoji with joiners, runs of white space, special tokens
@@ -30,9 +33,15 @@ sys.path.insert(0, str(ORACLE))
 
 from strings import generate  # noqa: E402
 
+from _models import CACHE, models  # noqa: E402
+
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
 SEED = 7
+
+
+def strings_path(cache: Path, name: str) -> Path:
+    return cache / f"{name}.strings.json"
 
 
 def reference(path: Path, name: str, cache: Path, count: int) -> None:
@@ -51,7 +60,7 @@ def reference(path: Path, name: str, cache: Path, count: int) -> None:
         changed += record.encode(plain, text) != ids
     head = {"transformers": transformers.__version__, "correction": correction, "changed": changed}
     out = {"meta": head, "cases": cases}
-    (cache / f"{name}.strings.json").write_text(json.dumps(out), encoding="utf-8")
+    strings_path(cache, name).write_text(json.dumps(out), encoding="utf-8")
     print(f"{name}: {len(cases)} strings; uncorrected transformers differs on {changed}")
 
 
@@ -76,7 +85,8 @@ def llama_cpp(path: Path) -> tuple[Encode, Decode]:
         return list(model.tokenize(text.encode(), add_bos=False, special=True))
 
     def decode(ids: list[int]) -> str:
-        return model.detokenize(ids, special=True).decode("utf-8", errors="replace")
+        text: str = model.detokenize(ids, special=True).decode("utf-8", errors="replace")
+        return text
 
     return encode, decode
 
@@ -85,7 +95,7 @@ ENGINES = {"octavo": octavo, "llama.cpp": llama_cpp}
 
 
 def compare(path: Path, name: str, cache: Path, engine: str, show: int) -> dict[str, Any]:
-    data = json.loads((cache / f"{name}.strings.json").read_text(encoding="utf-8"))
+    data = json.loads(strings_path(cache, name).read_text(encoding="utf-8"))
     encode, decode = ENGINES[engine](path)
     wrong: list[tuple[str, list[int], list[int]]] = []
     undecoded: list[tuple[str, str]] = []
@@ -119,16 +129,22 @@ def compare(path: Path, name: str, cache: Path, engine: str, show: int) -> dict[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("what", choices=["reference", *ENGINES], nargs="+")
-    parser.add_argument("--model", action="append", required=True, help="NAME=PATH of a GGUF file")
-    parser.add_argument("--cache", type=Path, required=True, help="folder for the reference")
+    parser.add_argument("what", nargs="*", default=["octavo"], help="reference or an engine")
+    parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for the reference")
     parser.add_argument("--count", type=int, default=12000)
     parser.add_argument("--show", type=int, default=5, help="differences to print")
     parser.add_argument("--json", help="file for the results")
     args = parser.parse_args()
+    unknown = set(args.what) - {"reference", *ENGINES}
+    if unknown:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
     args.cache.mkdir(parents=True, exist_ok=True)
     results = []
-    for name, path in ((n, Path(p)) for n, _, p in (m.partition("=") for m in args.model)):
+    for name, path in models(args.model).items():
+        if "reference" not in args.what and not strings_path(args.cache, name).exists():
+            print(f"{name}: no reference in {args.cache}; run the reference half first")
+            continue
         for what in args.what:
             if what == "reference":
                 reference(path, name, args.cache, args.count)

@@ -171,3 +171,53 @@ async def test_answers_that_come_through_a_closing_connection(engine: FakeEngine
                 "/v1/completions", json={"prompt": "x" * 10_000_000}, timeout=30
             )
             assert response.status_code == 413
+
+
+async def raw(url: str, sent: bytes) -> bytes:
+    place = urlsplit(url)
+    reader, writer = await asyncio.open_connection(place.hostname, place.port)
+    writer.write(sent)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
+async def test_what_is_no_http(engine: FakeEngine) -> None:
+    async with listening(engine) as url:
+        for sent in (b"\0\1\2\3\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x16\x03\x01 tls"):
+            head, _, body = (await raw(url, sent)).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ")
+            assert json.loads(body)["error"]["code"] == 400
+
+
+@pytest.mark.parametrize("end", [b"", b"\r\nx: y"])
+async def test_a_head_without_end(engine: FakeEngine, end: bytes) -> None:
+    async with listening(engine) as url:
+        sent = b"GET /health HTTP/1.1\r\nhost: x" + (b"\r\na: " + b"x" * 1000) * 100 + end
+        head, _, body = (await raw(url, sent)).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(body)["error"]["code"] == 431
+
+
+async def test_a_head_that_takes_too_long(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
+    async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+        for sent in (b"", b"GET /health HT"):
+            assert await raw(url, sent) == b""
+        assert (await client.get("/health")).status_code == 200
+        await asyncio.sleep(0.1)
+        assert (await client.get("/health")).status_code == 200
+
+
+async def test_below_a_root_path(engine: FakeEngine) -> None:
+    """A proxy has stripped /llm; or it has not."""
+    settings = {"root_path": "/llm", "api_key": ("key",)}
+    async with listening(engine, **settings) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 401
+        headers = {"authorization": "Bearer key"}
+        assert (await client.get("/v1/models", headers=headers)).status_code == 200
+        metrics = await client.get("/metrics", headers=headers)
+        assert 'handler="/v1/models",method="GET",status="401"' in metrics.text

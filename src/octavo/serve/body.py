@@ -7,6 +7,7 @@ are half a character. All are refused here, once, for every route.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from octavo.serve.errors import ApiError, ClientGone
 T = TypeVar("T")
 
 _DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
+_TIMEOUT = 120.0  # seconds for the whole body
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
 
@@ -27,7 +29,7 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.D
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
     """The whole body, at most ``limit`` bytes.
 
-    Raises `ApiError` 413 or 415, `ClientGone`.
+    Raises `ApiError` 408, 413 or 415, `ClientGone`.
     """
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     # Asking for it by name also keeps out what a browser may post to another origin unasked.
@@ -42,20 +44,26 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
         raise too_long
     parts = []
     read = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        part = message.get("body", b"")
-        read += len(part)
-        if read <= limit:
-            parts.append(part)
-        elif read > _DISCARD:
-            raise too_long
-        else:
-            parts.clear()
-        if not message.get("more_body", False):
-            break
+    more = True
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGone
+                part = message.get("body", b"")
+                read += len(part)
+                if read <= limit:
+                    parts.append(part)
+                elif read > _DISCARD:
+                    raise too_long
+                else:
+                    parts.clear()
+                more = message.get("more_body", False)
+    except TimeoutError:
+        raise ApiError(
+            408, f"the body did not come within {_TIMEOUT:g} s", headers={"Connection": "close"}
+        ) from None
     if read > limit:
         raise too_long
     return b"".join(parts)

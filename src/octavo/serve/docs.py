@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -46,15 +47,15 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any]] = [
 
 
 def docs_routes(config: ServeConfig) -> list[Route]:
-    schema = openapi(config)
-    schema_body = json.encode(schema)
-    page = _page(schema)
+    """Both are made when they are first asked for: most servers never are."""
+    document = cache(lambda: openapi(config))
+    page = cache(lambda: _page(document()))
 
     async def openapi_json(request: HttpRequest) -> Response:
-        return Response(schema_body, media_type="application/json")
+        return Response(json.encode(document()), media_type="application/json")
 
     async def docs(request: HttpRequest) -> Response:
-        return HTMLResponse(page)
+        return HTMLResponse(page())
 
     return [
         Route("/openapi.json", openapi_json, methods=["GET"]),

@@ -17,6 +17,7 @@ class Exchange:
     """``records``: of what the engine was asked to generate for it, read by log and metrics."""
 
     request_id: str  # the client's X-Request-Id, else drawn
+    path: str  # below the root path
     started: float = field(default_factory=time.monotonic)
     status: int = 0  # 0: no answer has begun
     answer_id: str = ""  # cmpl-… or chatcmpl-…

@@ -21,6 +21,7 @@ log = logging.getLogger(__name__)
 access = logging.getLogger("octavo.access")
 
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
+_METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499  # what nginx logs when nobody waited for the answer
 
@@ -50,7 +51,10 @@ class Gate:
             return
         given = _header(scope, b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        exchange = Exchange(given.decode() if given and valid else uuid.uuid4().hex)
+        exchange = Exchange(
+            given.decode() if given and valid else uuid.uuid4().hex,
+            scope["path"].removeprefix(scope.get("root_path", "")),
+        )
         exchange.attach(scope)
         request_id = (b"x-request-id", exchange.request_id.encode())
         complete = False
@@ -73,18 +77,22 @@ class Gate:
         finally:
             if not complete:
                 exchange.client_gone = True
-            self._finish(scope, exchange)
+            self._finish(scope["method"], exchange)
 
-    def _finish(self, scope: Scope, exchange: Exchange) -> None:
+    def _finish(self, method: str, exchange: Exchange) -> None:
         status = _CLIENT_CLOSED if exchange.client_gone else exchange.status
-        path = scope["path"]
-        # What is no route gets one name: the paths of scanners must not become time series.
-        self._count(path if path in self._paths else "other", scope["method"], status)
+        path = exchange.path
+        # What scanners make up must not become time series.
+        self._count(
+            path if path in self._paths else "other",
+            method if method in _METHODS else "other",
+            status,
+        )
         if not self._access_log or (path in PROBES and status < 400):
             return
         line = " ".join(
             [
-                f"{scope['method']} {ascii(path)[1:-1]} {status}",
+                f"{ascii(method)[1:-1]} {ascii(path)[1:-1]} {status}",
                 f"id={exchange.request_id}",
                 *([f"answer={exchange.answer_id}"] if exchange.answer_id else []),
                 *_of_records(exchange.records),
@@ -113,7 +121,7 @@ class Door:
         exchange = Exchange.of(scope)
         scope["app"] = self  # so that the router raises instead of answering in plain text
         try:
-            self._check_key(scope)
+            self._check_key(scope, exchange.path)
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
@@ -122,8 +130,8 @@ class Door:
             if not exchange.status:
                 await send_json(send, failure.status, failure.body(), failure.headers)
 
-    def _check_key(self, scope: Scope) -> None:
-        if not self._digests or scope["path"] in PROBES:
+    def _check_key(self, scope: Scope, path: str) -> None:
+        if not self._digests or path in PROBES:
             return
         scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
         digest = hashlib.sha256(key.strip()).digest()

@@ -21,6 +21,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
+from octavo.serve.connection import Connection
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 
@@ -93,7 +94,7 @@ def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,

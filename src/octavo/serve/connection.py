@@ -1,0 +1,74 @@
+"""HTTP connections that cannot be held open or filled up by a request that never begins.
+
+uvicorn bounds neither the length of a request's head nor the time it may take; and what is no HTTP
+it answers in plain text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from http import HTTPStatus
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from octavo.serve.errors import ApiError
+
+_LONGEST_HEAD = 64 << 10  # bytes of request line and headers; what one read brings may exceed it
+_HEAD_TIMEOUT = 30.0  # seconds
+
+
+class Connection(HttpToolsProtocol):
+    _in_head = False
+    _head_bytes = 0
+    _timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._start_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > _LONGEST_HEAD:
+                self._refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+        self._head_bytes = 0
+        self._start_timer()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "this is not an HTTP request")
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._in_head = False
+        body = ApiError(status, message).body()
+        head = (
+            f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+    def _start_timer(self) -> None:
+        if self._timer is None:
+            self._timer = self.loop.call_later(_HEAD_TIMEOUT, self.transport.close)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

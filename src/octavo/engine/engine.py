@@ -13,7 +13,7 @@ from octavo.engine.clock import Clock
 from octavo.engine.detokenize import Released
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
-from octavo.sample.params import SamplingParams
+from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
 from octavo.schedule.request import (
     AdmissionError,
@@ -159,6 +159,8 @@ class Engine:
 
         Reads only what does not change, so any thread may call it.
         """
+        if request.priority != 0:
+            raise InvalidParameter("priority", "priority has no effect: requests run in order")
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))

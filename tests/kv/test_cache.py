@@ -1,0 +1,196 @@
+"""Block tables over the pool: hits, copy-on-write, windows, waste, sizes."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checking import layout
+from octavo.kv.cache import NO_HIT, KvCache, peak_blocks
+
+
+def cache(
+    windows: tuple[int | None, ...] = (None,), num_blocks: int = 64, block_size: int = 4
+) -> KvCache:
+    return KvCache(layout(windows, block_size), num_blocks, max_seqs=8, max_blocks_per_seq=32)
+
+
+def ids(count: int, first: int = 0) -> array[int]:
+    return array("i", range(first, first + count))
+
+
+def write(kv: KvCache, slot: int, tokens: array[int], count: int | None = None) -> None:
+    """Put the sequence's tokens (or the next ``count``) through, as a step would."""
+    missing = len(tokens) - int(kv.num_tokens[slot]) if count is None else count
+    assert kv.reserve(slot, missing)
+    kv.take_copies()
+    kv.advance(slot, missing)
+    kv.register(slot, tokens)
+    kv.check()
+
+
+def test_a_closed_sequence_stays_usable_until_its_blocks_are_needed() -> None:
+    kv = cache(num_blocks=6)
+    slot = kv.open()
+    write(kv, slot, ids(18))
+    kv.close(slot)
+    assert kv.pool.num_free == 6
+    assert kv.lookup(ids(18), None).num_tokens == 16
+    other = kv.open()
+    write(kv, other, ids(12, first=100))  # takes the two unused blocks and the prefix's end
+    assert kv.lookup(ids(18), None).num_tokens == 12
+    kv.close(other)
+    kv.check()
+
+
+def test_a_fully_cached_prompt_leaves_only_its_last_token() -> None:
+    kv = cache()
+    slot = kv.open()
+    write(kv, slot, ids(16))
+    hit = kv.lookup(ids(16), None)
+    assert hit.num_tokens == 15
+    second = kv.open(hit)
+    assert kv.room(second) >= 1
+    assert kv.reserve(second, 1)
+    copies = kv.take_copies()
+    assert copies.tolist() == [[int(kv.tables[0, slot, 3]), int(kv.tables[0, second, 3])]]
+    assert kv.tables[0, slot, :3].tolist() == kv.tables[0, second, :3].tolist()
+    kv.check()
+
+
+def test_a_fully_cached_prompt_fits_a_pool_without_a_spare_block() -> None:
+    kv = cache(num_blocks=4)
+    slot = kv.open()
+    write(kv, slot, ids(16))
+    kv.close(slot)
+    slot = kv.open(kv.lookup(ids(16), None))
+    assert kv.pool.num_free == 0
+    assert kv.reserve(slot, 1)
+    assert len(kv.take_copies()) == 0, "the block is its own again"
+    assert kv.lookup(ids(16), None).num_tokens == 12
+    kv.check()
+
+
+def test_salts_isolate() -> None:
+    kv = cache()
+    slot = kv.open(salt="mine")
+    write(kv, slot, ids(16))
+    assert kv.lookup(ids(17), "mine").num_tokens == 16
+    assert kv.lookup(ids(17), "yours").num_tokens == 0
+    assert kv.lookup(ids(17), None).num_tokens == 0
+
+
+def test_forks_share_until_they_write() -> None:
+    kv = cache()
+    slot = kv.open()
+    write(kv, slot, ids(10))
+    forks = [kv.fork(slot) for _ in range(3)]
+    assert kv.pool.num_used == 3
+    kv.check()
+    for index, fork in enumerate(forks):
+        write(kv, fork, ids(10) + array("i", [50 + index]))
+    assert kv.pool.num_used == 6
+    write(kv, slot, ids(11))  # the last owner writes in place
+    assert kv.pool.num_used == 6
+    for each in (slot, *forks):
+        kv.close(each)
+    kv.check()
+    assert kv.pool.num_free == 64
+
+
+def test_a_window_gives_blocks_back_and_a_hit_needs_only_what_it_still_sees() -> None:
+    kv = cache((None, 6))
+    slot = kv.open()
+    for length in range(1, 41):
+        write(kv, slot, ids(length))
+    assert kv.tables[1, slot, :8].tolist() == [-1] * 8
+    assert (kv.tables[0, slot, :10] >= 0).all()
+    assert kv.held_blocks(slot) == 10 + 2
+    kv.close(slot)
+    # Overwrite what the window has given back: those blocks were released first.
+    hit = kv.lookup(ids(41), None)
+    assert hit.num_tokens == 40
+    for node in hit.nodes[:8]:
+        kv.index.forget(node.blocks[1])
+    assert kv.lookup(ids(41), None).num_tokens == 40
+    assert kv.lookup(ids(21), None).num_tokens == 0, "its window is gone"
+    second = kv.open(kv.lookup(ids(41), None))
+    assert kv.tables[1, second, :8].tolist() == [-1] * 8
+    write(kv, second, ids(41))
+    kv.close(second)
+    kv.check()
+
+
+def test_the_longest_prefix_that_all_groups_can_use() -> None:
+    kv = cache((None, 6))
+    slot = kv.open()
+    write(kv, slot, ids(40))
+    kv.close(slot)
+    nodes = kv.lookup(ids(41), None).nodes
+    kv.index.forget(nodes[7].blocks[1])  # the window of position 40 needs blocks 8 and 9
+    assert kv.lookup(ids(41), None).num_tokens == 40
+    kv.index.forget(nodes[8].blocks[1])
+    assert kv.lookup(ids(41), None).num_tokens == 28
+    kv.index.forget(nodes[3].blocks[0])
+    assert kv.lookup(ids(41), None).num_tokens == 12
+
+
+def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
+    kv = KvCache(layout(), 8, 2, 8, enable_prefix_caching=False)
+    slot = kv.open()
+    write(kv, slot, ids(32))
+    assert kv.lookup(ids(33), None) == NO_HIT
+    assert len(kv.index) == 0
+
+
+def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
+    kv = cache(num_blocks=3)
+    slot = kv.open()
+    write(kv, slot, ids(5))
+    before = kv.tables.copy()
+    assert kv.room(slot) == 7
+    assert not kv.reserve(slot, 8)
+    assert (kv.tables == before).all()
+    kv.check()
+    assert kv.reserve(slot, 7)
+
+
+@given(
+    window=st.none() | st.integers(1, 40),
+    block_size=st.integers(1, 17),
+    length=st.integers(1, 90),
+)
+def test_peak_blocks_is_what_a_sequence_holds_at_most(
+    window: int | None, block_size: int, length: int
+) -> None:
+    kv = KvCache(layout((window,), block_size), 100, 1, 100, enable_prefix_caching=False)
+    slot = kv.open()
+    peak = 0
+    for position in range(length):
+        if position % block_size == 0:
+            assert kv.reserve(slot, 1)
+        kv.advance(slot, 1)
+        peak = max(peak, kv.held_blocks(slot))
+    assert peak == peak_blocks(kv.layout, length)
+
+
+def test_waste_is_the_share_of_allocated_slots_that_hold_nothing() -> None:
+    kv = cache((None, None))
+    assert kv.waste() == 0.0
+    slot = kv.open()
+    write(kv, slot, ids(9))
+    assert kv.waste() == pytest.approx(3 / 12)
+    write(kv, slot, ids(12))
+    assert kv.waste() == 0.0
+
+
+def test_check_finds_a_reference_too_many() -> None:
+    kv = cache()
+    slot = kv.open()
+    write(kv, slot, ids(5))
+    kv.pool.share(int(kv.tables[0, slot, 0]))
+    with pytest.raises(RuntimeError, match="2 references counted, 1 in the tables"):
+        kv.check()

@@ -42,7 +42,7 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
 
 size_t packed_bytes(Format format, int64_t n, int64_t k) {
     const int64_t block_bytes =
-        with_format(format, [&]<Format F>() { return planes<F>(k).block_bytes; });
+        with_format(format, [&]<Format F>() { return column_block_bytes<F>(k); });
     return static_cast<size_t>(round_up(n, kColumns) / kColumns * block_bytes);
 }
 
@@ -51,7 +51,7 @@ void pack(Format format, const std::byte *src, int64_t n, int64_t k, std::byte *
     with_format(format, [&]<Format F>() {
         constexpr FormatInfo info = format_info(F);
         const int64_t row_bytes = k / info.block_values * info.block_bytes;
-        const int64_t block_bytes = planes<F>(k).block_bytes;
+        const int64_t block_bytes = column_block_bytes<F>(k);
         for (int64_t b = block_begin; b < block_end; ++b) {
             const int64_t first = b * kColumns;
             const int64_t columns = n - first < kColumns ? n - first : kColumns;
@@ -98,13 +98,13 @@ template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
         int64_t left = blocks;
         for (; left >= C; left -= C) {
             compute_tile<F, R, C>(part);
-            part.weights += C * part.planes.block_bytes;
+            part.weights += C * part.block_bytes;
             part.out += C * kColumns;
             part.columns -= C * kColumns;
         }
         for (; left > 0; --left) {
             compute_tile<F, R, 1>(part);
-            part.weights += part.planes.block_bytes;
+            part.weights += part.block_bytes;
             part.out += kColumns;
             part.columns -= kColumns;
         }
@@ -124,11 +124,11 @@ void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t /*
         // Column blocks that all rows pass before the next: what a tile of one row takes at most.
         constexpr int64_t kPanel = 4;
         const int64_t stride = activation_stride(F, matrix.k);
-        const Planes at = planes<F>(matrix.k);
+        const int64_t block_bytes = column_block_bytes<F>(matrix.k);
         for (int64_t b = block_begin; b < block_end; b += kPanel) {
             const int64_t blocks = block_end - b < kPanel ? block_end - b : kPanel;
-            panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * at.block_bytes,
-                                    .planes = at,
+            panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * block_bytes,
+                                    .block_bytes = block_bytes,
                                     .k = matrix.k,
                                     .activations = activations + row_begin * stride,
                                     .activation_stride = stride,
@@ -143,7 +143,7 @@ void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t /*
 
 void dequantize_row(const PackedMatrix &matrix, int64_t index, float *out) {
     with_format(matrix.format, [&]<Format F>() {
-        dequantize_lane<F>(bytes(matrix.data) + index / kColumns * planes<F>(matrix.k).block_bytes,
+        dequantize_lane<F>(bytes(matrix.data) + index / kColumns * column_block_bytes<F>(matrix.k),
                            index % kColumns, matrix.k, out);
     });
 }

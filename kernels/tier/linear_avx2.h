@@ -144,8 +144,7 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
         __m256 w[H];
 #pragma GCC unroll 8
         for (int h = 0; h < H; ++h) {
-            const uint8_t *from =
-                weights + h / 2 * tile.planes.block_bytes + h % 2 * kHalf * kBytes;
+            const uint8_t *from = weights + h / 2 * tile.block_bytes + h % 2 * kHalf * kBytes;
             if constexpr (F == Format::F32)
                 w[h] = _mm256_loadu_ps(reinterpret_cast<const float *>(from));
             else if constexpr (F == Format::F16)
@@ -173,10 +172,6 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
 // R rows by H halves of a column block, the first beginning at `lane`.
 template <Format F, int R, int H> inline void quantized_halves(const Tile &tile, int64_t lane) {
     constexpr Traits t = traits(F);
-    const uint8_t *quants = tile.weights + lane * 4;
-    const uint8_t *high = tile.weights + tile.planes.high + lane * 4;
-    const uint8_t *scales = tile.weights + tile.planes.scales;
-    const uint8_t *supers = tile.weights + tile.planes.supers;
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t stride = tile.activation_stride / kLine;
     __m256 sums[R][H];
@@ -188,6 +183,8 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
 
     const int64_t groups = tile.k / kGroup;
     for (int64_t g = 0; g < groups; ++g) {
+        const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+        const uint8_t *quants = part.quants + lane * 4, *high = part.high + lane * 4;
         Dots<F> dots[R][H];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
@@ -215,18 +212,18 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
             const int64_t at = lane + h * kHalf;
             __m256 scale, scale_b, min;
             if constexpr (F == Format::Q6_K) {
-                const __m256 d = load_halves(supers + at * 2);
-                scale = _mm256_mul_ps(d, bytes_to_floats(scales + at, true));
-                scale_b = _mm256_mul_ps(d, bytes_to_floats(scales + 16 + at, true));
+                const __m256 d = load_halves(part.shared + at * 2);
+                scale = _mm256_mul_ps(d, bytes_to_floats(part.scales + at, true));
+                scale_b = _mm256_mul_ps(d, bytes_to_floats(part.scales + 16 + at, true));
             } else if constexpr (t.k_quant) {
-                scale = _mm256_mul_ps(load_halves(supers + at * 2),
-                                      bytes_to_floats(scales + at, false));
-                min = _mm256_mul_ps(load_halves(supers + 32 + at * 2),
-                                    bytes_to_floats(scales + 16 + at, false));
+                scale = _mm256_mul_ps(load_halves(part.shared + at * 2),
+                                      bytes_to_floats(part.scales + at, false));
+                min = _mm256_mul_ps(load_halves(part.shared + 32 + at * 2),
+                                    bytes_to_floats(part.scales + 16 + at, false));
             } else {
-                scale = load_halves(scales + at * 2);
+                scale = load_halves(part.scales + at * 2);
                 if constexpr (t.has_min)
-                    min = load_halves(scales + 32 + at * 2);
+                    min = load_halves(part.scales + 32 + at * 2);
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
@@ -243,15 +240,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
                 }
             }
         }
-#pragma GCC unroll 8
-        for (int64_t line = 0; line < t.quants; line += kLine)
-            _mm_prefetch(quants + 4096 + line, _MM_HINT_T0);
-
-        quants += t.quants;
-        high += t.high;
-        scales += t.scales;
-        if constexpr (t.k_quant)
-            supers += g % kGroupsPerSuper == kGroupsPerSuper - 1 ? t.supers : 0;
+        prefetch_group<F>(tile.weights, g);
         ++x;
     }
     for (int r = 0; r < R; ++r)

@@ -14,11 +14,10 @@ namespace {
 
 constexpr int kMaxTileRows = 8;
 
-// Column blocks a tile takes at once: as many as the 32 registers hold.
+// Column blocks a tile takes at once. Quantized formats have independent chains enough in one; a
+// float tile needs them to hide the latency of its multiply-adds.
 template <Format F> constexpr int tile_columns(int rows) {
-    if constexpr (F == Format::Q6_K)
-        return rows == 1 ? 4 : rows <= 3 ? 2 : 1;
-    return rows <= 2 ? 4 : rows <= 4 ? 2 : 1;
+    return format_info(F).quantized ? 1 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
 }
 
 inline __m512i broadcast(const void *from) {
@@ -127,7 +126,7 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
         __m512 w[C];
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c) {
-            const uint8_t *from = weights + c * tile.planes.block_bytes;
+            const uint8_t *from = weights + c * tile.block_bytes;
             if constexpr (F == Format::F32)
                 w[c] = _mm512_loadu_ps(from);
             else if constexpr (F == Format::F16)
@@ -137,7 +136,7 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
                     _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
                                           reinterpret_cast<const __m256i *>(from))),
                                       16));
-            _mm_prefetch(from + 4096, _MM_HINT_T0);
+            _mm_prefetch(from + kPrefetchDistance, _MM_HINT_T0);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -152,60 +151,42 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
     write_tile<R, C>(tile, sums);
 }
 
-template <Format F, int R, int C> inline void quantized_tile(const Tile &tile) {
+template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
     constexpr bool kHalves = F == Format::Q6_K; // two scales a group
-    const int64_t block_bytes = tile.planes.block_bytes;
-    const uint8_t *quants = tile.weights;
-    const uint8_t *high = tile.weights + tile.planes.high;
-    const uint8_t *scales = tile.weights + tile.planes.scales;
-    const uint8_t *supers = tile.weights + tile.planes.supers;
-    const auto *a = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t stride = tile.activation_stride / kLine;
-
-    __m512 sums[R][C];
+    __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-        for (int c = 0; c < C; ++c)
-            sums[r][c] = _mm512_setzero_ps();
+        sums[r][0] = _mm512_setzero_ps();
 
     const int64_t groups = tile.k / kGroup;
-    for (int64_t g = 0; g < groups; ++g) {
-        __m512i dots[R][C], dots_b[R][C];
+    for (int64_t g = 0; g < groups; ++g, ++x) {
+        const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+        __m512i dots[R], dots_b[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const ActivationGroup &row = a[r * stride];
-            const __m512i start = t.zero == 8     ? broadcast(&row.minus_8)
-                                  : t.zero == 16  ? broadcast(&row.minus_16)
-                                  : t.zero == 128 ? broadcast(&row.minus_128)
-                                  : t.zero == 32  ? broadcast(&row.minus_32[0])
-                                                  : _mm512_setzero_si512();
-#pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) {
-                dots[r][c] = start;
-                if constexpr (kHalves)
-                    dots_b[r][c] = broadcast(&row.minus_32[1]);
-            }
+            const ActivationGroup &row = x[r * stride];
+            dots[r] = t.zero == 8     ? broadcast(&row.minus_8)
+                      : t.zero == 16  ? broadcast(&row.minus_16)
+                      : t.zero == 128 ? broadcast(&row.minus_128)
+                      : t.zero == 32  ? broadcast(&row.minus_32[0])
+                                      : _mm512_setzero_si512();
+            if constexpr (kHalves)
+                dots_b[r] = broadcast(&row.minus_32[1]);
         }
 
+        const Quads<F> quads(part.quants, part.high);
         const auto multiply_quads = [&]<int I>() {
-            __m512i first[C], second[C];
-#pragma GCC unroll 8
-            for (int c = 0; c < C; ++c) {
-                const Quads<F> quads(quants + c * block_bytes, high + c * block_bytes);
-                quads.template get<I>(first[c], second[c]);
-            }
+            __m512i first, second;
+            quads.template get<I>(first, second);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const int8_t *q = a[r * stride].quants;
-                const __m512i x = broadcast(q + I * 4), y = broadcast(q + 16 + I * 4);
-#pragma GCC unroll 8
-                for (int c = 0; c < C; ++c) {
-                    dots[r][c] = _mm512_dpbusd_epi32(dots[r][c], first[c], x);
-                    __m512i &second_dot = kHalves ? dots_b[r][c] : dots[r][c];
-                    second_dot = _mm512_dpbusd_epi32(second_dot, second[c], y);
-                }
+                const int8_t *q = x[r * stride].quants;
+                dots[r] = _mm512_dpbusd_epi32(dots[r], first, broadcast(q + I * 4));
+                __m512i &dot = kHalves ? dots_b[r] : dots[r];
+                dot = _mm512_dpbusd_epi32(dot, second, broadcast(q + 16 + I * 4));
             }
         };
         multiply_quads.template operator()<0>();
@@ -213,40 +194,29 @@ template <Format F, int R, int C> inline void quantized_tile(const Tile &tile) {
         multiply_quads.template operator()<2>();
         multiply_quads.template operator()<3>();
 
+        const Scales<F> s(part.scales, part.shared);
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-            const Scales<F> s(scales + c * block_bytes, supers + c * block_bytes);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const ActivationGroup &row = a[r * stride];
-                __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r][c]), s.scale);
-                if constexpr (kHalves)
-                    product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r][c]), s.scale_b, product);
-                sums[r][c] = _mm512_fmadd_ps(product, _mm512_set1_ps(row.scale), sums[r][c]);
-                if constexpr (t.has_min) {
-                    const __m512 scaled_sum = _mm512_set1_ps(row.scaled_sum);
-                    sums[r][c] = t.k_quant ? _mm512_fnmadd_ps(s.min, scaled_sum, sums[r][c])
-                                           : _mm512_fmadd_ps(s.min, scaled_sum, sums[r][c]);
-                }
+        for (int r = 0; r < R; ++r) {
+            const ActivationGroup &row = x[r * stride];
+            __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), s.scale);
+            if constexpr (kHalves)
+                product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r]), s.scale_b, product);
+            __m512 &sum = sums[r][0];
+            sum = _mm512_fmadd_ps(product, _mm512_set1_ps(row.scale), sum);
+            if constexpr (t.has_min) {
+                const __m512 scaled_sum = _mm512_set1_ps(row.scaled_sum);
+                sum = t.k_quant ? _mm512_fnmadd_ps(s.min, scaled_sum, sum)
+                                : _mm512_fmadd_ps(s.min, scaled_sum, sum);
             }
-#pragma GCC unroll 8
-            for (int64_t line = 0; line < t.quants; line += kLine)
-                _mm_prefetch(quants + c * block_bytes + 4096 + line, _MM_HINT_T0);
         }
-
-        quants += t.quants;
-        high += t.high;
-        scales += t.scales;
-        if constexpr (t.k_quant)
-            supers += g % kGroupsPerSuper == kGroupsPerSuper - 1 ? t.supers : 0;
-        ++a;
+        prefetch_group<F>(tile.weights, g);
     }
-    write_tile<R, C>(tile, sums);
+    write_tile<R, 1>(tile, sums);
 }
 
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     if constexpr (format_info(F).quantized)
-        quantized_tile<F, R, C>(tile);
+        quantized_tile<F, R>(tile);
     else
         float_tile<F, R, C>(tile);
 }

@@ -71,24 +71,22 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
     constexpr Traits t = traits(F);
     for (int64_t g = 0; g < tile.k / kGroup; ++g) {
         uint8_t values[8][64];
-        read_quads<F>(tile.weights + g * t.quants, tile.weights + tile.planes.high + g * t.high,
-                      values);
-        const uint8_t *scales = tile.weights + tile.planes.scales + g * t.scales;
-        const uint8_t *supers = tile.weights + tile.planes.supers + g / kGroupsPerSuper * t.supers;
+        const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+        read_quads<F>(part.quants, part.high, values);
         float scale[kLanes], scale_b[kLanes], min[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-            const float d =
-                half_to_float(load_as<uint16_t>((t.k_quant ? supers : scales) + lane * 2));
+            const float d = half_to_float(
+                load_as<uint16_t>((t.k_quant ? part.shared : part.scales) + lane * 2));
             scale[lane] = d;
             if constexpr (F == Format::Q6_K) {
-                scale[lane] = d * static_cast<float>(static_cast<int8_t>(scales[lane]));
-                scale_b[lane] = d * static_cast<float>(static_cast<int8_t>(scales[16 + lane]));
+                scale[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[lane]));
+                scale_b[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[16 + lane]));
             } else if constexpr (t.k_quant) {
-                const float dmin = half_to_float(load_as<uint16_t>(supers + 32 + lane * 2));
-                scale[lane] = d * static_cast<float>(scales[lane]);
-                min[lane] = -(dmin * static_cast<float>(scales[16 + lane]));
+                const float dmin = half_to_float(load_as<uint16_t>(part.shared + 32 + lane * 2));
+                scale[lane] = d * static_cast<float>(part.scales[lane]);
+                min[lane] = -(dmin * static_cast<float>(part.scales[16 + lane]));
             } else if constexpr (t.has_min) {
-                min[lane] = half_to_float(load_as<uint16_t>(scales + 32 + lane * 2));
+                min[lane] = half_to_float(load_as<uint16_t>(part.scales + 32 + lane * 2));
             }
         }
         for (int r = 0; r < R; ++r) {

@@ -1,7 +1,9 @@
 // How a packed matrix lies in memory; the same in every tier.
 //
 // A matrix is a sequence of column blocks, each of 16 outputs ("lanes") and all k inputs. A column
-// block of a quantized format consists of planes, each running over the groups of 32 inputs:
+// block of a quantized format is a sequence of chunks of 2 groups of 32 inputs (K formats: 8, the
+// file's block), so that a block is read front to back, in whole cache lines. A chunk has, one
+// after another, for all its groups:
 //
 //   quants   8 quads of 4 consecutive inputs. 4-bit part: four vectors of 64 bytes, byte 4·lane + j
 //            of vector i holding input 4i + j in its low and input 16 + 4i + j in its high nibble.
@@ -12,7 +14,8 @@
 //   scales   as stored: 16 fp16 d, then 16 fp16 m where the format has one; K formats: 16 bytes of
 //            6-bit scales, then 16 of mins; Q6_K: 16 int8 scales of the first 16 inputs, then 16
 //            of the last.
-//   supers   K formats, every 8 groups: 16 fp16 d, then 16 fp16 dmin where the format has one.
+//
+// and at its end, in the K formats, 16 fp16 d, then 16 fp16 dmin where the format has one.
 //
 // Float formats keep their numbers: 16 lanes of input 0, 16 lanes of input 1, …
 #pragma once
@@ -22,22 +25,27 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kGroup = 32;         // inputs that share a scale
-constexpr int64_t kGroupsPerSuper = 8; // in the K formats
-constexpr int64_t kLine = 64;          // bytes
+constexpr int64_t kGroup = 32; // inputs that share a scale
+constexpr int64_t kLine = 64;  // bytes
 constexpr int64_t kLanes = kColumns;
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
     return (n + multiple - 1) / multiple * multiple;
 }
 
-// What distinguishes the quantized formats. Plane sizes are bytes a group (supers: 8 groups).
+// What distinguishes the quantized formats.
 struct Traits {
-    int64_t quants, high, scales, supers;
+    int64_t quants, high, scales; // bytes a group
+    int64_t shared;               // bytes a chunk, at its end
     int high_bits;
     int zero;     // subtracted from the stored unsigned number
     bool has_min; // w = scale·q + min (K formats: − min)
     bool k_quant; // scales in two levels
+
+    constexpr int64_t chunk_groups() const { return k_quant ? 8 : 2; }
+    constexpr int64_t chunk_bytes() const {
+        return round_up(chunk_groups() * (quants + high + scales) + shared, kLine);
+    }
 };
 
 constexpr Traits traits(Format format) {
@@ -63,23 +71,43 @@ constexpr Traits traits(Format format) {
     }
 }
 
-// Byte offsets of the planes of one column block.
-struct Planes {
-    int64_t high, scales, supers, block_bytes;
+template <Format F> inline int64_t column_block_bytes(int64_t k) {
+    constexpr FormatInfo info = format_info(F);
+    if constexpr (info.quantized)
+        return round_up(k / kGroup, traits(F).chunk_groups()) / traits(F).chunk_groups() *
+               traits(F).chunk_bytes();
+    else
+        return round_up(k * kLanes * info.block_bytes, kLine);
+}
+
+// Where the parts of a group lie. Byte is uint8_t or const uint8_t.
+template <class Byte> struct GroupParts {
+    Byte *quants, *high, *scales, *shared;
 };
 
-template <Format F> inline Planes planes(int64_t k) {
-    if constexpr (!format_info(F).quantized) {
-        return {0, 0, 0, round_up(k * kLanes * format_info(F).block_bytes, kLine)};
-    } else {
-        constexpr Traits t = traits(F);
-        const int64_t groups = k / kGroup;
-        const int64_t high = groups * t.quants;
-        const int64_t scales = high + groups * t.high;
-        const int64_t supers = scales + groups * t.scales;
-        return {high, scales, supers,
-                round_up(supers + groups / kGroupsPerSuper * t.supers, kLine)};
-    }
+template <Format F, class Byte> inline GroupParts<Byte> group_at(Byte *column_block, int64_t g) {
+    constexpr Traits t = traits(F);
+    constexpr int64_t kHigh = t.chunk_groups() * t.quants;
+    constexpr int64_t kScales = kHigh + t.chunk_groups() * t.high;
+    constexpr int64_t kShared = kScales + t.chunk_groups() * t.scales;
+    Byte *chunk = column_block + g / t.chunk_groups() * t.chunk_bytes();
+    const int64_t i = g % t.chunk_groups();
+    return {chunk + i * t.quants, chunk + kHigh + i * t.high, chunk + kScales + i * t.scales,
+            chunk + kShared};
+}
+
+#ifndef PFD
+#define PFD 4096
+#endif
+constexpr int64_t kPrefetchDistance = PFD; // bytes
+
+// Fetches a group's share of what lies ahead of group g; past a column block, of the next.
+template <Format F> inline void prefetch_group(const uint8_t *column_block, int64_t g) {
+    constexpr int64_t kBytes = traits(F).chunk_bytes() / traits(F).chunk_groups();
+    const uint8_t *ahead = column_block + g * kBytes + kPrefetchDistance;
+#pragma GCC unroll 16
+    for (int64_t at = 0; at < kBytes; at += kLine)
+        __builtin_prefetch(ahead + at);
 }
 
 // One group of 32 activations of one row: 8-bit numbers, and what the formats' inner loops add for

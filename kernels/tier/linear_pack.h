@@ -110,7 +110,7 @@ template <Format F>
 inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, uint8_t *dst) {
     constexpr FormatInfo info = format_info(F);
     const int64_t row_bytes = k / info.block_values * info.block_bytes;
-    const Planes at = planes<F>(k);
+    const int64_t size = column_block_bytes<F>(k);
     if constexpr (!info.quantized) {
         constexpr int64_t kBytes = info.block_bytes;
         for (int64_t i = 0; i < k; ++i)
@@ -121,13 +121,12 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
                 else
                     std::memset(to, 0, kBytes);
             }
-        std::memset(dst + k * kLanes * kBytes, 0,
-                    static_cast<size_t>(at.block_bytes - k * kLanes * kBytes));
+        std::memset(dst + k * kLanes * kBytes, 0, static_cast<size_t>(size - k * kLanes * kBytes));
     } else {
         constexpr Traits t = traits(F);
         constexpr int64_t kGroupsPerBlock = info.block_values / kGroup;
         // A padding column has scale zero, whatever its quants.
-        std::memset(dst, 0, static_cast<size_t>(at.block_bytes));
+        std::memset(dst, 0, static_cast<size_t>(size));
         for (int64_t g = 0; g < k / kGroup; ++g) {
             for (int64_t lane = 0; lane < columns; ++lane) {
                 const uint8_t *block =
@@ -135,24 +134,23 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
                 const int64_t part = g % kGroupsPerBlock;
                 uint8_t values[kGroup];
                 read_group<F>(block, part, values);
-                write_lane<F>(values, lane, dst + g * t.quants, dst + at.high + g * t.high);
-                uint8_t *scales = dst + at.scales + g * t.scales;
-                uint8_t *supers = dst + at.supers + g / kGroupsPerSuper * t.supers;
+                const GroupParts<uint8_t> to = group_at<F>(dst, g);
+                write_lane<F>(values, lane, to.quants, to.high);
                 if constexpr (F == Format::Q6_K) {
-                    scales[lane] = block[192 + part * 2];
-                    scales[16 + lane] = block[192 + part * 2 + 1];
+                    to.scales[lane] = block[192 + part * 2];
+                    to.scales[16 + lane] = block[192 + part * 2 + 1];
                     if (part == 0)
-                        std::memcpy(supers + lane * 2, block + 208, 2);
+                        std::memcpy(to.shared + lane * 2, block + 208, 2);
                 } else if constexpr (t.k_quant) {
-                    unpack_scale_min(block + 4, part, scales[lane], scales[16 + lane]);
+                    unpack_scale_min(block + 4, part, to.scales[lane], to.scales[16 + lane]);
                     if (part == 0) {
-                        std::memcpy(supers + lane * 2, block, 2);
-                        std::memcpy(supers + 32 + lane * 2, block + 2, 2);
+                        std::memcpy(to.shared + lane * 2, block, 2);
+                        std::memcpy(to.shared + 32 + lane * 2, block + 2, 2);
                     }
                 } else {
-                    std::memcpy(scales + lane * 2, block, 2);
+                    std::memcpy(to.scales + lane * 2, block, 2);
                     if constexpr (t.has_min)
-                        std::memcpy(scales + 32 + lane * 2, block + 2, 2);
+                        std::memcpy(to.scales + 32 + lane * 2, block + 2, 2);
                 }
             }
         }
@@ -173,32 +171,30 @@ inline void dequantize_lane(const uint8_t *block, int64_t lane, int64_t k, float
             out[i] = bfloat_to_float(load_as<uint16_t>(block + (i * kLanes + lane) * 2));
     } else {
         constexpr Traits t = traits(F);
-        const Planes at = planes<F>(k);
         for (int64_t g = 0; g < k / kGroup; ++g) {
             uint8_t values[kGroup];
-            read_lane<F>(block + g * t.quants, block + at.high + g * t.high, lane, values);
-            const uint8_t *scales = block + at.scales + g * t.scales;
-            const uint8_t *supers = block + at.supers + g / kGroupsPerSuper * t.supers;
+            const GroupParts<const uint8_t> from = group_at<F>(block, g);
+            read_lane<F>(from.quants, from.high, lane, values);
             float *y = out + g * kGroup;
             if constexpr (F == Format::Q6_K) {
-                const float d = half_to_float(load_as<uint16_t>(supers + lane * 2));
+                const float d = half_to_float(load_as<uint16_t>(from.shared + lane * 2));
                 for (int64_t i = 0; i < kGroup; ++i) {
-                    const auto scale = static_cast<int8_t>(scales[i / 16 * 16 + lane]);
+                    const auto scale = static_cast<int8_t>(from.scales[i / 16 * 16 + lane]);
                     y[i] = d * static_cast<float>(scale) * static_cast<float>(values[i] - 32);
                 }
             } else if constexpr (t.k_quant) {
-                const float d = half_to_float(load_as<uint16_t>(supers + lane * 2));
-                const float dmin = half_to_float(load_as<uint16_t>(supers + 32 + lane * 2));
-                const float scale = d * static_cast<float>(scales[lane]);
-                const float min = dmin * static_cast<float>(scales[16 + lane]);
+                const float d = half_to_float(load_as<uint16_t>(from.shared + lane * 2));
+                const float dmin = half_to_float(load_as<uint16_t>(from.shared + 32 + lane * 2));
+                const float scale = d * static_cast<float>(from.scales[lane]);
+                const float min = dmin * static_cast<float>(from.scales[16 + lane]);
                 for (int64_t i = 0; i < kGroup; ++i)
                     y[i] = scale * static_cast<float>(values[i]) - min;
             } else {
-                const float d = half_to_float(load_as<uint16_t>(scales + lane * 2));
+                const float d = half_to_float(load_as<uint16_t>(from.scales + lane * 2));
                 for (int64_t i = 0; i < kGroup; ++i)
                     y[i] = static_cast<float>(values[i] - t.zero) * d;
                 if constexpr (t.has_min) {
-                    const float m = half_to_float(load_as<uint16_t>(scales + 32 + lane * 2));
+                    const float m = half_to_float(load_as<uint16_t>(from.scales + 32 + lane * 2));
                     for (int64_t i = 0; i < kGroup; ++i)
                         y[i] += m;
                 }

@@ -21,7 +21,7 @@ namespace {
 
 struct Tile {
     const uint8_t *weights; // first column block
-    Planes planes;
+    int64_t block_bytes;    // of a column block
     int64_t k;
     const std::byte *activations; // first row: ActivationGroup or float
     int64_t activation_stride;    // of a row, in bytes

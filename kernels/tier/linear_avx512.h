@@ -136,7 +136,7 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
                     _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
                                           reinterpret_cast<const __m256i *>(from))),
                                       16));
-            _mm_prefetch(from + kPrefetchDistance, _MM_HINT_T0);
+            prefetch(from + kPrefetchDistance);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {

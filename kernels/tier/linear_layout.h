@@ -96,10 +96,13 @@ template <Format F, class Byte> inline GroupParts<Byte> group_at(Byte *column_bl
             chunk + kShared};
 }
 
-#ifndef PFD
-#define PFD 4096
-#endif
-constexpr int64_t kPrefetchDistance = PFD; // bytes
+constexpr int64_t kPrefetchDistance = 6144; // bytes
+
+// Into the second-level cache: while a tile of several rows computes, prefetches into the first
+// fill up the buffers that its own loads need (measured on Zen 4: half the speed at 8 rows).
+inline void prefetch(const void *from) {
+    __builtin_prefetch(from, 0, 1);
+}
 
 // Fetches a group's share of what lies ahead of group g; past a column block, of the next.
 template <Format F> inline void prefetch_group(const uint8_t *column_block, int64_t g) {
@@ -107,7 +110,7 @@ template <Format F> inline void prefetch_group(const uint8_t *column_block, int6
     const uint8_t *ahead = column_block + g * kBytes + kPrefetchDistance;
 #pragma GCC unroll 16
     for (int64_t at = 0; at < kBytes; at += kLine)
-        __builtin_prefetch(ahead + at);
+        prefetch(ahead + at);
 }
 
 // One group of 32 activations of one row: 8-bit numbers, and what the formats' inner loops add for

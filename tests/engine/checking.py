@@ -220,6 +220,7 @@ def build(
     clock: Clock | None = None,
     eos: Collection[int] = (),
     duration: float = 0.001,
+    seed: int | None = None,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
     config = SchedulerConfig(
@@ -248,4 +249,5 @@ def build(
         clock or VirtualClock(),
         vocab_size=VOCAB,
         eos_token_ids=eos,
+        seed=seed,
     )

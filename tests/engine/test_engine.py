@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from engine.checking import build
-from octavo.engine.engine import Engine
+from typing import Any
+
+import pytest
+
+from engine.checking import CheckingExecutor, FakeSampler, FakeState, build
+from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Outcome, Request
+from octavo.sample.sampler import Sampled
+from octavo.schedule.request import (
+    AdmissionError,
+    FinishReason,
+    Outcome,
+    Request,
+    RequestRecord,
+)
 
 
 def request(name: str, prompt: list[int], **params: object) -> Request:
@@ -54,3 +65,143 @@ def test_block_16_two_requests_of_34_and_35_in_7_blocks_preempt_once() -> None:
             engine.add_request(request(name, prompt, max_tokens=35, seed=first))
         run(engine)
         assert engine.stats().preemptions == preemptions, num_blocks
+
+
+def test_a_poisonous_request_fails_alone_and_its_neighbours_finish() -> None:
+    engine = build()
+    assert isinstance(engine.executor, CheckingExecutor)
+    engine.executor.poison = 63
+    records = [
+        engine.add_request(request("a", [1] * 20, max_tokens=9, n=2)),
+        engine.add_request(request("bad", [2, 63], max_tokens=9)),
+        engine.add_request(request("b", [3] * 40, max_tokens=9)),
+    ]
+    deltas = run(engine)
+    outcomes = [record.outcome for record in records]
+    assert outcomes == [Outcome.FINISHED, Outcome.FAILED, Outcome.FINISHED]
+    assert records[1].error == "the step failed: injected"
+    assert [d.finish_reason for d in deltas if d.request_id == "bad"] == [FinishReason.ERROR]
+    assert [record.completion_tokens for record in records] == [18, 0, 9]
+
+
+def test_a_row_that_is_not_a_number_fails_its_own_request_only() -> None:
+    engine = build()
+    assert isinstance(engine.sampler, FakeSampler)
+    engine.sampler.broken.add(5)
+    good = engine.add_request(request("good", [1], max_tokens=4))
+    bad = engine.add_request(request("bad", [2], max_tokens=4, seed=5, n=3))
+    deltas = run(engine)
+    assert (good.outcome, bad.outcome) == (Outcome.FINISHED, Outcome.FAILED)
+    assert bad.error == "the logits are not numbers"
+    ends = [d for d in deltas if d.request_id == "bad"]
+    assert [d.choice for d in ends] == [0, 1, 2]
+    assert [d.record is bad for d in ends] == [False, False, True]
+
+
+def test_a_sampler_that_raises_half_way_leaves_no_trace() -> None:
+    engine = build()
+    draws = engine.sampler.sample
+    failures = iter([False, False, True])
+
+    def sample(logits: Any, rows: Any, states: Any) -> Sampled:
+        sampled = draws(logits, rows, states)
+        if next(failures, False):
+            raise RuntimeError("after recording")
+        return sampled
+
+    engine.sampler.sample = sample  # type: ignore[method-assign]
+    for name in "ab":
+        engine.add_request(request(name, [1, 2], max_tokens=6, prompt_logprobs=0))
+    deltas = run(engine)
+    expected = build()
+    expected.add_request(request("a", [1, 2], max_tokens=6))
+    tokens = [token for delta in run(expected) for token in delta.token_ids]
+    for name in "ab":
+        mine = [delta for delta in deltas if delta.request_id == name]
+        assert [token for delta in mine for token in delta.token_ids] == tokens
+        assert len(mine[0].prompt_logprobs or []) == 2
+
+
+def test_stop_tokens_end_a_sequence_and_are_told_apart_from_the_end_of_text() -> None:
+    token = FakeSampler().draw(FakeState(1, 0, [0, 0]))  # the third token
+    for eos, params, reason in (
+        ([token], {"ignore_eos": False}, None),
+        ([], {"stop_token_ids": (token,)}, token),
+        ([token], {"ignore_eos": True}, "length"),
+    ):
+        engine = build(eos=eos)
+        record = engine.add_request(request("a", [1], max_tokens=5, **params))
+        last = run(engine)[-1]
+        if reason == "length":
+            assert last.finish_reason is FinishReason.LENGTH
+            assert record.completion_tokens == 5
+        else:
+            assert last.finish_reason is FinishReason.STOP
+            assert last.stop_reason == reason
+            assert record.completion_tokens == 3
+
+
+def test_the_record_is_filled_as_the_request_runs() -> None:
+    engine = build(max_num_batched_tokens=8, duration=1.0)
+    engine.clock.advance(10.0)
+    record = engine.add_request(request("a", list(range(20)), max_tokens=3))
+    assert (record.arrival, record.scheduled) == (10.0, None)
+    run(engine)
+    assert record.scheduled == 10.0
+    assert record.first_token == 13.0
+    assert record.last_token == record.finished == 15.0
+    stats = engine.stats()
+    assert (stats.prompt_tokens, stats.generation_tokens, stats.steps) == (20, 3, 5)
+    assert stats.computed_tokens == 22
+
+
+def test_every_ended_request_is_told_once_rejected_ones_too() -> None:
+    engine = build()
+    told: list[RequestRecord] = []
+
+    class Observer:
+        def on_step(self, step: Step) -> None: ...
+
+        def on_end(self, record: RequestRecord) -> None:
+            told.append(record)
+
+    engine.observers.append(Observer())
+    engine.add_request(request("a", [1]))
+    engine.add_request(request("b", [1]))
+    with pytest.raises(AdmissionError):
+        engine.add_request(request("c", []))
+    with pytest.raises(AdmissionError, match="in use"):
+        engine.add_request(request("a", [1]))
+    engine.abort("b")
+    run(engine)
+    assert [(record.request_id, record.outcome) for record in told] == [
+        ("c", Outcome.REJECTED),
+        ("a", Outcome.REJECTED),
+        ("b", Outcome.ABORTED),
+        ("a", Outcome.FINISHED),
+    ]
+
+
+def test_three_hundred_aborted_requests_leave_the_engine_as_it_was() -> None:
+    engine = build()
+    for index in range(300):
+        engine.add_request(request(str(index), [index % 64] * (1 + index % 60), max_tokens=40))
+    for index in range(300):
+        if index % 3 == 0:
+            engine.step()
+        engine.abort(str(index))
+    run(engine)
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.kv_blocks_used) == (0, 0, 0)
+    record = engine.add_request(request("after", [1] * 30, max_tokens=5))
+    run(engine)
+    assert record.outcome is Outcome.FINISHED
+
+
+def test_a_request_without_a_seed_gets_one_from_the_engines() -> None:
+    def tokens(seed: int | None) -> list[int]:
+        engine = build(seed=seed)
+        engine.add_request(request("a", [1], seed=None, max_tokens=8))
+        return [token for delta in run(engine) for token in delta.token_ids]
+
+    assert tokens(7) == tokens(7) != tokens(8)

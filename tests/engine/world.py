@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from engine.checking import CheckingExecutor, FakeSampler, FakeState, build
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
+from octavo.kv.prefix import chain_hash
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import (
     AdmissionError,
@@ -52,14 +53,16 @@ class Setting:
     max_logits_rows: int | None = None
     enable_prefix_caching: bool = True
     vocab: int = 3
-    collide: bool = False  # every hash is one of few
+    hashes: int = 0  # how many different hashes there are, to force collisions; 0: all
     max_num_queued_reqs: int | None = None
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
         block_size = rng.choice((1, 2, 4, 5, 16))
         max_model_len = rng.choice((8, 24, 48, 100))
-        windows = rng.choice(((None,), (None, None), (6,), (None, 5), (9, None, 1), (3, 17)))
+        windows = rng.choice(
+            ((None,), (None, None), (6,), (None, 5), (9, None, 1), (3, 17), (4, 8))
+        )
         whole = len(windows) * (-(-max_model_len // block_size))
         max_num_seqs = rng.choice((1, 2, 4, 7))
         return Setting(
@@ -72,7 +75,7 @@ class Setting:
             max_logits_rows=rng.choice((None, max_num_seqs + 5)),
             enable_prefix_caching=rng.random() < 0.8,
             vocab=rng.choice((1, 2, 3, 60)),
-            collide=rng.random() < 0.2,
+            hashes=rng.choice((0, 0, 0, 5, 30, 200)),
             max_num_queued_reqs=rng.choice((None, None, 3)),
         )
 
@@ -80,7 +83,11 @@ class Setting:
 class World:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
-        few = (lambda parent, content: hash((parent, content)) % 5) if setting.collide else None
+
+        def hasher(parent: int, content: bytes) -> int:
+            value = chain_hash(parent, content)
+            return value % setting.hashes if setting.hashes else value
+
         self.engine = build(
             windows=setting.windows,
             block_size=setting.block_size,
@@ -92,7 +99,7 @@ class World:
             enable_prefix_caching=setting.enable_prefix_caching,
             max_num_queued_reqs=setting.max_num_queued_reqs,
             vocab=setting.vocab,
-            **({"hasher": few} if few else {}),
+            hasher=hasher,
         )
         assert isinstance(self.engine.executor, CheckingExecutor)
         assert isinstance(self.engine.sampler, FakeSampler)

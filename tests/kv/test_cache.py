@@ -194,3 +194,15 @@ def test_check_finds_a_reference_too_many() -> None:
     kv.pool.share(int(kv.tables[0, slot, 0]))
     with pytest.raises(RuntimeError, match="2 references counted, 1 in the tables"):
         kv.check()
+
+
+def test_a_fully_cached_prompt_needs_the_window_of_its_last_token() -> None:
+    kv = cache((None, 5))
+    slot = kv.open()
+    write(kv, slot, ids(40))
+    kv.close(slot)
+    nodes = kv.lookup(ids(40), None).nodes
+    assert len(nodes) == 10
+    kv.index.forget(nodes[8].blocks[1])  # position 39 sees 35 to 39, of blocks 8 and 9
+    assert kv.lookup(ids(41), None).num_tokens == 40, "position 40 sees 36 to 40"
+    assert kv.lookup(ids(40), None).num_tokens == 32

@@ -40,6 +40,7 @@ class Vocabulary {
         while (capacity < 2 * count)
             capacity *= 2;
         slots_.assign(capacity, kNone);
+        present_.resize(8 * capacity);
         powers_.push_back(1);
         for (size_t token = 0; token < count; ++token) {
             const auto length = static_cast<size_t>(offsets[token + 1] - offsets[token]);
@@ -50,7 +51,9 @@ class Vocabulary {
             if (length == 1)
                 characters_[text[offsets[token]] & kCharacterMask] = true;
             prefixes(token);
-            size_t slot = mix(prefix_[length]) & (capacity - 1);
+            const uint64_t hash = mix(prefix_[length]);
+            present_[hash & (present_.size() - 1)] = true;
+            size_t slot = hash & (capacity - 1);
             while (slots_[slot] != kNone)
                 slot = (slot + 1) & (capacity - 1);
             slots_[slot] = static_cast<uint32_t>(token);
@@ -68,8 +71,10 @@ class Vocabulary {
 
     // The token spelt by characters [from, to) of the selected token, or kNone.
     uint32_t find(size_t from, size_t to) const {
-        const uint64_t hash = prefix_[to] - prefix_[from] * powers_[to - from];
-        for (size_t slot = mix(hash) & (slots_.size() - 1); slots_[slot] != kNone;
+        const uint64_t hash = mix(prefix_[to] - prefix_[from] * powers_[to - from]);
+        if (!present_[hash & (present_.size() - 1)])
+            return kNone;
+        for (size_t slot = hash & (slots_.size() - 1); slots_[slot] != kNone;
              slot = (slot + 1) & (slots_.size() - 1)) {
             const uint32_t token = slots_[slot];
             const int64_t start = offsets_[token];
@@ -91,6 +96,7 @@ class Vocabulary {
     const int64_t *offsets_;
     const uint32_t *begin_ = nullptr;
     std::vector<bool> characters_; // by code point
+    std::vector<bool> present_;    // hashes that occur: most lookups fail, and fail here, in cache
     std::vector<uint32_t> slots_;
     std::vector<uint64_t> powers_;
     std::vector<uint64_t> prefix_; // hashes of the selected token's prefixes
@@ -133,7 +139,8 @@ void compute_cuts(const uint32_t *text, const int64_t *offsets, const int32_t *r
             const bool right =
                 pair.to - pair.middle > 1 || vocabulary.find(pair.middle, pair.to) != kNone;
             if (left && right)
-                pair.token = vocabulary.find(pair.from, pair.to);
+                pair.token = pair.to - pair.from == length ? static_cast<uint32_t>(token)
+                                                           : vocabulary.find(pair.from, pair.to);
             if (pair.token != kNone)
                 pair.rank = ranks[pair.token];
             return pair;

@@ -38,14 +38,15 @@ double seconds() {
 
 int main(int argc, char **argv) {
     const LinearKernels &kernels = find_tier(argc > 1 ? argv[1] : "").linear;
-    const int64_t n = argc > 2 ? std::atol(argv[2]) : 1536, k = argc > 3 ? std::atol(argv[3]) : 1536;
+    const int64_t n = argc > 2 ? std::atol(argv[2]) : 1536,
+                  k = argc > 3 ? std::atol(argv[3]) : 1536;
     std::vector<Format> formats;
     for (int i = 4; i < argc; ++i)
         formats.push_back(static_cast<Format>(std::atoi(argv[i])));
     if (formats.empty())
-        formats = {Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1, Format::Q8_0,
-                   Format::Q4_K, Format::Q5_K, Format::Q6_K, Format::F16,  Format::BF16,
-                   Format::F32};
+        formats = {Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1,
+                   Format::Q8_0, Format::Q4_K, Format::Q5_K, Format::Q6_K,
+                   Format::F16,  Format::BF16, Format::F32};
     const int64_t blocks = (n + kColumns - 1) / kColumns;
     std::printf("%6s", "format");
     for (const int64_t rows : {1, 2, 3, 4, 8, 12, 32, 128, 512})
@@ -53,7 +54,8 @@ int main(int argc, char **argv) {
     std::printf("   GB/s at 1   prepare ns/row\n");
     for (const Format format : formats) {
         const size_t size = kernels.packed_bytes(format, n, k);
-        const auto matrices = static_cast<int64_t>(std::max<size_t>(1, (size_t(getenv("BENCH_MB") ? atoi(getenv("BENCH_MB")) : 128) << 20) / size));
+        const auto matrices = static_cast<int64_t>(std::max<size_t>(
+            1, (size_t(getenv("BENCH_MB") ? atoi(getenv("BENCH_MB")) : 128) << 20) / size));
         std::byte *weights = huge_pages(size * static_cast<size_t>(matrices));
         // Any bits will do but a NaN's or a subnormal's.
         for (size_t i = 0; i < size * static_cast<size_t>(matrices); ++i)

@@ -14,6 +14,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace octavo {
@@ -74,12 +75,14 @@ float normal(Rng &rng) {
     return std::normal_distribution<float>()(rng);
 }
 
-// An exactly sized, aligned allocation, so that a sanitizer sees any access outside it.
+// An aligned allocation of zeros of its exact size, so that a sanitizer sees any access outside it.
 struct Buffer {
     explicit Buffer(size_t size)
         : data(static_cast<std::byte *>(
                    std::aligned_alloc(64, std::max<size_t>(64, (size + 63) / 64 * 64))),
-               std::free) {}
+               std::free) {
+        std::memset(data.get(), 0, size);
+    }
     std::unique_ptr<std::byte, void (*)(void *)> data;
 };
 
@@ -189,8 +192,8 @@ struct Shape {
 };
 
 Shape random_shape(Format format, Rng &rng) {
-    const int64_t ns[] = {1, 15, 16, 17, 48, 71, 130, 200};
-    Shape s{draw(rng, 1, 33), ns[draw(rng, 0, 7)], 0};
+    const int64_t ns[] = {1, 15, 16, 17, 48, 71, 130, 200, 576};
+    Shape s{draw(rng, 1, 33), ns[draw(rng, 0, 8)], 0};
     const int64_t block = std::max<int64_t>(format_info(format).block_values, 1);
     s.k = block * draw(rng, 1, block == 1 ? 300 : block == 32 ? 24 : 4);
     return s;
@@ -280,6 +283,28 @@ void test_ranges(const LinearKernels &kernels, const Matrix &m, const std::byte 
     }
 }
 
+// Rows prepared alone, and in a wider matrix, are the rows prepared together.
+void test_prepare(const LinearKernels &kernels, const Matrix &m, const std::vector<float> &x,
+                  const std::vector<float> &expected, int64_t rows, Rng &rng) {
+    const int64_t n = m.packed.n, k = m.packed.k, blocks = (n + kColumns - 1) / kColumns;
+    const Format format = m.packed.format;
+    const int64_t r = draw(rng, 0, rows - 1), ldx = k + draw(rng, 0, 9);
+    std::vector<float> wide(static_cast<size_t>(r * ldx + k), NAN);
+    std::copy_n(x.data() + r * k, k, wide.data() + r * ldx);
+    const Buffer alone(kernels.activation_bytes(format, 1, k));
+    kernels.prepare(format, wide.data() + r * ldx, ldx, 1, k, alone.data.get(), 0, 1);
+    const Buffer among(kernels.activation_bytes(format, rows, k));
+    kernels.prepare(format, wide.data(), ldx, rows, k, among.data.get(), r, r + 1);
+    for (const auto &[activations, row] :
+         {std::pair{alone.data.get(), int64_t{0}}, std::pair{among.data.get(), r}}) {
+        std::vector<float> out(static_cast<size_t>((row + 1) * n));
+        kernels.matmul(m.packed, activations, row == 0 ? 1 : rows, row, row + 1, 0, blocks,
+                       out.data(), n, false);
+        CHECK(same_bits(out.data() + row * n, expected.data() + r * n, static_cast<size_t>(n)),
+              "%s: row %ld of %ld prepared apart", name(format), r, rows);
+    }
+}
+
 // A row with a NaN or an infinity spoils itself only.
 void test_bad_row(const LinearKernels &kernels, const Matrix &m, std::vector<float> x,
                   const std::vector<float> &expected, int64_t rows, Rng &rng) {
@@ -312,29 +337,37 @@ void test_case(const Tier &tier, Format format, Shape s, Rng &rng) {
     test_dequantize(kernels, m);
     test_against_reference(m, x, out, s.rows);
     test_ranges(kernels, m, activations.data.get(), out, s.rows, rng);
+    test_prepare(kernels, m, x, out, s.rows, rng);
     test_bad_row(kernels, m, x, out, s.rows, rng);
 }
 
-// Quantized activations are the same in every tier; products are the same in the tiers that fuse.
+// Prepared activations are the same in every tier; products are the same in the tiers that fuse.
 void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Shape s,
                        uint64_t seed) {
-    std::vector<std::byte> activations;
+    const Tier *first_fused = nullptr;
     std::vector<float> fused;
+    std::vector<std::byte> first_activations;
     for (const Tier *tier : tiers) {
+        const LinearKernels &kernels = tier->linear;
         Rng rng(seed);
-        const Matrix m(tier->linear, format, s.n, s.k, rng);
+        const Matrix m(kernels, format, s.n, s.k, rng);
         const std::vector<float> x = random_rows(s.rows, s.k, rng);
-        const size_t size = tier->linear.activation_bytes(format, s.rows, s.k);
-        const Buffer buffer = prepared(tier->linear, format, x, s.rows, s.k);
-        // Compare the rows' contents through the product with one tier's kernel.
-        const std::vector<float> out = one_by_one(tier->linear, m, buffer.data.get(), s.rows);
-        (void)size;
+        const Buffer buffer = prepared(kernels, format, x, s.rows, s.k);
+        const std::vector<std::byte> activations(
+            buffer.data.get(), buffer.data.get() + kernels.activation_bytes(format, s.rows, s.k));
+        if (first_activations.empty())
+            first_activations = activations;
+        CHECK(activations == first_activations, "%s: %s prepares otherwise than %s", name(format),
+              tier->name, tiers.front()->name);
         if (std::string(tier->name) == "generic")
             continue;
-        if (fused.empty())
+        const std::vector<float> out = one_by_one(kernels, m, buffer.data.get(), s.rows);
+        if (first_fused == nullptr) {
+            first_fused = tier;
             fused = out;
+        }
         CHECK(same_bits(fused.data(), out.data(), out.size()), "%s: %s differs from %s",
-              name(format), tier->name, tiers.front()->name);
+              name(format), tier->name, first_fused->name);
     }
 }
 

@@ -1,0 +1,119 @@
+"""Linear kernels: every format on every tier this CPU has.
+
+The C++ tests (kernels/test/linear_test.cpp) compare the kernels with scalar references and with
+themselves; here are those tests' build and run, and comparisons with independent readings.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import _native
+from octavo.checkpoint.base import WeightFormat
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCKS = np.load(Path(__file__).with_name("gguf_blocks.npz"))
+FORMATS = list(WeightFormat)
+FLOATS = {WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16}
+
+
+@pytest.fixture(params=["generic", "avx2", "avx512"])
+def isa(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    try:
+        _native.packed_bytes(WeightFormat.F32, 1, 1, name)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return name
+
+
+def run(*command: str | Path) -> str:
+    # The environment's own cmake and ninja, as make native takes them.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    result = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+def build(directory: Path, *options: str) -> Path:
+    run("cmake", "-S", ROOT, "-B", directory, "-DOCTAVO_TESTS=ON", *options)
+    run("cmake", "--build", directory, "--target", "linear_test")
+    return directory / "linear_test"
+
+
+def test_cpp_tests() -> None:
+    directory = ROOT / "build" / "dev"
+    if not (directory / "CMakeCache.txt").exists():
+        pytest.skip("the kernels were not built here: make native")
+    output = run(build(directory), "4")
+    for format in FORMATS:
+        assert f"passed generic {format.name}" in output
+
+
+@pytest.mark.long
+def test_cpp_tests_sanitized() -> None:
+    """Address and undefined-behaviour sanitizers; minutes to build."""
+    run(build(ROOT / "build" / "sanitize", "-G", "Ninja", "-DOCTAVO_SANITIZE=ON"), "40")
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_dequantize_equals_gguf(format: WeightFormat, isa: str) -> None:
+    """Bit for bit what the gguf package reads (recorded by record_blocks.py)."""
+    data, values = BLOCKS[f"{format.name}_bytes"], BLOCKS[f"{format.name}_values"]
+    read = _native.dequantize(data.ravel(), format, *values.shape, isa)
+    np.testing.assert_array_equal(read.view(np.uint32), values.view(np.uint32))
+
+
+def round_activations(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """To 8 bits a group of 32, as the kernels do."""
+    groups = x.reshape(len(x), -1, 32)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    inverse = np.divide(np.float32(127), largest, where=largest > 0, out=np.zeros_like(largest))
+    scale = (largest / np.float32(127)).astype(np.float64)
+    return (np.rint(groups * inverse).astype(np.float64) * scale).reshape(x.shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(FORMATS), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_linear_equals_numpy(format: WeightFormat, rows: int, seed: int) -> None:
+    """x @ w.T in float64, with the weights that gguf reads and the same 8-bit activations."""
+    rng = np.random.default_rng(seed)
+    data, w = BLOCKS[f"{format.name}_bytes"], BLOCKS[f"{format.name}_values"].astype(np.float64)
+    picks = rng.integers(0, len(w), int(rng.integers(1, 40)))
+    x = rng.standard_normal((rows, w.shape[1])).astype(np.float32)
+    out = _native.linear(np.ascontiguousarray(data[picks]).ravel(), format, len(picks), x)
+    rounded = x.astype(np.float64) if format in FLOATS else round_activations(x)
+    bound = 1e-5 * (np.abs(rounded) @ np.abs(w[picks]).T)
+    assert (np.abs(out - rounded @ w[picks].T) <= bound).all()
+    # Each row alone gives the same bits.
+    alone = [_native.linear(data[picks].ravel(), format, len(picks), row[None]) for row in x]
+    np.testing.assert_array_equal(np.concatenate(alone).view(np.uint32), out.view(np.uint32))
+
+
+def test_packing_keeps_the_file_s_size() -> None:
+    for format in FORMATS:
+        file_bytes = BLOCKS[f"{format.name}_bytes"][0].nbytes / 512
+        assert _native.packed_bytes(format, 576, 2048) <= 1.03 * file_bytes * 576 * 2048
+
+
+def test_refusals() -> None:
+    x = np.zeros((1, 100), np.float32)
+    with pytest.raises(ValueError, match="cannot be 4 x 100"):
+        _native.linear(np.zeros(400, np.uint8), WeightFormat.Q4_0, 4, x)
+    with pytest.raises(ValueError, match="no kernels for weight format 10"):
+        _native.packed_bytes(10, 4, 256)
+    with pytest.raises(ValueError, match="size does not fit"):
+        _native.dequantize(np.zeros(17, np.uint8), WeightFormat.Q4_0, 1, 32)
+    with pytest.raises(ValueError, match="unknown instruction set 'mmx'"):
+        _native.packed_bytes(WeightFormat.F32, 1, 1, "mmx")

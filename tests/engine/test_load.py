@@ -1,0 +1,133 @@
+"""What fits, and the arithmetic when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from execute import tiny
+from octavo.engine.load import (
+    CachePlan,
+    DoesNotFit,
+    EngineConfig,
+    load_engine,
+    plan_cache,
+    work_bytes,
+)
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Outcome, Request
+
+MIB = 1 << 20
+WEIGHTS = 10 * MIB
+
+
+def plan(available: int, family: str = "gemma3", **values: Any) -> CachePlan:
+    model = tiny.config(family)
+    layout = KvLayout.of(model)
+    return plan_cache(EngineConfig(**values), program(model), layout, WEIGHTS, available)
+
+
+@given(
+    available=st.integers(0, 64 * MIB),
+    share=st.floats(0.01, 1.0),
+    max_model_len=st.none() | st.integers(1, 512),
+    family=st.sampled_from(["llama", "gemma3"]),
+)
+def test_a_plan_never_exceeds_the_memory_and_holds_what_it_says(
+    available: int, share: float, max_model_len: int | None, family: str
+) -> None:
+    layout = KvLayout.of(tiny.config(family))
+    try:
+        made = plan(available, family, memory_utilization=share, max_model_len=max_model_len)
+    except DoesNotFit:
+        return
+    assert made.weight_bytes + made.work_bytes + made.kv_cache_bytes <= available
+    assert made.kv_cache_bytes == made.num_blocks * layout.block_bytes
+    assert peak_blocks(layout, made.max_model_len) <= made.num_blocks
+    assert made.capacity_sequences >= 1.0
+    if max_model_len is not None:
+        assert made.max_model_len == max_model_len
+
+
+def test_without_a_wish_the_context_is_what_fits() -> None:
+    work = work_bytes(program(tiny.config()), 512, 256)
+    block = KvLayout.of(tiny.config()).block_bytes
+    room = WEIGHTS + work + 10 * block
+    assert plan(room, "llama", memory_utilization=1.0).max_model_len == 160
+    assert plan(4 * room, "llama", memory_utilization=1.0).max_model_len == 512
+
+
+@pytest.mark.parametrize(
+    ("available", "values", "message"),
+    [
+        (9 * MIB, {}, r"9 MiB available - 10 MiB weights - .* work space = -"),
+        (64 * MIB, {"kv_cache_memory_bytes": 60 * MIB}, r"asks for 60 MiB of KV cache; 64 MiB"),
+        (64 * MIB, {"max_model_len": 1000}, r"1000 is more than the model's context of 512"),
+        (
+            64 * MIB,
+            {"max_model_len": 512, "kv_cache_memory_bytes": 4096 * 20},
+            r"512 tokens needs 38 KV blocks of 4 KiB? .*hold 20|512 tokens needs .* hold ",
+        ),
+        (64 * MIB, {"kv_cache_memory_bytes": 1}, r"hold 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_the_arithmetic(
+    available: int, values: dict[str, int], message: str
+) -> None:
+    with pytest.raises(DoesNotFit, match=message):
+        plan(available, **values)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"max_num_seqs": 0},
+        {"block_size": -1},
+        {"max_model_len": 0},
+        {"memory_utilization": 0.0},
+        {"memory_utilization": 1.5},
+        {"kv_cache_dtype": "fp8"},
+        {"threads": 0},
+    ],
+)
+def test_settings_without_sense_are_refused_by_name(values: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(values))):
+        EngineConfig(**values)
+
+
+def test_a_real_model_is_loaded_and_answers(smollm2_path: Path) -> None:
+    config = EngineConfig(kv_cache_memory_bytes=64 * MIB, max_num_seqs=4)
+    loaded = load_engine(smollm2_path, config)
+    tokenizer = loaded.checkpoint.tokenizer
+    assert loaded.kv_cache_bytes == loaded.num_blocks * 16 * 23_040
+    assert loaded.max_model_len == loaded.num_blocks * 16 == loaded.capacity_tokens
+    report = loaded.report()
+    for fact in (str(loaded.num_blocks), str(loaded.capacity_tokens), "<|im_end|>", "llama"):
+        assert fact in report
+    prompt = tokenizer.encode("The capital of France is")
+    params = SamplingParams(temperature=0, max_tokens=4)
+    record = loaded.engine.add_request(
+        Request(request_id="a", prompt_token_ids=prompt, params=params)
+    )
+    text = ""
+    while loaded.engine.has_work():
+        text += "".join(delta.text for delta in loaded.engine.step())
+    assert text.startswith(" Paris")
+    assert record.outcome is Outcome.FINISHED
+    loaded.engine.close()
+
+
+def test_a_model_too_large_for_the_memory_is_refused_before_it_is_loaded(
+    smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.engine.load.available_memory", lambda: 50 * MIB)
+    with pytest.raises(DoesNotFit, match="50 MiB available"):
+        load_engine(smollm2_path, replace(EngineConfig(), max_num_seqs=4))

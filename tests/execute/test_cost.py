@@ -1,0 +1,150 @@
+"""The cost executor: bytes and operations counted one by one, and the engine on virtual time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from execute import tiny
+from octavo.engine.clock import VirtualClock
+from octavo.engine.engine import Engine
+from octavo.execute.batch import Batch
+from octavo.execute.cost import CostExecutor, Rates
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+from octavo.model.program import Linear, Logits, PagedAttention
+from octavo.sample.params import SamplingParams
+from octavo.sample.scripted import ScriptedSampler
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import Outcome, Request
+from octavo.schedule.scheduler import Scheduler
+
+PLAIN = Rates(1e9, 1e9)
+
+
+def executor(family: str = "llama", rates: Rates = PLAIN) -> CostExecutor:
+    config = tiny.config(family)
+    return CostExecutor(program(config), KvLayout.of(config), num_blocks=100, rates=rates)
+
+
+def batch(spans: list[tuple[int, int]], rows: int = 1) -> Batch:
+    """(first position, tokens) of each sequence."""
+    sizes = [size for _, size in spans]
+    positions = np.concatenate([np.arange(start, start + size) for start, size in spans])
+    return Batch(
+        np.zeros(len(positions), np.int32),
+        positions.astype(np.int32),
+        np.cumsum([0, *sizes]).astype(np.int32),
+        np.arange(len(spans), dtype=np.int32),
+        np.zeros((1, len(spans), 40), np.int32),
+        np.arange(rows, dtype=np.int32),
+        np.empty((0, 2), np.int32),
+    )
+
+
+spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@given(spans=spans)
+def test_attention_is_counted_as_if_query_by_query(
+    family: str, spans: list[tuple[int, int]]
+) -> None:
+    config = tiny.config(family)
+    token_bytes = 2 * config.num_kv_heads * config.head_dim * 2
+    ops = moved = 0
+    for op in program(config).ops:
+        if isinstance(op, PagedAttention):
+            for start, size in spans:
+                seen = set()
+                for position in range(start, start + size):
+                    first = max(0, position - op.window + 1) if op.window else 0
+                    ops += 4 * config.num_heads * config.head_dim * (position - first + 1)
+                    seen |= set(range(first, position + 1))
+                moved += (len(seen) + size) * token_bytes  # read once, and the new ones written
+    counted = executor(family).cost(batch(spans))
+    tokens = sum(size for _, size in spans)
+    without = executor(family).cost(batch([(0, 1)] * tokens))
+    of_first = tokens * len(config.layers) * 4 * config.num_heads * config.head_dim
+    assert counted.kv_bytes == moved
+    assert counted.ops - without.ops == ops - of_first
+
+
+def test_weights_are_read_once_a_step_and_the_head_only_where_logits_are_wanted() -> None:
+    config = tiny.config()
+    compute = program(config)
+    matrices = [op.weight for op in compute.ops if isinstance(op, Linear)]
+    head = next(op.weight for op in compute.ops if isinstance(op, Logits))
+
+    def size(role: str) -> int:
+        return 2 * int(np.prod(compute.weights[role]))
+
+    one, many = executor().cost(batch([(0, 1)])), executor().cost(batch([(0, 30)]))
+    none = executor().cost(batch([(0, 1)], rows=0))
+    assert one.weight_bytes >= sum(map(size, matrices)) + size(head)
+    assert many.weight_bytes - one.weight_bytes == 29 * 2 * config.hidden_size, "embedding rows"
+    assert one.weight_bytes - none.weight_bytes == size(head)
+    linear_ops = sum(size(role) for role in matrices)
+    assert many.ops >= 30 * linear_ops
+
+
+def test_stored_sizes_replace_the_two_bytes_an_element() -> None:
+    config = tiny.config()
+    compute = program(config)
+    half = {role: int(np.prod(shape)) for role, shape in compute.weights.items()}
+    layout = KvLayout.of(config)
+    stored = CostExecutor(compute, layout, num_blocks=1, rates=Rates(1e9), weight_bytes=half)
+    assert (
+        2 * stored.cost(batch([(0, 1)])).weight_bytes
+        == executor().cost(batch([(0, 1)])).weight_bytes
+    )
+
+
+def test_duration_follows_the_slower_of_memory_and_arithmetic() -> None:
+    for rates in (Rates(1e6, 1e15), Rates(1e15, 1e6)):
+        cost = executor(rates=rates).cost(batch([(5, 1)]))
+        memory = (cost.weight_bytes + cost.kv_bytes) / rates.bytes_per_second
+        assert cost.seconds == pytest.approx(max(memory, cost.ops / rates.ops_per_second), rel=1e-6)
+    assert executor(rates=Rates(step_overhead=0.5)).execute(batch([(0, 1)])).duration == 0.5
+    assert executor(rates=Rates()).execute(batch([(0, 1)])).duration == 0.0
+    with pytest.raises(ValueError, match="positive"):
+        Rates(bytes_per_second=0)
+
+
+def test_the_engine_simulates_on_virtual_time() -> None:
+    """A step's predicted duration is all that moves the clock."""
+    config = tiny.config()
+    layout = KvLayout.of(config)
+    costs = CostExecutor(
+        program(config), layout, num_blocks=200, rates=Rates(1e9, 1e9, step_overhead=1e-3)
+    )
+    clock = VirtualClock()
+    limits = SchedulerConfig(max_model_len=512, max_num_seqs=16, max_num_batched_tokens=256)
+    engine = Engine(
+        costs,
+        Scheduler(limits, layout, 200),
+        ScriptedSampler(config.vocab_size),
+        clock,
+        vocab_size=config.vocab_size,
+    )
+    records = [
+        engine.add_request(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=[index] * 30,
+                params=SamplingParams(max_tokens=20, seed=index),
+            )
+        )
+        for index in range(8)
+    ]
+    steps = 0
+    while engine.has_work():
+        engine.step()
+        steps += 1
+    assert steps == 20
+    assert 0.02 < clock.now() < 1.0
+    assert all(record.outcome is Outcome.FINISHED for record in records)
+    assert max(record.finished or 0.0 for record in records) == clock.now()
+    assert all(record.first_token == records[0].first_token for record in records)

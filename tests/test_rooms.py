@@ -18,7 +18,7 @@ ALLOWED: dict[str, set[str]] = {
     "model": set(),
     "checkpoint": {"model", "_native"},
     "kv": {"model"},
-    "sample": set(),
+    "sample": {"_native"},
     "schedule": {"kv", "model", "sample", "execute.batch"},
     "execute": {"kv", "model", "checkpoint", "_native"},
     "engine": {"schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},

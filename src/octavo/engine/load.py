@@ -218,6 +218,7 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
         isa=config.isa,
         kv_dtype=config.kv_cache_dtype,
     )
+    checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer
     engine = Engine(
         executor,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -22,7 +24,9 @@ class StartingEngine(serve_fakes.FakeEngine):
 
     async def start(self) -> None: ...
 
-    async def stop(self) -> None: ...
+    async def stop(self) -> None:
+        if settings.get("hang"):
+            await asyncio.to_thread(threading.Event().wait)
 
 
 settings: dict[str, Any] = json.loads(sys.argv[1])
@@ -40,4 +44,5 @@ loaded = SimpleNamespace(
 patched = cast(Any, server)
 patched.load_engine = lambda model, config: loaded
 patched.AsyncEngine = StartingEngine
+patched._STOP_TIMEOUT = 0.2
 sys.exit(server.run("tiny", EngineConfig(), ServeConfig(**settings["serve"])))

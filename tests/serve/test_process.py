@@ -25,8 +25,8 @@ SCRIPT = Path(__file__).parent / "server_process.py"
 class Process:
     """A running server; ``lines`` is what it has printed."""
 
-    def __init__(self, pause: float, config: dict[str, Any]) -> None:
-        settings = json.dumps({"pause": pause, "serve": {"port": 0} | config})
+    def __init__(self, pause: float, hang: bool, config: dict[str, Any]) -> None:
+        settings = json.dumps({"pause": pause, "hang": hang, "serve": {"port": 0} | config})
         self.child = subprocess.Popen(
             [sys.executable, str(SCRIPT), settings], stderr=subprocess.PIPE, text=True
         )
@@ -57,8 +57,8 @@ class Process:
 
 
 @contextmanager
-def process(pause: float = 0.0, **config: Any) -> Iterator[Process]:
-    running = Process(pause, config)
+def process(pause: float = 0.0, hang: bool = False, **config: Any) -> Iterator[Process]:
+    running = Process(pause, hang, config)
     try:
         yield running
     finally:
@@ -139,6 +139,13 @@ def test_an_idle_keep_alive_connection_does_not_hold_the_exit() -> None:
         assert client.get("/health").status_code == 200
         server.child.terminate()
         assert server.wait() == 0
+
+
+def test_an_engine_that_hangs_does_not_hold_the_exit() -> None:
+    with process(hang=True) as server:
+        server.child.terminate()
+        assert server.wait() == 1
+        assert "the engine hangs" in server.said
 
 
 def test_a_port_that_is_taken() -> None:

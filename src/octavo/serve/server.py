@@ -30,6 +30,7 @@ log = logging.getLogger("octavo.serve")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048  # connections not yet accepted
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
+_STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
 
 
@@ -37,7 +38,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises.
+    `load_engine` raises. With an engine that hangs it ends the process, with code 1.
     """
     _set_up_logging(serve.log_level)
     try:
@@ -85,7 +86,12 @@ async def _serve(
     try:
         await serve(create_app(engine, served, config, metrics), engine, config, listener)
     finally:
-        await engine.stop()
+        try:
+            async with asyncio.timeout(_STOP_TIMEOUT):
+                await engine.stop()
+        except TimeoutError:
+            log.error("the engine hangs: ending without it")
+            _exit_now(1, config)
     return 0
 
 
@@ -125,9 +131,7 @@ async def serve(
         nonlocal draining
         if draining is not None:
             log.warning("%s again: stopping at once", which.name)
-            logging.shutdown()
-            _remove_socket_file(config.uds)
-            os._exit(128 + which)
+            _exit_now(128 + which, config)
         log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
         draining = loop.create_task(drain())
 
@@ -190,6 +194,13 @@ def _refuse_foreign_file(path: str) -> None:
                 os.unlink(path)
             else:
                 raise OSError(f"somebody listens on {path}")
+
+
+def _exit_now(code: int, config: ServeConfig) -> None:
+    """End without waiting for any thread."""
+    logging.shutdown()
+    _remove_socket_file(config.uds)
+    os._exit(code)
 
 
 def _remove_socket_file(path: str | None) -> None:

@@ -39,12 +39,14 @@ struct LinearKernels {
 
     // Repacks column blocks [block_begin, block_end) of the file's row-major matrix `src`;
     // lossless. Padding columns (past n) are zero. Distinct ranges may be packed by distinct
-    // threads.
+    // threads. Matrices used one after another had better lie one after another in memory: the
+    // kernels prefetch past a matrix's end.
     void (*pack)(Format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
                  int64_t block_begin, int64_t block_end);
 
     // Bytes of `rows` activation rows of width k prepared for matrices of this format (8-bit with
-    // a scale a group for the quantized formats; f32 or bf16 otherwise).
+    // a scale a group for the quantized formats; f32 otherwise). Prepared rows must lie on a
+    // 64-byte boundary.
     size_t (*activation_bytes)(Format, int64_t rows, int64_t k);
 
     // Whether two formats take the same prepared activations (so that q, k and v share them).

@@ -14,10 +14,11 @@ namespace {
 
 constexpr int kMaxTileRows = 8;
 
-// Column blocks a tile takes at once. Quantized formats have independent chains enough in one; a
-// float tile needs them to hide the latency of its multiply-adds.
+// Column blocks a tile takes at once. In a quantized format one has independent chains enough; so
+// has one row of floats, which waits for memory rather than for its multiply-adds. More rows of
+// floats come from the cache, and then their latency must be hidden.
 template <Format F> constexpr int tile_columns(int rows) {
-    return format_info(F).quantized ? 1 : rows == 1 ? 8 : rows <= 3 ? 4 : 2;
+    return format_info(F).quantized || rows == 1 ? 1 : rows <= 3 ? 4 : 2;
 }
 
 inline __m512i broadcast(const void *from) {
@@ -234,9 +235,13 @@ inline void prepare_group(const float *x, ActivationGroup &out) {
     const __mmask16 keep = s.inverse > 0 ? 0xffff : 0;
     const __m512i q0 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x0, inverse));
     const __m512i q1 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x1, inverse));
-    _mm_store_si128(reinterpret_cast<__m128i *>(out.quants), _mm512_cvtepi32_epi8(q0));
-    _mm_store_si128(reinterpret_cast<__m128i *>(out.quants + 16), _mm512_cvtepi32_epi8(q1));
-    finish_group(s, _mm512_reduce_add_epi32(q0), _mm512_reduce_add_epi32(q1), out);
+    const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(q1), _mm512_cvtepi32_epi8(q0));
+    _mm256_store_si256(reinterpret_cast<__m256i *>(out.quants), q);
+    // Sums of four, then within each 128-bit half: the first and the last 16 quants.
+    __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
+    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
+    finish_group(s, _mm256_cvtsi256_si32(sums), _mm256_extract_epi32(sums, 4), out);
 }
 
 } // namespace

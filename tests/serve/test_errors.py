@@ -105,7 +105,7 @@ async def test_numbers_that_json_has_not(client: httpx.AsyncClient, number: str)
         content=f'{{"prompt": "a", "temperature": {number}}}',
         headers={"content-type": "application/json"},
     )
-    error_of(response, 400)
+    error_of(response, 400, "temperature")
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Receive
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 _DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
 _TIMEOUT = 120.0  # seconds for the whole body
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+# What may hide half a surrogate pair, or a number that is none or infinite.
+_SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|NaN|Infinity|[eE]\+?\d{3}|\d{300}")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
 
 
@@ -74,8 +76,8 @@ def decode_object(body: bytes) -> dict[str, Any]:
     try:
         text = body.decode("utf-8")
         value = _DECODER.decode(text)
-        if _SURROGATE.search(text):
-            _refuse_surrogates(value, "")
+        if _SUSPECT.search(text):
+            _refuse_suspects(value, "")
     except UnicodeDecodeError:
         raise ApiError(400, "the request body is not UTF-8") from None
     except RecursionError:
@@ -117,30 +119,26 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return value
 
 
-def _float(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ApiError(400, f"the number {text[:40]} is out of range")
-    return value
-
-
-def _constant(name: str) -> NoReturn:
-    raise ApiError(400, f"{name} is not a JSON number")
-
-
-def _refuse_surrogates(value: object, path: str) -> None:
+def _refuse_suspects(value: object, path: str) -> None:
     if isinstance(value, str):
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            raise ApiError(400, f"{path or 'a key'} has half a surrogate pair", path) from None
+            raise ApiError(
+                400, f"{path or 'a key'} has half a surrogate pair", path or None
+            ) from None
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ApiError(
+                400, f"{path or 'the body'} is {value}: not a finite number", path or None
+            )
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            _refuse_surrogates(item, f"{path}[{index}]")
+            _refuse_suspects(item, f"{path}[{index}]")
     elif isinstance(value, dict):
         for key, item in value.items():
-            _refuse_surrogates(key, "")
-            _refuse_surrogates(item, f"{path}.{key}" if path else key)
+            _refuse_suspects(key, "")
+            _refuse_suspects(item, f"{path}.{key}" if path else key)
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)

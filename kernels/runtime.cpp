@@ -56,6 +56,12 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
     return config;
 }
 
+// How many items are taken at a time: a thread that is held up can be helped with what is left of
+// its share, and taking costs nothing beside the work.
+int64_t grain_for(int64_t items, int threads) {
+    return std::max<int64_t>(1, items / (int64_t(threads) * 6));
+}
+
 int64_t column_blocks(int64_t n) {
     return (n + kColumns - 1) / kColumns;
 }
@@ -113,10 +119,9 @@ int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes,
     Matrix matrix;
     matrix.memory = Memory(tier_.linear.packed_bytes(format, n, k));
     matrix.packed = PackedMatrix{format, n, k, matrix.memory.data()};
-    pool_.run([&](int thread) {
-        pool_.share(thread, column_blocks(n), 16, [&](int64_t begin, int64_t end) {
-            tier_.linear.pack(format, data, n, k, matrix.memory.data(), begin, end);
-        });
+    const Job job{column_blocks(n), 4};
+    pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
+        tier_.linear.pack(format, data, n, k, matrix.memory.data(), begin, end);
     });
     matrices_.push_back(std::move(matrix));
     return int64_t(matrices_.size()) - 1;
@@ -240,7 +245,8 @@ void Runtime::add_region(Region region) {
     if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
         for (const RowStep &step : rows->steps)
             std::visit(check_step, step);
-    } else if (const auto *linear = std::get_if<LinearRegion>(&region.work)) {
+    } else if (auto *linear = std::get_if<LinearRegion>(&region.work)) {
+        size_t row_bytes = 1;
         for (const LinearPart &part : linear->parts) {
             check_matrix(part.matrix);
             const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
@@ -248,7 +254,11 @@ void Runtime::add_region(Region region) {
             check_activations(part.activations, matrix.format, matrix.k, selected);
             if (part.bias >= 0)
                 check_vector(part.bias, matrix.n);
+            linear->blocks += column_blocks(matrix.n);
+            row_bytes = std::max(row_bytes,
+                                 tier_.linear.activation_bytes(matrix.format, 64, matrix.k) / 64);
         }
+        linear->chunk = std::max<int64_t>(64, kActivationBytes / int64_t(row_bytes) / 64 * 64);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         check_layer(attention->group, attention->layer);
         value(attention->q, config_.num_heads * config_.head_dim, "q");
@@ -263,7 +273,13 @@ void Runtime::add_region(Region region) {
         if (!selected)
             refuse("logits of all rows");
     }
+    const bool attends = std::holds_alternative<AttentionRegion>(region.work);
     regions_.push_back(std::move(region));
+    if (attends)
+        regions_.push_back(Region{"attention merge", false, MergeRegion{}, 0.0});
+    jobs_.reserve(regions_.size() + 1);
+    job_regions_.reserve(regions_.size() + 1);
+    job_ends_.resize(regions_.size() + 1);
 }
 
 void Runtime::reset_profile() {
@@ -362,45 +378,81 @@ void Runtime::step(const StepBatch &batch) {
     validate(batch);
     batch_ = batch;
     make_tiles();
-    pool_.run([this](int thread) { run_regions(thread); });
-}
-
-void Runtime::run_regions(int thread) {
-    if (batch_.num_copies > 0) {
-        copy_blocks(thread);
-        pool_.barrier();
-    }
-    using Clock = std::chrono::steady_clock;
-    const bool timing = profiling_ && thread == 0;
-    Clock::time_point before = timing ? Clock::now() : Clock::time_point{};
-    for (Region &region : regions_) {
-        if (row_count(region.selected) == 0)
-            continue;
-        std::visit([&](const auto &work) { run(work, region.selected, thread); }, region.work);
-        pool_.barrier();
-        if (timing) {
-            const Clock::time_point now = Clock::now();
-            region.seconds += std::chrono::duration<double>(now - before).count();
-            before = now;
+    plan_jobs();
+    const ThreadPool::Time start =
+        profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
+    const auto work = [this](int64_t job, int thread, int64_t begin, int64_t end) {
+        const int64_t index = job_regions_[size_t(job)];
+        if (index < 0)
+            return copy_blocks(begin, end);
+        const Region &region = regions_[size_t(index)];
+        const auto run_region = [&](const auto &each) {
+            if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
+                merge(std::get<AttentionRegion>(regions_[size_t(index) - 1].work), begin, end);
+            } else {
+                run(each, row_count(region.selected), thread, begin, end);
+            }
+        };
+        std::visit(run_region, region.work);
+    };
+    pool_.run(jobs_.data(), int64_t(jobs_.size()), work, profiling_ ? job_ends_.data() : nullptr);
+    if (!profiling_)
+        return;
+    ThreadPool::Time before = start;
+    for (size_t job = 0; job < jobs_.size(); ++job) {
+        if (job_regions_[job] >= 0) {
+            regions_[size_t(job_regions_[job])].seconds +=
+                std::chrono::duration<double>(job_ends_[job] - before).count();
         }
+        before = job_ends_[job];
     }
 }
 
-// Each thread copies its slice of every block, in order, so that chains of copies come out as if
-// made one after the other.
-void Runtime::copy_blocks(int thread) {
-    const int64_t begin = pool_.share_begin(thread, block_bytes_);
-    const int64_t end = pool_.share_begin(thread + 1, block_bytes_);
+void Runtime::plan_jobs() {
+    jobs_.clear();
+    job_regions_.clear();
+    if (batch_.num_copies > 0) {
+        jobs_.push_back(Job{block_bytes_, std::max<int64_t>(64, block_bytes_ / 32 / 64 * 64)});
+        job_regions_.push_back(-1);
+    }
+    for (size_t i = 0; i < regions_.size(); ++i) {
+        Region &region = regions_[i];
+        const int64_t rows = row_count(region.selected);
+        if (rows == 0)
+            continue;
+        const auto job_for = [&](auto &each) {
+            if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
+                const bool split = std::get<AttentionRegion>(regions_[i - 1].work).split;
+                return Job{split ? num_tiles_ * config_.num_kv_heads : 0, 1};
+            } else {
+                return job_of(each, rows);
+            }
+        };
+        const Job job = std::visit(job_for, region.work);
+        if (job.items == 0)
+            continue;
+        jobs_.push_back(job);
+        job_regions_.push_back(int64_t(i));
+    }
+}
+
+// Bytes [begin, end) of every copied block, in order, so that chains of copies come out as if made
+// one after the other.
+void Runtime::copy_blocks(int64_t begin, int64_t end) {
     for (int64_t i = 0; i < batch_.num_copies; ++i) {
         const int32_t *pair = batch_.copies + 2 * i;
         std::memmove(block(pair[1]) + begin, block(pair[0]) + begin, size_t(end - begin));
     }
 }
 
-void Runtime::run(const RowsRegion &region, bool selected, int thread) {
-    const int64_t rows = row_count(selected);
-    const int64_t end = pool_.share_begin(thread + 1, rows);
-    for (int64_t row = pool_.share_begin(thread, rows); row < end; ++row) {
+// Row by row
+
+Job Runtime::job_of(const RowsRegion &, int64_t rows) const {
+    return Job{rows, grain_for(rows, pool_.size())};
+}
+
+void Runtime::run(const RowsRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
         for (const RowStep &step : region.steps) {
             std::visit([&](const auto &each) { run(each, row, rows); }, step);
         }
@@ -492,80 +544,67 @@ void Runtime::run(const GatherStep &step, int64_t row, int64_t) {
                 size_t(step.width) * sizeof(float));
 }
 
-namespace {
+// Linear layers
 
-// How a thread's share of a matrix product is cut: pieces small enough that a thread which is held
-// up can be helped, large enough that taking them costs nothing.
-int64_t grain_for(int64_t items, int threads) {
-    return std::max<int64_t>(1, items / (int64_t(threads) * 6));
+Job Runtime::job_of(const LinearRegion &region, int64_t rows) const {
+    const int64_t items = (rows + region.chunk - 1) / region.chunk * region.blocks;
+    return Job{items, grain_for(items, pool_.size())};
 }
 
-} // namespace
-
-void Runtime::run(const LinearRegion &region, bool selected, int thread) {
-    const int64_t rows = row_count(selected);
-    int64_t blocks = 0;
-    size_t row_bytes = 1;
-    for (const LinearPart &part : region.parts) {
-        const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
-        blocks += column_blocks(matrix.n);
-        row_bytes =
-            std::max(row_bytes, tier_.linear.activation_bytes(matrix.format, 64, matrix.k) / 64);
-    }
-    // Rows whose activations stay in cache while all weights pass by.
-    const int64_t chunk = std::max<int64_t>(64, kActivationBytes / int64_t(row_bytes) / 64 * 64);
-    const int64_t items = (rows + chunk - 1) / chunk * blocks;
-    const auto multiply = [&](int64_t begin, int64_t end) {
-        while (begin < end) {
-            const int64_t row_begin = begin / blocks * chunk;
-            const int64_t row_end = std::min(rows, row_begin + chunk);
-            int64_t first = begin % blocks;
-            const int64_t last = std::min(blocks, first + end - begin);
-            begin += last - first;
-            int64_t base = 0;
-            for (const LinearPart &part : region.parts) {
-                const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
-                const int64_t count = column_blocks(matrix.n);
-                const int64_t low = std::max(first - base, int64_t(0));
-                const int64_t high = std::min(last - base, count);
-                base += count;
-                if (low >= high)
-                    continue;
-                tier_.linear.matmul(matrix, activations_.data() + part.activations, rows, row_begin,
-                                    row_end, low, high, row_of(part.out, 0), part.out.stride,
-                                    region.accumulate);
-                if (part.bias < 0)
-                    continue;
-                const float *bias = vectors_[size_t(part.bias)].data() + low * kColumns;
-                const int64_t width = std::min(matrix.n, high * kColumns) - low * kColumns;
-                for (int64_t row = row_begin; row < row_end; ++row) {
-                    float *out = row_of(part.out, row) + low * kColumns;
-                    tier_.row.add(out, bias, out, width);
-                }
+void Runtime::run(const LinearRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
+    while (begin < end) {
+        const int64_t row_begin = begin / region.blocks * region.chunk;
+        const int64_t row_end = std::min(rows, row_begin + region.chunk);
+        const int64_t first = begin % region.blocks;
+        const int64_t last = std::min(region.blocks, first + end - begin);
+        begin += last - first;
+        int64_t base = 0;
+        for (const LinearPart &part : region.parts) {
+            const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+            const int64_t count = column_blocks(matrix.n);
+            const int64_t low = std::max(first - base, int64_t(0));
+            const int64_t high = std::min(last - base, count);
+            base += count;
+            if (low >= high)
+                continue;
+            tier_.linear.matmul(matrix, activations_.data() + part.activations, rows, row_begin,
+                                row_end, low, high, row_of(part.out, 0), part.out.stride,
+                                region.accumulate);
+            if (part.bias < 0)
+                continue;
+            const float *bias = vectors_[size_t(part.bias)].data() + low * kColumns;
+            const int64_t width = std::min(matrix.n, high * kColumns) - low * kColumns;
+            for (int64_t row = row_begin; row < row_end; ++row) {
+                float *out = row_of(part.out, row) + low * kColumns;
+                tier_.row.add(out, bias, out, width);
             }
         }
-    };
-    pool_.share(thread, items, grain_for(items, pool_.size()), multiply);
+    }
 }
 
-void Runtime::run(const LogitsRegion &region, bool, int thread) {
+Job Runtime::job_of(const LogitsRegion &region, int64_t) const {
+    const int64_t blocks = column_blocks(matrices_[size_t(region.matrix)].packed.n);
+    return Job{blocks, grain_for(blocks, pool_.size())};
+}
+
+void Runtime::run(const LogitsRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
     const PackedMatrix &matrix = matrices_[size_t(region.matrix)].packed;
-    const int64_t blocks = column_blocks(matrix.n);
-    const auto multiply = [&](int64_t begin, int64_t end) {
-        tier_.linear.matmul(matrix, activations_.data() + region.activations, batch_.logits, 0,
-                            batch_.logits, begin, end, logits(), config_.vocab_size, false);
-        if (region.softcap == 0.0f)
-            return;
-        const int64_t width = std::min(matrix.n, end * kColumns) - begin * kColumns;
-        for (int64_t row = 0; row < batch_.logits; ++row) {
-            tier_.row.softcap(logits() + row * config_.vocab_size + begin * kColumns,
-                              region.softcap, width);
-        }
-    };
-    pool_.share(thread, blocks, grain_for(blocks, pool_.size()), multiply);
+    tier_.linear.matmul(matrix, activations_.data() + region.activations, rows, 0, rows, begin, end,
+                        logits(), config_.vocab_size, false);
+    if (region.softcap == 0.0f)
+        return;
+    const int64_t width = std::min(matrix.n, end * kColumns) - begin * kColumns;
+    for (int64_t row = 0; row < rows; ++row) {
+        tier_.row.softcap(logits() + row * config_.vocab_size + begin * kColumns, region.softcap,
+                          width);
+    }
 }
 
-void Runtime::run(const AttentionRegion &region, bool, int thread) {
+// Attention: an item is a tile of queries on one KV head. When there are too few of them for the
+// threads, an item is one partition of a single token's keys, and the partitions' states are merged
+// in a job of their own.
+
+AttentionShape Runtime::shape_of(const AttentionRegion &region) const {
     AttentionShape shape{};
     shape.heads_per_kv = config_.num_heads / config_.num_kv_heads;
     shape.head_dim = config_.head_dim;
@@ -575,96 +614,110 @@ void Runtime::run(const AttentionRegion &region, bool, int thread) {
     shape.scale = region.scale;
     shape.softcap = region.softcap;
     shape.window = config_.windows[size_t(region.group)];
-    const int64_t heads = config_.num_kv_heads;
-    const int64_t head_width = shape.heads_per_kv * shape.head_dim;
-    const int64_t layer_bytes = 2 * heads * head_bytes();
+    return shape;
+}
 
-    const auto query_of = [&](const QueryTile &tile, int64_t head) {
-        AttentionQuery query{};
-        query.q = row_of(region.q, tile.token) + head * head_width;
-        query.ldq = region.q.stride;
-        query.position = batch_.positions[tile.token];
-        query.tokens = tile.tokens;
-        query.blocks = table(region.group, tile.seq);
-        query.keys = arena_.data() + region.layer * layer_bytes + head * head_bytes();
-        query.values = query.keys + heads * head_bytes();
-        return query;
-    };
-    const auto finish = [&](const QueryTile &tile, int64_t head, const float *state) {
-        tier_.attention.finish(shape, tile.tokens, state,
-                               row_of(region.out, tile.token) + head * head_width,
-                               region.out.stride);
-    };
+AttentionQuery Runtime::query_of(const AttentionRegion &region, const QueryTile &tile,
+                                 int64_t head) const {
+    const int64_t heads = config_.num_kv_heads;
+    AttentionQuery query{};
+    query.q = row_of(region.q, tile.token) + head * (config_.num_heads / heads) * config_.head_dim;
+    query.ldq = region.q.stride;
+    query.position = batch_.positions[tile.token];
+    query.tokens = tile.tokens;
+    query.blocks = table(region.group, tile.seq);
+    query.keys = arena_.data() + (region.layer * 2 * heads + head) * head_bytes();
+    query.values = query.keys + heads * head_bytes();
+    return query;
+}
+
+// How many items a tile is on each head when attention is split.
+int64_t Runtime::pieces_of(const AttentionRegion &region, const QueryTile &tile) const {
+    if (tile.tokens > 1)
+        return 1;
+    const AttentionQuery query = query_of(region, tile, 0);
+    return query.end_partition() - query.first_partition(config_.windows[size_t(region.group)]);
+}
+
+void Runtime::finish(const AttentionRegion &region, const QueryTile &tile, int64_t head,
+                     const float *state) const {
+    const int64_t group = config_.num_heads / config_.num_kv_heads;
+    tier_.attention.finish(shape_of(region), tile.tokens, state,
+                           row_of(region.out, tile.token) + head * group * config_.head_dim,
+                           region.out.stride);
+}
+
+float *Runtime::slot(int64_t item) const {
+    AttentionShape shape{};
+    shape.head_dim = config_.head_dim;
+    return reinterpret_cast<float *>(partial_states_.data()) +
+           item * shape.state_floats(config_.num_heads / config_.num_kv_heads);
+}
+
+Job Runtime::job_of(AttentionRegion &region, int64_t) const {
+    const int64_t heads = config_.num_kv_heads;
+    region.split = false;
+    if (pool_.size() == 1 || num_tiles_ * heads >= split_below_)
+        return Job{num_tiles_ * heads, 1};
+    int64_t items = 0;
+    for (int64_t i = 0; i < num_tiles_; ++i) {
+        const int64_t pieces = pieces_of(region, tiles_[size_t(i)]);
+        region.split |= pieces > 1;
+        items += pieces * heads;
+    }
+    return Job{items, 1};
+}
+
+void Runtime::run(const AttentionRegion &region, int64_t, int thread, int64_t begin, int64_t end) {
+    const AttentionShape shape = shape_of(region);
+    const int64_t heads = config_.num_kv_heads;
     float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
     float *scratch = state + shape.state_floats(tile_tokens_ * shape.heads_per_kv);
-    const auto whole = [&](const QueryTile &tile, int64_t head) {
-        const AttentionQuery query = query_of(tile, head);
+    const auto attend_whole = [&](const QueryTile &tile, int64_t head) {
+        const AttentionQuery query = query_of(region, tile, head);
         tier_.attention.attend(shape, query, query.first_partition(shape.window),
                                query.end_partition(), state, scratch);
-        finish(tile, head, state);
+        finish(region, tile, head, state);
     };
-
-    // Few single tokens with long contexts: their partitions are spread over the threads.
-    const auto pieces_of = [&](const QueryTile &tile) {
-        if (tile.tokens > 1)
-            return int64_t(1);
-        const AttentionQuery query = query_of(tile, 0);
-        return query.end_partition() - query.first_partition(shape.window);
-    };
-    int64_t items = num_tiles_ * heads;
-    bool split = false;
-    if (items < split_below_ && pool_.size() > 1) {
-        items = 0;
-        for (int64_t i = 0; i < num_tiles_; ++i) {
-            const int64_t pieces = pieces_of(tiles_[size_t(i)]);
-            split |= pieces > 1;
-            items += pieces * heads;
+    for (int64_t item = begin; item < end; ++item) {
+        if (!region.split) {
+            attend_whole(tiles_[size_t(item / heads)], item % heads);
+            continue;
         }
-    }
-    if (!split) {
-        return pool_.share(thread, items, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; ++item) {
-                whole(tiles_[size_t(item / heads)], item % heads);
-            }
-        });
-    }
-
-    const int64_t slot_floats = shape.state_floats(shape.heads_per_kv);
-    float *slots = reinterpret_cast<float *>(partial_states_.data());
-    pool_.share(thread, items, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t item = begin; item < end; ++item) {
-            int64_t rest = item;
-            int64_t i = 0;
-            int64_t pieces = pieces_of(tiles_[0]);
-            for (; rest >= pieces * heads; pieces = pieces_of(tiles_[size_t(i)])) {
-                rest -= pieces * heads;
-                ++i;
-            }
-            const QueryTile &tile = tiles_[size_t(i)];
-            const int64_t head = rest / pieces;
-            if (pieces == 1) {
-                whole(tile, head);
-                continue;
-            }
-            const AttentionQuery query = query_of(tile, head);
-            const int64_t partition = query.first_partition(shape.window) + rest % pieces;
-            tier_.attention.attend(shape, query, partition, partition + 1,
-                                   slots + item * slot_floats, scratch);
+        int64_t rest = item;
+        int64_t i = 0;
+        int64_t pieces = pieces_of(region, tiles_[0]);
+        while (rest >= pieces * heads) {
+            rest -= pieces * heads;
+            pieces = pieces_of(region, tiles_[size_t(++i)]);
         }
-    });
-    pool_.barrier();
+        const QueryTile &tile = tiles_[size_t(i)];
+        const int64_t head = rest / pieces;
+        if (pieces == 1) {
+            attend_whole(tile, head);
+            continue;
+        }
+        const AttentionQuery query = query_of(region, tile, head);
+        const int64_t partition = query.first_partition(shape.window) + rest % pieces;
+        tier_.attention.attend(shape, query, partition, partition + 1, slot(item), scratch);
+    }
+}
+
+// Items are tiles on heads, whose partitions lie in consecutive slots.
+void Runtime::merge(const AttentionRegion &region, int64_t begin, int64_t end) {
+    const AttentionShape shape = shape_of(region);
+    int64_t first = 0;
     int64_t item = 0;
     for (int64_t i = 0; i < num_tiles_; ++i) {
-        const int64_t pieces = pieces_of(tiles_[size_t(i)]);
-        for (int64_t head = 0; head < heads; ++head, item += pieces) {
-            if (pieces == 1 || (i * heads + head) % pool_.size() != thread)
+        const QueryTile &tile = tiles_[size_t(i)];
+        const int64_t pieces = pieces_of(region, tile);
+        for (int64_t head = 0; head < config_.num_kv_heads; ++head, ++item, first += pieces) {
+            if (item < begin || item >= end || pieces == 1)
                 continue;
-            float *first = slots + item * slot_floats;
             for (int64_t piece = 1; piece < pieces; ++piece) {
-                tier_.attention.merge(shape, shape.heads_per_kv, first,
-                                      first + piece * slot_floats);
+                tier_.attention.merge(shape, shape.heads_per_kv, slot(first), slot(first + piece));
             }
-            finish(tiles_[size_t(i)], head, first);
+            finish(region, tile, head, slot(first));
         }
     }
 }

@@ -84,7 +84,7 @@ struct GatherStep {
 using RowStep = std::variant<EmbedStep, NormStep, AddStep, GateStep, PrepareStep, AngleStep,
                              RopeStoreStep, GatherStep>;
 
-// Regions: between two of them all threads meet.
+// Regions: each begins when the one before is done.
 struct RowsRegion {
     std::vector<RowStep> steps;
 };
@@ -97,6 +97,8 @@ struct LinearPart {
 struct LinearRegion {
     std::vector<LinearPart> parts;
     bool accumulate;
+    int64_t blocks = 0; // column blocks of all parts
+    int64_t chunk = 0;  // rows that pass by all weights before the next
 };
 struct AttentionRegion {
     Value q, out;
@@ -104,7 +106,10 @@ struct AttentionRegion {
     int64_t layer;
     float scale;
     float softcap;
+    bool split = false; // in this step, partitions go to different threads and are merged after
 };
+// Follows an attention region.
+struct MergeRegion {};
 struct LogitsRegion {
     int64_t matrix;
     int64_t activations;
@@ -114,7 +119,7 @@ struct LogitsRegion {
 struct Region {
     std::string name;
     bool selected; // over the rows that want logits only
-    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work;
+    std::variant<RowsRegion, LinearRegion, AttentionRegion, MergeRegion, LogitsRegion> work;
     double seconds = 0.0;
 };
 
@@ -186,11 +191,28 @@ class Runtime {
 
     void validate(const StepBatch &batch) const;
     void make_tiles();
-    void run_regions(int thread);
-    void run(const RowsRegion &region, bool selected, int thread);
-    void run(const LinearRegion &region, bool selected, int thread);
-    void run(const LogitsRegion &region, bool selected, int thread);
-    void run(const AttentionRegion &region, bool selected, int thread);
+    void plan_jobs();
+    void copy_blocks(int64_t begin, int64_t end);
+
+    // A region's items in this step (0: nothing to do), and the work on a range of them.
+    Job job_of(const RowsRegion &region, int64_t rows) const;
+    Job job_of(const LinearRegion &region, int64_t rows) const;
+    Job job_of(const LogitsRegion &region, int64_t rows) const;
+    Job job_of(AttentionRegion &region, int64_t rows) const;
+    void run(const RowsRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
+    void run(const LinearRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
+    void run(const LogitsRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
+    void run(const AttentionRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
+    void merge(const AttentionRegion &region, int64_t begin, int64_t end);
+
+    AttentionShape shape_of(const AttentionRegion &region) const;
+    AttentionQuery query_of(const AttentionRegion &region, const QueryTile &tile,
+                            int64_t head) const;
+    int64_t pieces_of(const AttentionRegion &region, const QueryTile &tile) const;
+    void finish(const AttentionRegion &region, const QueryTile &tile, int64_t head,
+                const float *state) const;
+    float *slot(int64_t item) const;
+
     void run(const EmbedStep &step, int64_t row, int64_t rows);
     void run(const NormStep &step, int64_t row, int64_t rows);
     void run(const AddStep &step, int64_t row, int64_t rows);
@@ -199,7 +221,6 @@ class Runtime {
     void run(const AngleStep &step, int64_t row, int64_t rows);
     void run(const RopeStoreStep &step, int64_t row, int64_t rows);
     void run(const GatherStep &step, int64_t row, int64_t rows);
-    void copy_blocks(int thread);
 
     float *row_of(const Value &value, int64_t row) const {
         return reinterpret_cast<float *>(activations_.data() + value.offset) + row * value.stride;
@@ -226,6 +247,9 @@ class Runtime {
     std::vector<std::vector<float>> vectors_;
     std::vector<RopeTable> ropes_;
     std::vector<Region> regions_;
+    std::vector<Job> jobs_;            // of this step
+    std::vector<int64_t> job_regions_; // the region of each; -1: the copies
+    std::vector<ThreadPool::Time> job_ends_;
     Memory activations_;
     Memory logits_;
     Memory arena_;

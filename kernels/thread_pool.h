@@ -1,109 +1,89 @@
-// Threads that run a step together: they meet at barriers some hundred times a step, so waiting
-// spins first; between steps they sleep.
+// Threads that run a list of jobs, each cut into items, one job after the other.
+//
+// A step has some hundred jobs of a few microseconds, so going from one to the next must cost next
+// to nothing; and the threads share their cores with others (the HTTP thread, neighbours), so one
+// that is not running must not hold up the rest. Therefore a job is over when its items are done,
+// not when all threads have come by: whoever runs takes what is left, and a thread that was away
+// joins wherever the others are. Waiting spins for some microseconds, then sleeps.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace octavo {
 
+struct Job {
+    int64_t items; // at least 1
+    int64_t grain; // items taken at a time, at least 1
+};
+
 class ThreadPool {
   public:
-    // The caller of run() is one of the threads. Throws std::system_error.
+    // The caller of run() is one of the threads. Throws std::invalid_argument, std::system_error.
     explicit ThreadPool(int threads);
     ~ThreadPool();
     ThreadPool(const ThreadPool &) = delete;
     ThreadPool &operator=(const ThreadPool &) = delete;
 
+    using Time = std::chrono::steady_clock::time_point;
+
     int size() const { return size_; }
 
-    // Calls work(thread) on every thread, thread 0 being the caller, and returns when all have
-    // returned. `work` must not throw. One run at a time.
-    template <class Work> void run(Work &&work) {
+    // Calls work(job, thread, begin, end) for ranges that together are [0, items) of each job, all
+    // of a job before any of the next. A thread begins with a contiguous share of its own, the same
+    // in every run, and then helps those that are behind. `work` must not throw. One run at a time.
+    // When each job was done goes to `finished`, if given.
+    template <class Work>
+    void run(const Job *jobs, int64_t count, Work &&work, Time *finished = nullptr) {
         using Type = std::remove_reference_t<Work>;
-        start([](void *context, int thread) { (*static_cast<Type *>(context))(thread); },
-              const_cast<void *>(static_cast<const void *>(&work)));
-    }
-
-    // Within run: returns when every thread is here.
-    void barrier() {
-        const uint32_t phase = phase_.load(std::memory_order_relaxed);
-        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == uint32_t(size_)) {
-            arrived_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
-            return;
-        }
-        wait_for_phase_after(phase);
-    }
-
-    // The first item of a thread's share of `items`; the next thread's ends it.
-    int64_t share_begin(int thread, int64_t items) const {
-        return (items * thread + size_ - 1) / size_;
-    }
-
-    // Within run, at most once between two barriers and by every thread with the same arguments:
-    // calls body(begin, end) for ranges of at most `grain` items that together are [0, items). Each
-    // thread begins with a contiguous share of its own, the same in every step, and then helps
-    // those that are behind.
-    template <class Body> void share(int thread, int64_t items, int64_t grain, Body &&body) {
-        if (size_ == 1) {
-            if (items > 0)
-                body(int64_t(0), items);
-            return;
-        }
-        const uint64_t phase = phase_.load(std::memory_order_relaxed);
-        for (int step = 0; step < size_; ++step) {
-            const int owner = (thread + step) % size_;
-            const int64_t begin = share_begin(owner, items);
-            const int64_t end = share_begin(owner + 1, items);
-            for (;;) {
-                const int64_t at =
-                    begin + claim(owner, phase, (end - begin + grain - 1) / grain) * grain;
-                if (at < begin)
-                    break;
-                body(at, at + grain < end ? at + grain : end);
-            }
-        }
+        const auto call = [](void *context, int64_t job, int thread, int64_t begin, int64_t end) {
+            (*static_cast<Type *>(context))(job, thread, begin, end);
+        };
+        run_jobs(jobs, count, call, const_cast<void *>(static_cast<const void *>(&work)), finished);
     }
 
   private:
-    using Entry = void (*)(void *, int);
+    using Entry = void (*)(void *, int64_t, int, int64_t, int64_t);
 
-    void start(Entry entry, void *context);
+    void run_jobs(const Job *jobs, int64_t count, Entry entry, void *context, Time *finished);
     void work(int thread);
-    void wait_for_phase_after(uint32_t phase);
-
-    // Takes the next of `count` pieces of the owner's share, or returns -1. A count of an earlier
-    // phase means that none has been taken in this one.
-    int64_t claim(int owner, uint64_t phase, int64_t count) {
-        std::atomic<uint64_t> &claims = claims_[size_t(owner)].value;
-        uint64_t seen = claims.load(std::memory_order_relaxed);
-        for (;;) {
-            const auto taken = int64_t((seen >> 32) == phase ? seen & 0xffffffffu : 0);
-            if (taken >= count)
-                return -1;
-            const uint64_t next = phase << 32 | uint64_t(taken + 1);
-            if (claims.compare_exchange_weak(seen, next, std::memory_order_relaxed))
-                return taken;
-        }
-    }
+    void stop();
+    bool join();
+    void leave();
+    void take_part(int thread, bool is_worker);
+    int64_t do_items(const Job &job, int64_t index, int thread);
+    int64_t claim(int owner, uint64_t tag, int64_t pieces);
 
     struct alignas(64) Claims {
-        std::atomic<uint64_t> value{0};
+        std::atomic<uint64_t> value{0}; // tag of a job, pieces taken of the owner's share (16 bits)
     };
 
     const int size_;
     std::unique_ptr<Claims[]> claims_;
     std::vector<std::thread> workers_;
+
+    // The run: written while the gate is closed.
+    const Job *jobs_ = nullptr;
+    int64_t count_ = 0;
     Entry entry_ = nullptr;
     void *context_ = nullptr;
+    Time *finished_ = nullptr;
+    uint64_t first_tag_ = 1;
+    uint32_t first_phase_ = 0;
     bool stopping_ = false;
-    alignas(64) std::atomic<uint32_t> runs_{0};
-    alignas(64) std::atomic<uint32_t> arrived_{0};
-    alignas(64) std::atomic<uint32_t> phase_{1};
+
+    alignas(64) std::atomic<uint32_t> runs_{0}; // counts runs; idle threads sleep on it
+    std::atomic<uint32_t> idle_{0};             // threads that sleep on runs_
+    alignas(64) std::atomic<uint32_t> gate_{0}; // open bit, and how many workers are inside
+    alignas(64) std::atomic<uint32_t> phase_{
+        0};                                    // counts finished jobs; waiting threads sleep on it
+    std::atomic<uint32_t> waiting_{0};         // threads that sleep on phase_
+    alignas(64) std::atomic<int64_t> done_{0}; // items of the current job
 };
 
 } // namespace octavo

@@ -113,7 +113,12 @@ void bind_runtime(nb::module_ &m) {
         .def(nb::init<int64_t, int64_t, Value, int64_t>(), "matrix"_a, "activations"_a, "out"_a,
              "bias"_a);
     nb::class_<LinearRegion>(m, "LinearRegion")
-        .def(nb::init<std::vector<LinearPart>, bool>(), "parts"_a, "accumulate"_a);
+        .def(
+            "__init__",
+            [](LinearRegion *self, std::vector<LinearPart> parts, bool accumulate) {
+                new (self) LinearRegion{std::move(parts), accumulate};
+            },
+            "parts"_a, "accumulate"_a);
     nb::class_<AttentionRegion>(m, "AttentionRegion")
         .def(nb::init<Value, Value, int64_t, int64_t, float, float>(), "q"_a, "out"_a, "group"_a,
              "layer"_a, "scale"_a, "softcap"_a);
@@ -168,7 +173,11 @@ void bind_runtime(nb::module_ &m) {
         .def("add_region",
              [](Runtime &runtime, std::string name, bool selected,
                 std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work) {
-                 runtime.add_region(Region{std::move(name), selected, std::move(work), 0.0});
+                 const auto widen = [](auto &each) -> decltype(Region::work) {
+                     return std::move(each);
+                 };
+                 runtime.add_region(
+                     Region{std::move(name), selected, std::visit(widen, work), 0.0});
              })
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),

@@ -91,15 +91,18 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
 }
 
 size_t Runtime::weight_bytes() const {
-    size_t total = 0;
-    for (const Matrix &matrix : matrices_)
-        total += matrix.memory.size();
+    size_t total = weights_.size();
     for (const auto &vector : vectors_)
         total += vector.size() * sizeof(float);
     return total;
 }
 
 // Building
+
+void Runtime::allocate_weights(size_t bytes) {
+    weights_ = Memory(bytes);
+    weights_used_ = 0;
+}
 
 int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n,
                             int64_t k) {
@@ -116,14 +119,16 @@ int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes,
         refuse("a matrix of " + text(n) + " x " + text(k) + " has " + text(bytes) +
                " bytes of data, not " + text(needed));
     }
-    Matrix matrix;
-    matrix.memory = Memory(tier_.linear.packed_bytes(format, n, k));
-    matrix.packed = PackedMatrix{format, n, k, matrix.memory.data()};
+    const size_t packed = aligned(tier_.linear.packed_bytes(format, n, k));
+    if (packed > weights_.size() - weights_used_)
+        refuse("packed weights exceed their arena");
+    std::byte *to = weights_.data() + weights_used_;
+    weights_used_ += packed;
     const Job job{column_blocks(n), 4};
     pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
-        tier_.linear.pack(format, data, n, k, matrix.memory.data(), begin, end);
+        tier_.linear.pack(format, data, n, k, to, begin, end);
     });
-    matrices_.push_back(std::move(matrix));
+    matrices_.push_back(PackedMatrix{format, n, k, to});
     return int64_t(matrices_.size()) - 1;
 }
 
@@ -201,7 +206,7 @@ void Runtime::add_region(Region region) {
         using Step = std::decay_t<decltype(step)>;
         if constexpr (std::is_same_v<Step, EmbedStep>) {
             check_matrix(step.matrix);
-            const PackedMatrix &matrix = matrices_[size_t(step.matrix)].packed;
+            const PackedMatrix &matrix = matrices_[size_t(step.matrix)];
             check_range("embedding rows", matrix.n, config_.vocab_size, config_.vocab_size);
             value(step.out, matrix.k, "embedding");
         } else if constexpr (std::is_same_v<Step, NormStep>) {
@@ -249,7 +254,7 @@ void Runtime::add_region(Region region) {
         size_t row_bytes = 1;
         for (const LinearPart &part : linear->parts) {
             check_matrix(part.matrix);
-            const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+            const PackedMatrix &matrix = matrices_[size_t(part.matrix)];
             value(part.out, matrix.n, "linear output");
             check_activations(part.activations, matrix.format, matrix.k, selected);
             if (part.bias >= 0)
@@ -267,7 +272,7 @@ void Runtime::add_region(Region region) {
             refuse("attention of selected rows only");
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
         check_matrix(logits->matrix);
-        const PackedMatrix &matrix = matrices_[size_t(logits->matrix)].packed;
+        const PackedMatrix &matrix = matrices_[size_t(logits->matrix)];
         check_range("logits matrix rows", matrix.n, config_.vocab_size, config_.vocab_size);
         check_activations(logits->activations, matrix.format, matrix.k, true);
         if (!selected)
@@ -460,7 +465,7 @@ void Runtime::run(const RowsRegion &region, int64_t rows, int, int64_t begin, in
 }
 
 void Runtime::run(const EmbedStep &step, int64_t row, int64_t) {
-    const PackedMatrix &matrix = matrices_[size_t(step.matrix)].packed;
+    const PackedMatrix &matrix = matrices_[size_t(step.matrix)];
     float *out = row_of(step.out, row);
     tier_.linear.dequantize_row(matrix, batch_.token_ids[row], out);
     if (step.scale != 1.0f)
@@ -560,7 +565,7 @@ void Runtime::run(const LinearRegion &region, int64_t rows, int, int64_t begin, 
         begin += last - first;
         int64_t base = 0;
         for (const LinearPart &part : region.parts) {
-            const PackedMatrix &matrix = matrices_[size_t(part.matrix)].packed;
+            const PackedMatrix &matrix = matrices_[size_t(part.matrix)];
             const int64_t count = column_blocks(matrix.n);
             const int64_t low = std::max(first - base, int64_t(0));
             const int64_t high = std::min(last - base, count);
@@ -583,12 +588,12 @@ void Runtime::run(const LinearRegion &region, int64_t rows, int, int64_t begin, 
 }
 
 Job Runtime::job_of(const LogitsRegion &region, int64_t) const {
-    const int64_t blocks = column_blocks(matrices_[size_t(region.matrix)].packed.n);
+    const int64_t blocks = column_blocks(matrices_[size_t(region.matrix)].n);
     return Job{blocks, grain_for(blocks, pool_.size())};
 }
 
 void Runtime::run(const LogitsRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
-    const PackedMatrix &matrix = matrices_[size_t(region.matrix)].packed;
+    const PackedMatrix &matrix = matrices_[size_t(region.matrix)];
     tier_.linear.matmul(matrix, activations_.data() + region.activations, rows, 0, rows, begin, end,
                         logits(), config_.vocab_size, false);
     if (region.softcap == 0.0f)

@@ -151,8 +151,11 @@ class Runtime {
     size_t arena_bytes() const { return arena_.size(); }
     std::byte *block(int64_t index) const { return arena_.data() + index * block_bytes_; }
 
-    // Building, once: weights, then regions over an activation arena of the given size. All throw
-    // std::invalid_argument for what could make a step go out of bounds.
+    // Building, once: weights, whose packed sizes are known beforehand, then regions over an
+    // activation arena. All throw std::invalid_argument for what could make a step go out of
+    // bounds.
+    static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
+    void allocate_weights(size_t bytes);
     int64_t add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n, int64_t k);
     int64_t add_vector(std::vector<float> values);
     // A rotation of the leading `dim` elements of a head by position * frequencies[i].
@@ -170,10 +173,6 @@ class Runtime {
     void reset_profile();
 
   private:
-    struct Matrix {
-        PackedMatrix packed;
-        Memory memory;
-    };
     // Positions are split as coarse * kFine + fine, and the angles added in double, so that the
     // tables stay small at any context length and every position's values are exact.
     struct RopeTable {
@@ -243,7 +242,9 @@ class Runtime {
     const int64_t block_bytes_;
     std::shared_ptr<ThreadPool> shared_pool_;
     ThreadPool &pool_;
-    std::vector<Matrix> matrices_;
+    Memory weights_;
+    size_t weights_used_ = 0;
+    std::vector<PackedMatrix> matrices_;
     std::vector<std::vector<float>> vectors_;
     std::vector<RopeTable> ropes_;
     std::vector<Region> regions_;

@@ -160,6 +160,11 @@ void bind_runtime(nb::module_ &m) {
              [](const Runtime &runtime, int a, int b) {
                  return runtime.tier().linear.same_activations(Format(a), Format(b));
              })
+        .def("packed_bytes",
+             [](const Runtime &runtime, int format, int64_t n, int64_t k) {
+                 return Runtime::aligned(runtime.tier().linear.packed_bytes(Format(format), n, k));
+             })
+        .def("allocate_weights", &Runtime::allocate_weights)
         .def("add_matrix",
              [](Runtime &runtime, int format, const Bytes &data, int64_t n, int64_t k) {
                  nb::gil_scoped_release release;

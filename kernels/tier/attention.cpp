@@ -241,6 +241,21 @@ Chunk find_chunk(const AttentionShape &shape, const AttentionQuery &query, int64
     return chunk;
 }
 
+// A chunk lies in pieces of some kilobytes that the hardware does not foresee.
+void prefetch(const AttentionShape &shape, const Chunk &chunk) {
+    const int64_t tile_bytes = shape.head_dim * kTokenTile * int64_t(sizeof(uint16_t));
+    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
+        if (chunk.keys[t] == nullptr)
+            continue;
+        const char *keys = reinterpret_cast<const char *>(chunk.keys[t]);
+        const char *values = reinterpret_cast<const char *>(chunk.values[t]);
+        for (int64_t i = 0; i < tile_bytes; i += 64) {
+            __builtin_prefetch(keys + i);
+            __builtin_prefetch(values + i);
+        }
+    }
+}
+
 template <HalfKind kind>
 void attend_partition(const AttentionShape &shape, const AttentionQuery &query, const float *q,
                       int64_t partition, State state, float *lane_sums, float *weights) {
@@ -260,6 +275,10 @@ void attend_partition(const AttentionShape &shape, const AttentionQuery &query, 
         if (last_seen.end <= 0 || first_seen.begin >= kChunk)
             continue;
         const Chunk chunk = find_chunk(shape, query, base, first_seen.begin, last_seen.end);
+        if (last >= base + kChunk) {
+            const Seen next(shape, last, base + kChunk);
+            prefetch(shape, find_chunk(shape, query, base + kChunk, 0, next.end));
+        }
         const auto run = [&](int64_t row, int64_t end_row, Seen seen) {
             for (; row < end_row; row += kMaxRows) {
                 attend_group<kind>(smaller(end_row - row, kMaxRows), shape,

@@ -166,6 +166,10 @@ class _Loading:
 
     def load(self, max_tokens: int, max_logits_rows: int) -> None:
         formats: dict[str, WeightFormat] = {}
+        matrices = [weight for weight in self.weights.values() if len(weight.shape) == 2]
+        self.runtime.allocate_weights(
+            sum(self.runtime.packed_bytes(weight.format, *weight.shape) for weight in matrices)
+        )
         for role, weight in self.weights.items():
             if len(weight.shape) == 2:
                 formats[role] = weight.format

@@ -53,11 +53,10 @@ template <typename Body> void BatchSampler::for_each(int64_t items, Body body) {
             body(workers_.front(), item);
         return;
     }
-    pool_->run([&](int thread) {
-        pool_->share(thread, items, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t item = begin; item < end; ++item)
-                body(workers_[thread], item);
-        });
+    const Job job{items, 1};
+    pool_->run(&job, 1, [&](int64_t, int thread, int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item)
+            body(workers_[thread], item);
     });
 }
 

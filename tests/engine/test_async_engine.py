@@ -10,7 +10,7 @@ import pytest
 
 from engine.checking import CheckingExecutor, build
 from engine.test_engine import request
-from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream
+from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream, joined
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
@@ -140,12 +140,80 @@ async def test_when_a_step_hangs_every_stream_gets_an_error() -> None:
     await engine.stop()
 
 
-async def test_an_idle_engine_uses_no_cpu() -> None:
+async def test_an_idle_engine_sleeps_until_work_comes() -> None:
     engine = await started()
     await collect(engine.submit(request("a", [1])))
-    before = time.process_time()
-    await asyncio.sleep(0.3)
+    turns = 0
+    step = engine.engine.step
+
+    def counted() -> list[Delta]:
+        nonlocal turns
+        turns += 1
+        return step()
+
+    engine.engine.step = counted  # type: ignore[method-assign]
+    await asyncio.sleep(0.2)
+    assert turns == 0
     assert engine.alive
-    assert engine._busy_since is None
-    assert time.process_time() - before < 0.1
+    await collect(engine.submit(request("b", [1], max_tokens=3)))
+    assert turns == 3
     await engine.stop()
+
+
+async def test_a_request_aborted_before_its_first_step_never_runs() -> None:
+    engine = AsyncEngine(build(clock=RealClock()))
+    stream = engine.submit(request("a", [1] * 50))
+    stream.abort()
+    await engine.start()
+    deltas = await collect(stream)
+    assert [delta.finish_reason for delta in deltas] == [FinishReason.ABORT]
+    assert stream.record.scheduled is None
+    assert engine.stats().steps == 0
+    await engine.stop()
+
+
+async def test_streams_of_several_event_loops_share_the_engine() -> None:
+    engine = await started()
+
+    def elsewhere() -> list[Delta]:
+        async def consume() -> list[Delta]:
+            return await collect(engine.submit(request("there", [1], max_tokens=30)))
+
+        return asyncio.run(consume())
+
+    there = asyncio.create_task(asyncio.to_thread(elsewhere))
+    here = await collect(engine.submit(request("here", [2], max_tokens=30)))
+    for deltas in (here, await there):
+        assert sum(len(delta.token_ids) for delta in deltas) == 30
+    await engine.stop()
+
+
+async def test_a_consumer_whose_loop_has_closed_is_aborted() -> None:
+    engine = await started(build(clock=RealClock(), max_model_len=100_000, num_blocks=7000))
+
+    async def leave() -> Stream:
+        stream = engine.submit(request("gone", [1], max_tokens=99_000))
+        await anext(stream)
+        return stream
+
+    stream = await asyncio.to_thread(lambda: asyncio.run(leave()))
+    while stream.record.outcome is None:
+        await asyncio.sleep(0.01)
+    assert stream.record.outcome is Outcome.ABORTED
+    assert await engine.drain(10)
+    await engine.stop()
+
+
+def test_joined_deltas_keep_order_and_put_the_record_last() -> None:
+    record = build().new_record(request("a", [1]))
+    length = FinishReason.LENGTH
+    deltas = [
+        Delta("a", 1, "x", [1], prompt_logprobs=[None]),
+        Delta("a", 0, "y", [2]),
+        Delta("a", 1, "z", [3], finish_reason=length, record=record),
+        Delta("a", 0, "w", [4], finish_reason=length),
+    ]
+    first, last = joined(deltas)
+    assert (first.choice, first.text, first.token_ids) == (0, "yw", [2, 4])
+    assert (last.choice, last.text, last.token_ids, last.record) == (1, "xz", [1, 3], record)
+    assert last.prompt_logprobs == [None]

@@ -15,6 +15,7 @@ from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
+from octavo.schedule.batching import Scheduled
 from octavo.schedule.request import (
     AdmissionError,
     FinishReason,
@@ -22,7 +23,7 @@ from octavo.schedule.request import (
     Request,
     RequestRecord,
 )
-from octavo.schedule.scheduler import Scheduled, Scheduler
+from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import RequestState, Sequence, Status
 
 logger = logging.getLogger(__name__)

@@ -11,58 +11,22 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from octavo.execute.batch import Batch
-from octavo.kv.cache import NO_HIT, KvCache
+from octavo.kv.cache import NO_HIT, Hit, KvCache
 from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Hash, chain_hash
+from octavo.schedule import admission
+from octavo.schedule.batching import BatchBuilder, Chunk, Scheduled
 from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import AdmissionError, FinishReason, Request, RequestRecord
+from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 
-Int32 = npt.NDArray[np.int32]
 BY_ARRIVAL = attrgetter("order")
-
-
-class Chunk(NamedTuple):
-    """``size`` known tokens of a sequence from position ``start`` on."""
-
-    seq: Sequence
-    start: int
-    size: int
-
-
-class PromptRows(NamedTuple):
-    """Logits rows ``row`` … that predict the prompt's tokens at ``position`` …"""
-
-    seq: Sequence
-    row: int
-    position: int
-    size: int
-
-
-@dataclass(slots=True, eq=False)
-class Scheduled:
-    """One step: the batch, and whom its logits are for. Valid until the next `schedule`."""
-
-    batch: Batch
-    decodes: list[Sequence]  # the batch's first sequences, a token each
-    chunks: list[Chunk]  # the others
-    samples: list[Sequence]  # who draws a token …
-    sample_rows: list[int]  # … from which row of logits (n > 1: first tokens share a row)
-    prompt_rows: list[PromptRows]
-    stale: bool = False  # a sequence in it has ended since
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        return [*self.decodes, *(chunk.seq for chunk in self.chunks)]
 
 
 class Scheduler:
@@ -98,70 +62,25 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
         self._scheduled: Scheduled | None = None
         self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
-        # The batch's arrays, written in place.
-        self._last_token: Int32 = np.zeros(config.max_num_seqs, dtype=np.int32)
-        self._decode_slots: Int32 = np.empty(0, dtype=np.int32)
+        self._builder = BatchBuilder(config, self.kv)
         self._decodes_changed = False
-        self._token_ids: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
-        self._positions: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
-        self._seq_offsets: Int32 = np.arange(config.max_num_seqs + 1, dtype=np.int32)
-        self._seq_slots: Int32 = np.empty(config.max_num_seqs, dtype=np.int32)
-        self._counting: Int32 = np.arange(
-            max(config.max_num_batched_tokens, config.max_model_len) + 1, dtype=np.int32
-        )
-        self._counting_list = list(range(config.max_num_seqs))
 
-    # Admission
+    # Requests
 
     def check(self, request: Request) -> int:
         """The output tokens this request may have; `AdmissionError` if it can never run."""
-        prompt = len(request.prompt_token_ids)
-        limit = self.config.max_model_len
-        if prompt == 0:
-            raise AdmissionError("the prompt has no tokens; at least 1 is needed", "prompt")
-        if prompt >= limit:
-            raise AdmissionError(
-                f"the prompt has {prompt} tokens; the context of {limit} tokens leaves room for "
-                f"{limit - 1} and at least 1 new token",
-                "prompt",
-            )
-        wanted = request.params.max_tokens
-        max_tokens = limit - prompt if wanted is None else wanted
-        if prompt + max_tokens > limit:
-            raise AdmissionError(
-                f"{prompt} prompt tokens + {max_tokens} max_tokens = {prompt + max_tokens}, more "
-                f"than the context of {limit} tokens",
-                "max_tokens",
-            )
-        if request.params.n > self.config.max_num_seqs:
-            raise AdmissionError(
-                f"n is {request.params.n}, more than max_num_seqs {self.config.max_num_seqs}", "n"
-            )
-        # The last token is never put through the model.
-        blocks = self.kv.peak_blocks(prompt + max_tokens - 1)
-        if blocks > self.kv.pool.num_blocks:
-            raise AdmissionError(
-                f"{prompt} prompt tokens + {max_tokens} max_tokens need {blocks} KV blocks of "
-                f"{self.kv.block_size} tokens; there are {self.kv.pool.num_blocks}",
-                "max_tokens",
-            )
-        return max_tokens
+        return admission.output_limit(request, self.config, self.kv.layout, self.kv.pool.num_blocks)
 
     def check_queue(
         self, num_prompt_tokens: int, pending: int = 0, pending_tokens: int = 0
     ) -> None:
         """Refuse when the queue is full. ``pending``: requests on their way to it."""
-        requests, tokens = self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
-        queued = len(self.waiting) + pending
-        if requests is not None and queued >= requests:
-            raise AdmissionError(f"{queued} requests wait, of at most {requests}", retryable=True)
-        queued_tokens = self.waiting_tokens + pending_tokens
-        if tokens is not None and queued and queued_tokens + num_prompt_tokens > tokens:
-            raise AdmissionError(
-                f"{queued_tokens} prompt tokens wait; with {num_prompt_tokens} more they exceed "
-                f"{tokens}",
-                retryable=True,
-            )
+        admission.check_queue(
+            self.config,
+            len(self.waiting) + pending,
+            self.waiting_tokens + pending_tokens,
+            num_prompt_tokens,
+        )
 
     def add(self, request: Request, record: RequestRecord) -> RequestState:
         """Queue a request; it joins the next step if there is room."""
@@ -187,34 +106,26 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens - len(self.decoding)
         rows = self.config.logits_rows - len(self.decoding)
         chunks: list[Chunk] = []
-        for seq in self.prefilling[:]:
-            if (
-                budget
-                and seq.status is Status.PREFILLING
-                and (chunk := self._chunk(seq, budget, rows))
-            ):
+        for seq in self._prompts(now, preemptions):
+            if chunk := self._chunk(seq, budget, rows):
                 chunks.append(chunk)
                 budget -= chunk.size
-                rows -= self._rows(chunk)
-        while budget and rows and self.num_preemptions == preemptions:
-            admitted = self._admit(now)
-            if admitted is None:
+                rows -= chunk.logits_rows
+            if not budget or not rows:
                 break
-            if chunk := self._chunk(admitted, budget, rows):
-                chunks.append(chunk)
-                budget -= chunk.size
-                rows -= self._rows(chunk)
-        if budget and chunks:
-            chunks[0] = self._extend(chunks[0], budget, rows)
+        if budget and rows and chunks:
+            chunks[0] = self._extend(chunks[0], budget)
         if not self.decoding and not chunks:
             return None
-        self._scheduled = self._batch(chunks)
+        self._update_decode_slots()
+        self._scheduled = self._builder.build(self.decoding, chunks)
         return self._scheduled
 
     def _grow_decodes(self) -> None:
         """A slot in the cache for the next token of every decoding sequence."""
         kv = self.kv
-        slots = self._slots_of_decodes()
+        self._update_decode_slots()
+        slots = self._builder.decode_slots
         if not len(slots):
             return
         full = kv.num_tokens[slots] % kv.block_size == 0
@@ -225,6 +136,16 @@ class Scheduler:
         for seq in needing:
             while seq.status is Status.DECODING and not kv.reserve(seq.slot, 1):
                 self._preempt(self._latest())
+
+    def _prompts(self, now: float, preemptions: int) -> Iterator[Sequence]:
+        """Prompts under way, then newcomers as they are let in. Nobody is let in when this step
+        has preempted: who was just sent away would come straight back.
+        """
+        for seq in self.prefilling[:]:
+            if seq.status is Status.PREFILLING:
+                yield seq
+        while self.num_preemptions == preemptions and (admitted := self._admit(now)):
+            yield admitted
 
     def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
         """As many of the sequence's missing tokens as budget, rows and blocks allow."""
@@ -245,11 +166,11 @@ class Scheduler:
         self.kv.reserve(seq.slot, count)
         return Chunk(seq, start, count)
 
-    def _extend(self, chunk: Chunk, budget: int, rows: int) -> Chunk:
+    def _extend(self, chunk: Chunk, budget: int) -> Chunk:
         """The budget nobody else took goes to the oldest prompt."""
         seq, start, count = chunk
         more = min(len(seq.token_ids) - start - count, budget, self.kv.room(seq.slot) - count)
-        if more < 1 or rows < 1 or seq.owner.scores_prompt:
+        if more < 1 or seq.owner.scores_prompt:
             return chunk
         self.kv.reserve(seq.slot, count + more)
         return Chunk(seq, start, count + more)
@@ -259,49 +180,50 @@ class Scheduler:
             bool(self.waiting) and self.kv.num_free_slots > self._reserved_slots
         )
 
-    def _rows(self, chunk: Chunk) -> int:
-        """Rows of logits a chunk takes."""
-        seq, start, count = chunk
-        if seq.owner.scores_prompt:
-            return count
-        return int(start + count == len(seq.token_ids))
-
     def _admit(self, now: float) -> Sequence | None:
         """Let the queue's head in, if all its known tokens fit beside those who run."""
         seq = self._next_waiting()
         if seq is None:
             return None
         kv = self.kv
-        forks = len(seq.owner.forking) if seq.choice == 0 else 0
-        if kv.num_free_slots - self._reserved_slots < 1 + forks:
-            return None
-        free = kv.pool.num_free
+        followers = len(seq.followers)
         running = len(self.decoding) + len(self.prefilling)
+        if kv.num_free_slots - self._reserved_slots < 1 + followers:
+            return None
         if running and self._blocked is not None:
-            head, free_then = self._blocked
-            if head is seq and free <= free_then:
+            head, free = self._blocked
+            if head is seq and kv.pool.num_free <= free:
                 return None
         salt = seq.owner.request.cache_salt
         hit = NO_HIT if seq.owner.scores_prompt else kv.lookup(seq.token_ids, salt)
-        if running:
-            # Beside its own blocks, those promised to prompts under way and the next block of
-            # everyone who runs must stay free: else it would soon be preempted again.
-            promised = sum(
-                max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
-                for other in self.prefilling
-            )
-            reserve = running * len(kv.layout.groups)
-            need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
-            if need + promised + reserve > free:
-                self._blocked = (seq, free)
-                return None
+        if running and not self._fits(seq, hit):
+            self._blocked = (seq, kv.pool.num_free)
+            return None
         self._blocked = None
         self.waiting.remove(seq)
+        self.waiting_tokens -= len(seq.token_ids)
         seq.slot = kv.open(hit, salt)
         seq.status = Status.PREFILLING
         insort(self.prefilling, seq, key=BY_ARRIVAL)
-        self._reserved_slots += forks
-        self.waiting_tokens -= len(seq.token_ids)
+        self._reserved_slots += followers
+        self._count_first_time(seq, hit, now)
+        return seq
+
+    def _fits(self, seq: Sequence, hit: Hit) -> bool:
+        """Whether a sequence may join those who run. Beside its own blocks, those promised to
+        prompts under way and the next block of everyone must be free: else it, or another, would
+        soon be preempted again.
+        """
+        kv = self.kv
+        need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
+        promised = sum(
+            max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
+            for other in self.prefilling
+        )
+        next_blocks = (len(self.decoding) + len(self.prefilling)) * len(kv.layout.groups)
+        return need + promised + next_blocks <= kv.pool.num_free
+
+    def _count_first_time(self, seq: Sequence, hit: Hit, now: float) -> None:
         record = seq.owner.record
         if record.scheduled is None:
             record.scheduled = now
@@ -310,7 +232,6 @@ class Scheduler:
             if self.config.enable_prefix_caching:
                 self.prefix_queries += len(seq.token_ids)
                 self.prefix_hits += hit.num_tokens
-        return seq
 
     def _next_waiting(self) -> Sequence | None:
         """The queue's head; while a suspect must run alone, only its own."""
@@ -347,88 +268,17 @@ class Scheduler:
             self._decodes_changed = True
         else:
             self.prefilling.remove(seq)
-            if seq.choice == 0:
-                self._reserved_slots -= len(seq.owner.forking)
+            self._reserved_slots -= len(seq.followers)
         self.kv.close(seq.slot)
         seq.slot = -1
         self._blocked = None
 
-    def _slots_of_decodes(self) -> Int32:
+    def _update_decode_slots(self) -> None:
         if self._decodes_changed:
-            self._decode_slots = np.array([seq.slot for seq in self.decoding], dtype=np.int32)
+            self._builder.decode_slots = np.array(
+                [seq.slot for seq in self.decoding], dtype=np.int32
+            )
             self._decodes_changed = False
-        return self._decode_slots
-
-    def _batch(self, chunks: list[Chunk]) -> Scheduled:
-        """Decode rows, then chunks, as flat arrays."""
-        kv = self.kv
-        slots = self._slots_of_decodes()
-        decodes = len(slots)
-        np.take(self._last_token, slots, out=self._token_ids[:decodes])
-        np.take(kv.num_tokens, slots, out=self._positions[:decodes])
-        samples = self.decoding[:]
-        sample_rows = self._counting_list[:decodes]
-        if not chunks:
-            seq_slots, offsets, rows = (
-                slots,
-                self._seq_offsets[: decodes + 1],
-                self._counting[:decodes],
-            )
-            return Scheduled(
-                self._flat(decodes, offsets, seq_slots, rows),
-                samples[:],
-                [],
-                samples,
-                sample_rows,
-                [],
-            )
-        prompt_rows: list[PromptRows] = []
-        total = decodes
-        offsets = self._counting[: decodes + len(chunks) + 1].copy()
-        seq_slots = self._seq_slots[: decodes + len(chunks)]
-        seq_slots[:decodes] = slots
-        rows_of: list[Int32] = [self._counting[:decodes]]
-        num_rows = decodes
-        for index, chunk in enumerate(chunks):
-            seq, start, count = chunk
-            self._token_ids[total : total + count] = seq.token_ids[start : start + count]
-            self._positions[total : total + count] = self._counting[start : start + count]
-            seq_slots[decodes + index] = seq.slot
-            taken = self._rows(chunk)
-            if taken:
-                if seq.owner.scores_prompt:
-                    first = max(start, seq.num_scored)
-                    size = min(start + count, seq.owner.num_prompt_tokens - 1) - first
-                    if size > 0:
-                        row = num_rows + first - start
-                        prompt_rows.append(PromptRows(seq, row, first + 1, size))
-                rows_of.append(self._counting[total + count - taken : total + count])
-                num_rows += taken
-            total += count
-            offsets[decodes + index + 1] = total
-            if start + count == len(seq.token_ids):
-                forking = seq.owner.forking if seq.choice == 0 else []
-                samples += [seq, *forking]
-                sample_rows += [num_rows - 1] * (1 + len(forking))
-        return Scheduled(
-            self._flat(total, offsets, seq_slots, np.concatenate(rows_of)),
-            self.decoding[:],
-            chunks,
-            samples,
-            sample_rows,
-            prompt_rows,
-        )
-
-    def _flat(self, total: int, offsets: Int32, seq_slots: Int32, rows: Int32) -> Batch:
-        return Batch(
-            self._token_ids[:total],
-            self._positions[:total],
-            offsets,
-            seq_slots,
-            self.kv.tables,
-            rows,
-            self.kv.take_copies(),
-        )
 
     # After a step
 
@@ -446,45 +296,44 @@ class Scheduler:
             drawn = [token for token, here in zip(token_ids, alive, strict=False) if here]
             decodes = [seq for seq in decodes if seq.slot >= 0]
         else:
-            slots = self._decode_slots
+            slots = self._builder.decode_slots
             drawn = list(token_ids[: len(decodes)])
         if decodes:
             kv.num_tokens[slots] += 1
-            self._last_token[slots] = drawn
+            self._builder.last_token[slots] = drawn
             for index in np.flatnonzero(kv.num_tokens[slots] % kv.block_size == 0).tolist():
                 seq = decodes[index]
                 kv.register(seq.slot, seq.token_ids)
-        for seq, start, count in scheduled.chunks:
+        for chunk in scheduled.chunks:
+            seq, start, size = chunk
             if seq.slot < 0:
                 continue
-            kv.advance(seq.slot, count)
+            kv.advance(seq.slot, size)
             kv.register(seq.slot, seq.token_ids)
             if seq.owner.scores_prompt:
-                scored = min(start + count, seq.owner.num_prompt_tokens - 1)
+                scored = min(start + size, seq.owner.num_prompt_tokens - 1)
                 seq.num_scored = max(seq.num_scored, scored)
-            if start + count == len(seq.token_ids):
+            if chunk.is_last:
                 self._begin_decoding(seq)
         for seq, token in zip(scheduled.samples, token_ids, strict=True):
             if seq.slot >= 0:
                 seq.token_ids.append(token)
         for seq in scheduled.samples[len(scheduled.decodes) :]:
             if seq.slot >= 0:
-                self._last_token[seq.slot] = seq.token_ids[-1]
+                self._builder.last_token[seq.slot] = seq.token_ids[-1]
         if self._suspects and scheduled.samples:
             self._clear_suspect(scheduled.samples[0].owner)
 
     def _begin_decoding(self, seq: Sequence) -> None:
         """The prompt is through: from now on a token a step, for the sequence and its forks."""
         self.prefilling.remove(seq)
-        begun = [seq]
-        if seq.choice == 0:
-            for fork in seq.owner.forking:
-                fork.slot = self.kv.fork(seq.slot)
-                self._reserved_slots -= 1
-                begun.append(fork)
-        for each in begun:
-            each.status = Status.DECODING
-            insort(self.decoding, each, key=BY_ARRIVAL)
+        followers = seq.followers
+        self._reserved_slots -= len(followers)
+        for follower in followers:
+            follower.slot = self.kv.fork(seq.slot)
+        for begun in (seq, *followers):
+            begun.status = Status.DECODING
+            insort(self.decoding, begun, key=BY_ARRIVAL)
         self._decodes_changed = True
 
     def finish(self, seq: Sequence, reason: FinishReason) -> bool:
@@ -553,9 +402,7 @@ class Scheduler:
             raise RuntimeError("two running sequences share a slot, or one has none")
         if len(slots) + self.kv.num_free_slots != self.config.max_num_seqs:
             raise RuntimeError("a slot is neither free nor running")
-        if self._reserved_slots != sum(
-            len(seq.owner.forking) for seq in self.prefilling if seq.choice == 0
-        ):
+        if self._reserved_slots != sum(len(seq.followers) for seq in self.prefilling):
             raise RuntimeError("slots are reserved for nobody")
         if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")

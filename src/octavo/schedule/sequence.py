@@ -33,6 +33,13 @@ class Sequence:
     num_scored: int = 0  # prompt positions whose logprobs have been delivered
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 
+    @property
+    def followers(self) -> list[Sequence]:
+        """The sequences that will fork from this one when it has put the prompt through."""
+        if self.choice:
+            return []
+        return [seq for seq in self.owner.sequences if seq.status is Status.FORKING]
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -47,11 +54,6 @@ class RequestState:
     @property
     def num_prompt_tokens(self) -> int:
         return len(self.request.prompt_token_ids)
-
-    @property
-    def forking(self) -> list[Sequence]:
-        """The sequences that wait for the first one's prompt."""
-        return [seq for seq in self.sequences if seq.status is Status.FORKING]
 
     @property
     def scores_prompt(self) -> bool:

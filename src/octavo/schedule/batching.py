@@ -1,0 +1,129 @@
+"""A step as flat arrays, written in place from one step to the next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.execute.batch import Batch
+from octavo.kv.cache import KvCache
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.sequence import Sequence
+
+Int32 = npt.NDArray[np.int32]
+
+
+class Chunk(NamedTuple):
+    """``size`` known tokens of a sequence from position ``start`` on."""
+
+    seq: Sequence
+    start: int
+    size: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the sequence draws a token after it."""
+        return self.start + self.size == len(self.seq.token_ids)
+
+    @property
+    def logits_rows(self) -> int:
+        """How many of its tokens, the last ones, want logits."""
+        return self.size if self.seq.owner.scores_prompt else int(self.is_last)
+
+
+class PromptRows(NamedTuple):
+    """Logits rows ``row`` … that predict the prompt's tokens at ``position`` …"""
+
+    seq: Sequence
+    row: int
+    position: int
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """One step: the batch, and whom its logits are for. Valid until the next `schedule`."""
+
+    batch: Batch
+    decodes: list[Sequence]  # the batch's first sequences, a token each
+    chunks: list[Chunk]  # the others
+    samples: list[Sequence]  # who draws a token …
+    sample_rows: list[int]  # … from which row of logits (n > 1: first tokens share a row)
+    prompt_rows: list[PromptRows]
+    stale: bool = False  # a sequence in it has ended since
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [*self.decodes, *(chunk.seq for chunk in self.chunks)]
+
+
+class BatchBuilder:
+    """Owns the arrays. Decode rows come first, so that as long as the same sequences decode, a
+    batch is three gathers; chunks are appended behind them.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KvCache) -> None:
+        self._kv = kv
+        self.last_token: Int32 = np.zeros(config.max_num_seqs, dtype=np.int32)  # by slot
+        self.decode_slots: Int32 = np.empty(0, dtype=np.int32)
+        self._token_ids: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
+        self._positions: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
+        self._seq_slots: Int32 = np.empty(config.max_num_seqs, dtype=np.int32)
+        # 0, 1, 2, …: offsets, rows and positions are slices of it.
+        longest = max(config.max_num_batched_tokens, config.max_model_len, config.max_num_seqs)
+        self._counting: Int32 = np.arange(longest + 1, dtype=np.int32)
+        self._row_list = list(range(config.max_num_seqs))
+
+    def build(self, decodes: list[Sequence], chunks: list[Chunk]) -> Scheduled:
+        """``decodes`` are the sequences of ``decode_slots``, in that order."""
+        slots = self.decode_slots
+        count = len(slots)
+        np.take(self.last_token, slots, out=self._token_ids[:count])
+        np.take(self._kv.num_tokens, slots, out=self._positions[:count])
+        if not chunks:
+            batch = self._batch(count, self._counting[: count + 1], slots, self._counting[:count])
+            return Scheduled(batch, decodes[:], [], decodes[:], self._row_list[:count], [])
+        seq_slots = self._seq_slots[: count + len(chunks)]
+        seq_slots[:count] = slots
+        offsets = self._counting[: count + len(chunks) + 1].copy()
+        rows = [self._counting[:count]]
+        samples, sample_rows = decodes[:], self._row_list[:count]
+        prompt_rows: list[PromptRows] = []
+        total = num_rows = count
+        for index, chunk in enumerate(chunks, count):
+            seq, start, size = chunk
+            end = total + size
+            self._token_ids[total:end] = seq.token_ids[start : start + size]
+            self._positions[total:end] = self._counting[start : start + size]
+            seq_slots[index] = seq.slot
+            offsets[index + 1] = end
+            if seq.owner.scores_prompt:
+                first = max(start, seq.num_scored)
+                scored = min(start + size, seq.owner.num_prompt_tokens - 1) - first
+                if scored > 0:
+                    row = num_rows + first - start
+                    prompt_rows.append(PromptRows(seq, row, first + 1, scored))
+            if chunk.logits_rows:
+                rows.append(self._counting[end - chunk.logits_rows : end])
+                num_rows += chunk.logits_rows
+            if chunk.is_last:
+                drawing = [seq, *seq.followers]
+                samples += drawing
+                sample_rows += [num_rows - 1] * len(drawing)
+            total = end
+        batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
+        return Scheduled(batch, decodes[:], chunks, samples, sample_rows, prompt_rows)
+
+    def _batch(self, total: int, offsets: Int32, seq_slots: Int32, rows: Int32) -> Batch:
+        return Batch(
+            self._token_ids[:total],
+            self._positions[:total],
+            offsets,
+            seq_slots,
+            self._kv.tables,
+            rows,
+            self._kv.take_copies(),
+        )

@@ -18,23 +18,30 @@ bool check(ThreadPool &pool, std::mt19937 &random, bool slow) {
         jobs.push_back(Job{items, int64_t(1 + random() % 7)});
     }
     std::vector<std::vector<int>> done; // by job and item; plain, so that a race would show
-    for (const Job &job : jobs) done.emplace_back(size_t(job.items), 0);
+    for (const Job &job : jobs)
+        done.emplace_back(size_t(job.items), 0);
     std::vector<int> early(size_t(pool.size()), 0);
     std::vector<ThreadPool::Time> ends(jobs.size());
     const auto work = [&](int64_t job, int thread, int64_t begin, int64_t end) {
         if (job > 0) {
-            for (const int times : done[size_t(job - 1)]) early[size_t(thread)] += times != 1;
+            for (const int times : done[size_t(job - 1)])
+                early[size_t(thread)] += times != 1;
         }
-        for (int64_t item = begin; item < end; ++item) ++done[size_t(job)][size_t(item)];
-        if (slow && thread % 2 == 1) std::this_thread::sleep_for(std::chrono::microseconds(50));
+        for (int64_t item = begin; item < end; ++item)
+            ++done[size_t(job)][size_t(item)];
+        if (slow && thread % 2 == 1)
+            std::this_thread::sleep_for(std::chrono::microseconds(50));
     };
     pool.run(jobs.data(), int64_t(jobs.size()), work, ends.data());
     bool right = true;
     for (const auto &items : done) {
-        for (const int times : items) right &= times == 1;
+        for (const int times : items)
+            right &= times == 1;
     }
-    for (const int times : early) right &= times == 0;
-    for (size_t i = 1; i < ends.size(); ++i) right &= ends[i] >= ends[i - 1];
+    for (const int times : early)
+        right &= times == 0;
+    for (size_t i = 1; i < ends.size(); ++i)
+        right &= ends[i] >= ends[i - 1];
     return right;
 }
 
@@ -48,7 +55,8 @@ int main(int argc, char **argv) {
         octavo::ThreadPool pool(threads);
         for (int round = 0; round < rounds; ++round) {
             // Now and then a pause, so that the threads fall asleep.
-            if (round % 50 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(2));
+            if (round % 50 == 0)
+                std::this_thread::sleep_for(std::chrono::milliseconds(2));
             if (!octavo::check(pool, random, round % 20 == 0)) {
                 std::printf("thread_pool_test: %d threads, round %d: wrong\n", threads, round);
                 return 1;

@@ -1,0 +1,134 @@
+"""Lowering: which ops run together, and that no two live values share memory."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from execute import tiny
+from octavo.checkpoint.base import WeightFormat
+from octavo.execute import lower
+from octavo.model import families
+from octavo.model.config import ModelConfig
+
+
+class Formats:
+    """Three kinds of prepared activations, as the real kernels have."""
+
+    def activation_bytes(self, format: int, rows: int, k: int) -> int:
+        return rows * k * 4
+
+    def same_activations(self, a: int, b: int) -> bool:
+        wide = {WeightFormat.Q4_K, WeightFormat.Q5_K, WeightFormat.Q6_K}
+        return a == b or {WeightFormat(a), WeightFormat(b)} <= wide
+
+
+def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) -> lower.Plan:
+    program = families.program(config)
+    every = dict.fromkeys(program.weights, WeightFormat.Q4_0)
+    return lower.lower(
+        program, every | (formats or {}), Formats(), max_tokens=100, max_logits_rows=10
+    )
+
+
+def test_a_llama_layer_is_ten_regions() -> None:
+    regions = plan(tiny.config()).regions
+    assert [region.name for region in regions[:10]] == [
+        "embed norm prepare",
+        "attn_q+attn_k+attn_v",
+        "angles rope",
+        "attention",
+        "prepare",
+        "attn_output",
+        "norm prepare",
+        "ffn_gate+ffn_up",
+        "gate prepare",
+        "ffn_down",
+    ]
+    assert len(regions) == 3 * 10 + 2  # the last norm, and the logits
+
+
+def test_norms_between_a_linear_layer_and_the_residual() -> None:
+    regions = plan(tiny.config("gemma3")).regions
+    assert [region.name for region in regions[2:7]] == [
+        "norm norm angles rope",
+        "attention (window)",
+        "prepare",
+        "attn_output",
+        "norm add norm prepare",
+    ]
+
+
+def test_the_residual_is_accumulated_in_place() -> None:
+    regions = plan(tiny.config()).regions
+    embed = regions[0].work
+    assert isinstance(embed, lower.Rows)
+    residual = embed.steps[0].out
+    accumulating = [
+        region.work
+        for region in regions
+        if isinstance(region.work, lower.Linears) and region.work.accumulate
+    ]
+    assert len(accumulating) == 6
+    assert all(work.parts[0].out is residual for work in accumulating[:4])
+
+
+def test_formats_that_share_activations_prepare_once() -> None:
+    def prepared(format: WeightFormat) -> int:
+        formats = {"layers.0.attn_q": WeightFormat.Q4_K, "layers.0.attn_k": WeightFormat.Q4_K}
+        first = plan(tiny.config(), formats | {"layers.0.attn_v": format}).regions[0].work
+        assert isinstance(first, lower.Rows)
+        return sum(isinstance(step, lower.Prepare) for step in first.steps)
+
+    assert prepared(WeightFormat.Q6_K) == 1
+    assert prepared(WeightFormat.Q8_0) == 2
+
+
+def test_after_the_last_attention_only_wanted_rows_run() -> None:
+    regions = plan(tiny.config()).regions
+    last = max(i for i, r in enumerate(regions) if isinstance(r.work, lower.Attention))
+    assert [region.selected for region in regions] == [i > last for i in range(len(regions))]
+    gathered = regions[last + 1].work
+    assert isinstance(gathered, lower.Rows)
+    assert sum(isinstance(step, lower.Gather) for step in gathered.steps) == 2
+
+
+def used(work: lower.Work) -> list[lower.Buffer]:
+    match work:
+        case lower.Rows(steps):
+            parts = [part for step in steps for part in step]
+        case lower.Linears(linears, _):
+            parts = [part for linear in linears for part in linear]
+        case _:
+            parts = list(work)
+    buffers = [part.buffer for part in parts if isinstance(part, lower.View)]
+    return buffers + [part for part in parts if isinstance(part, lower.Buffer)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_live_values_never_overlap(family: str) -> None:
+    """Between a buffer's first and last use, nobody else's bytes are in its place."""
+    result = plan(tiny.config(family))
+    spans: dict[int, tuple[lower.Buffer, list[int]]] = {}
+    for index, region in enumerate(result.regions):
+        for buffer in used(region.work):
+            spans.setdefault(id(buffer), (buffer, []))[1].append(index)
+    total = 0
+    for (a, a_uses), (b, b_uses) in combinations(spans.values(), 2):
+        if max(a_uses[0], b_uses[0]) <= min(a_uses[-1], b_uses[-1]):
+            assert a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
+    for buffer, uses in spans.values():
+        assert buffer.first <= uses[0]
+        assert uses[-1] <= buffer.last
+        assert buffer.offset % lower.ALIGNMENT == 0
+        assert buffer.offset + buffer.bytes <= result.arena_bytes
+        total += buffer.bytes
+    assert result.arena_bytes < total / 4
+
+
+def test_a_value_that_nobody_wrote_is_refused() -> None:
+    program = families.program(tiny.config())
+    cut = type(program)(program.config, program.ops[1:], program.widths, program.weights)
+    with pytest.raises(ValueError, match="reads x before anything writes it"):
+        lower.lower(cut, {}, Formats(), max_tokens=4, max_logits_rows=4)

@@ -44,6 +44,34 @@ struct FormatInfo {
     return {1, 0, false};
 }
 
+[[maybe_unused]] static const char *format_name(Format format) {
+    switch (format) {
+    case Format::F32:
+        return "F32";
+    case Format::F16:
+        return "F16";
+    case Format::BF16:
+        return "BF16";
+    case Format::Q8_0:
+        return "Q8_0";
+    case Format::Q4_0:
+        return "Q4_0";
+    case Format::Q4_1:
+        return "Q4_1";
+    case Format::Q5_0:
+        return "Q5_0";
+    case Format::Q5_1:
+        return "Q5_1";
+    case Format::Q4_K:
+        return "Q4_K";
+    case Format::Q5_K:
+        return "Q5_K";
+    case Format::Q6_K:
+        return "Q6_K";
+    }
+    return "unknown";
+}
+
 template <class T> static inline T load_as(const void *from) {
     T value;
     std::memcpy(&value, from, sizeof value);

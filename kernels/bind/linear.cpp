@@ -49,8 +49,8 @@ Format checked_format(int number, int64_t n, int64_t k) {
     if (info.block_bytes == 0)
         throw std::invalid_argument("no kernels for weight format " + std::to_string(number));
     if (n <= 0 || k <= 0 || k % info.block_values != 0)
-        throw std::invalid_argument("a matrix of this format cannot be " + std::to_string(n) +
-                                    " x " + std::to_string(k));
+        throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
+                                    " cannot be " + std::to_string(n) + " x " + std::to_string(k));
     return format;
 }
 

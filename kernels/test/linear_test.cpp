@@ -24,34 +24,6 @@ constexpr Format kFormats[] = {Format::F32,  Format::F16,  Format::BF16, Format:
                                Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1,
                                Format::Q4_K, Format::Q5_K, Format::Q6_K};
 
-const char *name(Format format) {
-    switch (format) {
-    case Format::F32:
-        return "F32";
-    case Format::F16:
-        return "F16";
-    case Format::BF16:
-        return "BF16";
-    case Format::Q8_0:
-        return "Q8_0";
-    case Format::Q4_0:
-        return "Q4_0";
-    case Format::Q4_1:
-        return "Q4_1";
-    case Format::Q5_0:
-        return "Q5_0";
-    case Format::Q5_1:
-        return "Q5_1";
-    case Format::Q4_K:
-        return "Q4_K";
-    case Format::Q5_K:
-        return "Q5_K";
-    case Format::Q6_K:
-        return "Q6_K";
-    }
-    return "?";
-}
-
 int failures = 0;
 
 #define CHECK(condition, ...)                                                                      \
@@ -205,7 +177,7 @@ void test_dequantize(const LinearKernels &kernels, const Matrix &m) {
     for (int64_t c = 0; c < m.packed.n; ++c) {
         kernels.dequantize_row(m.packed, c, row.data());
         CHECK(same_bits(row.data(), expected.data() + c * m.packed.k, row.size()),
-              "%s row %ld of %ld x %ld", name(m.packed.format), c, m.packed.n, m.packed.k);
+              "%s row %ld of %ld x %ld", format_name(m.packed.format), c, m.packed.n, m.packed.k);
     }
 }
 
@@ -227,8 +199,9 @@ void test_against_reference(const Matrix &m, const std::vector<float> &x,
     for (size_t i = 0; i < count; ++i) {
         const double bound = 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
         CHECK(std::fabs(out[i] - expected[i]) <= bound,
-              "%s %ld x %ld x %ld at %zu: %.9g instead of %.9g, bound %g", name(m.packed.format),
-              rows, n, k, i, static_cast<double>(out[i]), expected[i], bound);
+              "%s %ld x %ld x %ld at %zu: %.9g instead of %.9g, bound %g",
+              format_name(m.packed.format), rows, n, k, i, static_cast<double>(out[i]), expected[i],
+              bound);
     }
     if (!quantized)
         return;
@@ -247,7 +220,7 @@ void test_against_reference(const Matrix &m, const std::vector<float> &x,
             const auto i = static_cast<size_t>(r * n + c);
             bound += 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
             CHECK(std::fabs(out[i] - expected[i]) <= bound, "%s: quantization error %g above %g",
-                  name(m.packed.format), std::fabs(out[i] - expected[i]), bound);
+                  format_name(m.packed.format), std::fabs(out[i] - expected[i]), bound);
         }
 }
 
@@ -276,7 +249,7 @@ void test_ranges(const LinearKernels &kernels, const Matrix &m, const std::byte 
                 CHECK(same_bits(&out[at], &want, 1),
                       "%s %ld x %ld x %ld rows [%ld, %ld) blocks [%ld, %ld)%s: (%ld, %ld) is %.9g "
                       "instead of %.9g",
-                      name(m.packed.format), rows, n, m.packed.k, r0, r1, b0, b1,
+                      format_name(m.packed.format), rows, n, m.packed.k, r0, r1, b0, b1,
                       accumulate ? " accumulated" : "", r, c, static_cast<double>(out[at]),
                       static_cast<double>(want));
             }
@@ -301,7 +274,7 @@ void test_prepare(const LinearKernels &kernels, const Matrix &m, const std::vect
         kernels.matmul(m.packed, activations, row == 0 ? 1 : rows, row, row + 1, 0, blocks,
                        out.data(), n, false);
         CHECK(same_bits(out.data() + row * n, expected.data() + r * n, static_cast<size_t>(n)),
-              "%s: row %ld of %ld prepared apart", name(format), r, rows);
+              "%s: row %ld of %ld prepared apart", format_name(format), r, rows);
     }
 }
 
@@ -319,12 +292,12 @@ void test_bad_row(const LinearKernels &kernels, const Matrix &m, std::vector<flo
         if (r != bad) {
             CHECK(same_bits(&out[static_cast<size_t>(r * n)], &expected[static_cast<size_t>(r * n)],
                             static_cast<size_t>(n)),
-                  "%s: row %ld changed by row %ld", name(m.packed.format), r, bad);
+                  "%s: row %ld changed by row %ld", format_name(m.packed.format), r, bad);
             continue;
         }
         for (int64_t c = 0; c < n; ++c)
             CHECK(!std::isfinite(out[static_cast<size_t>(r * n + c)]),
-                  "%s: a NaN or infinity was lost", name(m.packed.format));
+                  "%s: a NaN or infinity was lost", format_name(m.packed.format));
     }
 }
 
@@ -357,8 +330,8 @@ void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Sh
             buffer.data.get(), buffer.data.get() + kernels.activation_bytes(format, s.rows, s.k));
         if (first_activations.empty())
             first_activations = activations;
-        CHECK(activations == first_activations, "%s: %s prepares otherwise than %s", name(format),
-              tier->name, tiers.front()->name);
+        CHECK(activations == first_activations, "%s: %s prepares otherwise than %s",
+              format_name(format), tier->name, tiers.front()->name);
         if (std::string(tier->name) == "generic")
             continue;
         const std::vector<float> out = one_by_one(kernels, m, buffer.data.get(), s.rows);
@@ -367,7 +340,7 @@ void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Sh
             fused = out;
         }
         CHECK(same_bits(fused.data(), out.data(), out.size()), "%s: %s differs from %s",
-              name(format), tier->name, first_fused->name);
+              format_name(format), tier->name, first_fused->name);
     }
 }
 
@@ -396,7 +369,7 @@ int main(int argc, char **argv) {
             Rng rng(seed++);
             test_case(*tier, format, {2, 17, 16384}, rng);
             if (failures == 0)
-                std::printf("passed %s %s\n", tier->name, name(format));
+                std::printf("passed %s %s\n", tier->name, format_name(format));
         }
         test_across_tiers(tiers, format, {5, 71, 512}, seed++);
     }

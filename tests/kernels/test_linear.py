@@ -109,7 +109,7 @@ def test_packing_keeps_the_file_s_size() -> None:
 
 def test_refusals() -> None:
     x = np.zeros((1, 100), np.float32)
-    with pytest.raises(ValueError, match="cannot be 4 x 100"):
+    with pytest.raises(ValueError, match="a matrix of Q4_0 cannot be 4 x 100"):
         _native.linear(np.zeros(400, np.uint8), WeightFormat.Q4_0, 4, x)
     with pytest.raises(ValueError, match="no kernels for weight format 10"):
         _native.packed_bytes(10, 4, 256)

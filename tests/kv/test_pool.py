@@ -18,6 +18,7 @@ class Pool(RuleBasedStateMachine):
         self.pool = BlockPool(num_blocks)
         self.free = list(range(num_blocks))
         self.refs: dict[int, int] = {}
+        self.cached: set[int] = set()  # free ones with content
 
     @rule()
     def allocate(self) -> None:
@@ -28,13 +29,16 @@ class Pool(RuleBasedStateMachine):
         block = self.pool.allocate()
         assert block == self.free.pop(0)
         self.refs[block] = 1
+        self.cached.discard(block)
 
+    @precondition(lambda self: self.refs or self.cached)
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
-        block = data.draw(st.integers(0, self.pool.num_blocks - 1))
+        block = data.draw(st.sampled_from(sorted({*self.refs, *self.cached})))
         self.pool.share(block)
         self.refs[block] = self.refs.get(block, 0) + 1
-        if block in self.free:
+        if block in self.cached:
+            self.cached.remove(block)
             self.free.remove(block)
 
     @precondition(lambda self: self.refs)
@@ -46,6 +50,8 @@ class Pool(RuleBasedStateMachine):
         if self.refs[block] == 0:
             del self.refs[block]
             self.free.insert(len(self.free) if keep else 0, block)
+            if keep:
+                self.cached.add(block)
 
     @invariant()
     def agrees(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -231,6 +232,7 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
         max_logprobs=config.max_logprobs,
         seed=config.seed,
     )
+    gc.freeze()  # what was loaded stays: the collector need not walk it between steps
     return LoadedEngine(
         engine,
         checkpoint,

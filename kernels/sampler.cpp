@@ -15,9 +15,9 @@ constexpr double kFew = 1024;
 // A vocabulary this small is sorted as a whole.
 constexpr int64_t kSortAll = 1024;
 
-// Floats as integers of the same order, and back.
+// Floats as integers of the same order, and back. Both zeros, being equal, have the key of 0.
 uint32_t key_of(float value) {
-    const auto bits = std::bit_cast<uint32_t>(value);
+    const auto bits = std::bit_cast<uint32_t>(value + 0.0f);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 

@@ -39,7 +39,7 @@ def make_logits(seed: int, size: int, kind: str) -> Float32:
     if kind == "ties":
         logits = np.round(logits)
     elif kind == "equal":
-        logits[:] = -1.25
+        logits = np.copysign(0.0, logits)
     elif kind == "peaked":
         logits[rng.integers(size)] += 12
     elif kind == "flat":

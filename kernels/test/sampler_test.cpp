@@ -1,0 +1,179 @@
+// Hostile rows and random options through the sampler, on every tier this CPU has; meant for the
+// sanitizers (make sanitize). What is right is tested in Python against a plain implementation;
+// here a drawn token must be one that truncation allows, and drawing again must repeat it.
+//
+//   sampler_test [cases]     random cases for each tier (default 2000)
+#include "batch_sampler.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <vector>
+
+namespace octavo {
+namespace {
+
+using Rng = std::mt19937_64;
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+int failures = 0;
+
+struct TestedTier {
+    const char *name;
+    const ScanKernels &scan;
+};
+
+// Not by way of find_tier, so that the test builds without the other kernels.
+std::vector<TestedTier> tiers() {
+    std::vector<TestedTier> found{{"generic", scan_kernels_generic()}};
+#ifdef OCTAVO_X86
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        found.push_back({"avx2", scan_kernels_avx2()});
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        found.push_back({"avx512", scan_kernels_avx512()});
+#endif
+    return found;
+}
+
+template <typename T> T pick(Rng &rng, std::initializer_list<T> values) {
+    return values.begin()[rng() % values.size()];
+}
+
+std::vector<int32_t> random_ids(Rng &rng, int64_t vocab_size, int64_t most) {
+    std::vector<int32_t> ids(rng() % (most + 1));
+    for (int32_t &id : ids)
+        id = static_cast<int32_t>(rng() % vocab_size);
+    return ids;
+}
+
+SamplingOptions random_options(Rng &rng, int64_t vocab_size) {
+    SamplingOptions options;
+    options.temperature = pick(rng, {0.0f, 1e-5f, 0.7f, 1.0f, 100.0f});
+    options.top_k = pick<int64_t>(rng, {0, 0, 1, 7, vocab_size / 2, vocab_size - 1, vocab_size});
+    options.top_p = pick(rng, {1.0f, 1e-30f, 0.5f, 0.99f, 0.9999999f});
+    options.min_p = pick(rng, {0.0f, 0.0f, 1e-30f, 0.2f, 1.0f});
+    options.presence_penalty = pick(rng, {0.0f, -2.0f, 2.0f});
+    options.frequency_penalty = pick(rng, {0.0f, -2.0f, 2.0f});
+    options.repetition_penalty = pick(rng, {1.0f, 0.01f, 100.0f});
+    for (const int32_t id : random_ids(rng, vocab_size, 4))
+        options.logit_bias.emplace_back(id, pick(rng, {-100.0f, 3.0f, 100.0f}));
+    options.allowed_token_ids = random_ids(rng, vocab_size, 3);
+    options.restricted = !options.allowed_token_ids.empty();
+    options.banned_token_ids = random_ids(rng, vocab_size, 3);
+    options.stop_token_ids = random_ids(rng, vocab_size, 3);
+    options.min_tokens = static_cast<int64_t>(rng() % 3);
+    options.logprobs = pick<int64_t>(rng, {-1, -1, 0, 5, vocab_size + 3});
+    options.seed = rng();
+    return options;
+}
+
+void fill(Rng &rng, float *row, int64_t n) {
+    std::normal_distribution<float> normal(0, pick(rng, {0.01f, 3.0f, 1e30f}));
+    for (int64_t i = 0; i < n; ++i)
+        row[i] = normal(rng);
+    const int kind = static_cast<int>(rng() % 8);
+    if (kind == 0)
+        std::fill_n(row, n, pick(rng, {0.0f, -kInfinity, 1e-42f, 3.4e38f}));
+    if (kind == 1)
+        for (int64_t i = 0; i < n; ++i)
+            row[i] = std::round(row[i]) * 0.0f;
+    if (kind == 2)
+        for (int64_t i = 0; i < n; ++i)
+            row[i] = rng() % 4 ? -kInfinity : row[i];
+    if (kind == 3)
+        row[rng() % n] = pick(rng, {kInfinity, std::nanf(""), -std::nanf("")});
+}
+
+// Whether the options leave the token in, give or take rounding.
+bool allowed(const float *adjusted, int64_t n, const SamplingOptions &options, int32_t token) {
+    if (adjusted[token] == -kInfinity)
+        return false;
+    std::vector<int32_t> order(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return adjusted[a] > adjusted[b]; });
+    const int64_t place = std::find(order.begin(), order.end(), token) - order.begin();
+    if (options.temperature == 0)
+        return place == 0;
+    const double greatest = adjusted[order[0]];
+    const auto weight = [&](int64_t i) {
+        const double scaled = (adjusted[order[i]] - greatest) / options.temperature;
+        return scaled < std::log(options.min_p) - 1e-3 ? 0 : std::exp(scaled);
+    };
+    const int64_t k = options.top_k > 0 && options.top_k < n ? options.top_k : n;
+    double total = 0;
+    double before = 0;
+    for (int64_t i = 0; i < k; ++i) {
+        total += weight(i);
+        if (i < place && adjusted[order[i]] > adjusted[token])
+            before += weight(i);
+    }
+    return place < k && weight(place) > 0 && before <= options.top_p * total * (1 + 1e-4) + 1e-30;
+}
+
+void check(bool condition, const char *what, const TestedTier &tier, int number) {
+    if (condition)
+        return;
+    ++failures;
+    std::printf("FAILED %s, case %d: %s\n", tier.name, number, what);
+}
+
+void test_case(const TestedTier &tier, std::shared_ptr<ThreadPool> pool, int number) {
+    Rng rng(number);
+    const int64_t vocab_size =
+        pick<int64_t>(rng, {1, 3, 16, 63, 128, 129, 777, 1024, 1025, 1500, 4000});
+    const int64_t rows = 1 + static_cast<int64_t>(rng() % 4);
+    // Exactly as large as needed, so that a read past the end is seen.
+    const auto logits = std::make_unique<float[]>(rows * vocab_size);
+    std::vector<SamplerState> states;
+    std::vector<BatchSampler::Draw> draws;
+    for (int64_t row = 0; row < rows; ++row) {
+        fill(rng, logits.get() + row * vocab_size, vocab_size);
+        states.emplace_back(random_options(rng, vocab_size), vocab_size,
+                            random_ids(rng, vocab_size, 5));
+        for (const int32_t id : random_ids(rng, vocab_size, 3))
+            states.back().record(id);
+    }
+    for (int64_t row = 0; row < rows; ++row)
+        draws.push_back({logits.get() + row * vocab_size, &states[row], {}});
+    std::vector<SamplerState> before = states;
+    BatchSampler sampler(vocab_size, tier.scan, std::move(pool));
+    sampler.draw(draws);
+    for (int64_t row = 0; row < rows; ++row) {
+        const auto &[values, state, drawn] = draws[row];
+        const int64_t recorded = state->num_generated() - before[row].num_generated();
+        check(recorded == (drawn.error == RowError::kNone), "recorded", tier, number);
+        Sampler alone(vocab_size, tier.scan);
+        const Drawn again = alone.draw(values, before[row]);
+        check(again.token == drawn.token && again.error == drawn.error, "repeats", tier, number);
+        if (drawn.error != RowError::kNone) {
+            check(drawn.token == -1, "no token with an error", tier, number);
+            continue;
+        }
+        state->rewind(1);
+        std::vector<float> adjusted(vocab_size);
+        state->adjust(values, adjusted.data());
+        check(allowed(adjusted.data(), vocab_size, state->options(), drawn.token), "allowed", tier,
+              number);
+    }
+}
+
+} // namespace
+} // namespace octavo
+
+int main(int argc, char **argv) {
+    using namespace octavo;
+    const int cases = argc > 1 ? std::atoi(argv[1]) : 2000;
+    const auto pool = std::make_shared<ThreadPool>(2);
+    for (const TestedTier &tier : tiers()) {
+        for (int number = 0; number < cases; ++number)
+            test_case(tier, number % 2 ? pool : nullptr, number);
+        std::printf("%s: %d cases, %d failures so far\n", tier.name, cases, failures);
+    }
+    return failures == 0 ? 0 : 1;
+}

@@ -110,7 +110,7 @@ bool allowed(const float *adjusted, int64_t n, const SamplingOptions &options, i
     double before = 0;
     for (int64_t i = 0; i < k; ++i) {
         total += weight(i);
-        if (i < place && adjusted[order[i]] > adjusted[token])
+        if (i < place && weight(i) > weight(place) * (1 + 1e-5))
             before += weight(i);
     }
     return place < k && weight(place) > 0 && before <= options.top_p * total * (1 + 1e-4) + 1e-30;

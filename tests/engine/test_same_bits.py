@@ -36,14 +36,24 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 
+ORACLES = Path(__file__).parents[1] / "oracle"
+
+
+def oracle(name: str) -> Callable[[], Checkpoint]:
+    return lambda: octavo.checkpoint.load(ORACLES / f"{name}.gguf")
+
+
 MODELS: dict[str, Callable[[], Checkpoint]] = {
-    "llama F32": lambda: tiny.checkpoint(tiny.config(), WeightFormat.F32),
-    "llama F16": lambda: tiny.checkpoint(tiny.config(head_dim=20), WeightFormat.F16),
-    "llama BF16": lambda: tiny.checkpoint(tiny.config(num_kv_heads=4), WeightFormat.BF16),
-    "llama Q4_0": lambda: tiny.checkpoint(tiny.config(), WeightFormat.Q4_0),
-    "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
     "gemma3 Q4_0": lambda: tiny.checkpoint(tiny.config("gemma3"), WeightFormat.Q4_0),
     "gemma3 Q8_0": lambda: tiny.checkpoint(tiny.config("gemma3"), WeightFormat.Q8_0),
+    "gemma3 F32, window of 8, soft-caps": oracle("tiny-gemma3-caps"),
+    "llama BF16": lambda: tiny.checkpoint(tiny.config(num_kv_heads=4), WeightFormat.BF16),
+    "llama F16": lambda: tiny.checkpoint(tiny.config(head_dim=20), WeightFormat.F16),
+    "llama F32, odd sizes": oracle("tiny-llama-odd"),
+    "llama Q4_0": lambda: tiny.checkpoint(tiny.config(), WeightFormat.Q4_0),
+    "llama Q4_0, Q4_1, Q5_0, Q5_1, F16": oracle("tiny-llama-legacy"),
+    "llama Q4_K, Q5_K, Q6_K, Q8_0, BF16": oracle("tiny-llama-k"),
+    "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
 }
 EOS = 3  # of the tiny models
 
@@ -64,6 +74,8 @@ class Setting:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = False
     max_model_len: int = 400
+    kv_dtype: str = "f16"
+    isa: str | None = None  # None: the best this machine has
 
 
 @dataclass
@@ -133,13 +145,15 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_seqs=limits.max_num_seqs,
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=setting.threads,
+        kv_dtype=setting.kv_dtype,
+        isa=setting.isa,
     )
     vocab = checkpoint.config.vocab_size
     recorder = Recorder()
     engine = Engine(
         executor,
         scheduler,
-        NativeSampler(vocab),
+        NativeSampler(vocab, executor.isa, executor.pool),
         RealClock(),
         vocab_size=vocab,
         eos_token_ids={EOS},
@@ -158,8 +172,9 @@ def drain(engine: Engine, recorder: Recorder) -> None:
         engine.check_integrity()
 
 
-def alone(checkpoint: Checkpoint, request: Request, max_model_len: int) -> Trace:
-    with running(checkpoint, Setting(max_model_len=max_model_len)) as (engine, recorder):
+def alone(checkpoint: Checkpoint, request: Request, crowd: Setting) -> Trace:
+    setting = Setting(max_model_len=crowd.max_model_len, kv_dtype=crowd.kv_dtype, isa=crowd.isa)
+    with running(checkpoint, setting) as (engine, recorder):
         engine.add_request(request)
         drain(engine, recorder)
         return recorder.of(request.request_id)
@@ -208,10 +223,12 @@ def drawn_setting(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.7,
         max_model_len=longest,
+        kv_dtype=rng.choice(("f16", "bf16")),
+        isa=rng.choice((None, None, None, "generic")),
     )
 
 
-def check_case(checkpoint: Checkpoint, seed: int, *, longest: int = 300, compared: int = 3) -> int:
+def check_case(checkpoint: Checkpoint, seed: int, *, longest: int = 240, compared: int = 3) -> int:
     """One drawn case; returns the logits rows compared."""
     rng = random.Random(seed)
     vocab = checkpoint.config.vocab_size
@@ -260,7 +277,7 @@ def check_case(checkpoint: Checkpoint, seed: int, *, longest: int = 300, compare
         for request in rng.sample(finished, min(compared, len(finished))):
             rows += compare(
                 recorder.of(request.request_id),
-                alone(checkpoint, request, longest),
+                alone(checkpoint, request, setting),
                 f"seed {seed}, request {request.request_id}, {preemptions} preemptions, {setting}",
             )
     return rows

@@ -175,8 +175,9 @@ class World:
     def step(self) -> None:
         for delta in self.engine.step():
             self.deliver(delta)
-        self.engine.check_integrity()
         self.engine.scheduler.check_integrity()
+        if not self.engine.has_work():
+            self.engine.check_integrity()
 
     def deliver(self, delta: Delta) -> None:
         life = self.lives[delta.request_id]

@@ -11,21 +11,24 @@ What is measured, all in tokens per second, higher is better:
   ``--output`` out, greedy, end of sequence ignored) when the last has finished; output tokens of
   all over the wall time. Prompts are random tokens and never shared, so no prefix is cached.
 
-A round measures each side once, in an order that alternates; a figure is the median of the rounds.
+A round takes each metric once on each side, one right after the other, in an order that alternates
+from round to round; a figure is the median of the rounds.
 llama.cpp runs with flash attention on and off (``--flash both``), and the better median counts.
 ``llama-bench``, ``llama-batched-bench`` and ``llama-server`` come from a build for this machine
 (``GGML_NATIVE``); without ``--llama-cpp`` only Octavo is measured. Octavo's kernels are driven
 through its native executor in a process of their own, which is this file with ``--worker``.
 
 Each measurement notes what share of the machine's processor time went to others meanwhile
-(``foreign``, from /proc/stat). Spinning thread pools lose far more than that share, so rounds above
-``--quiet`` (5 %) are marked and left out of the medians while enough others remain.
+(``foreign``, from /proc/stat). Spinning thread pools lose far more than that share, so one above
+``--quiet`` (5 %) is repeated up to ``--retries`` times and the quietest kept; those still above are
+marked, and left out of the medians while enough others remain.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -39,7 +42,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,36 +118,29 @@ class Interference:
 # --- kernels -------------------------------------------------------------------------------------
 
 
-def llama_kernels(binaries: Path, model: Path, flash: str, s: Settings) -> dict[str, float]:
-    """Metric -> tokens/s from llama-bench and llama-batched-bench."""
-    threads = str(s.threads)
-    bench = [str(binaries / "llama-bench"), "-m", str(model), "-t", threads, "-p", str(s.prompt)]
-    bench += ["-n", "0", "-b", "512", "-ub", "512", "-r", "2", "-o", "json"]
-    bench += ["-fa", "1" if flash == "on" else "0"]
-    rows = json.loads(run(bench))
-    out = {"prefill": float(rows[0]["avg_ts"])}
-    most = max(s.sequences) * (s.context + s.steps)
-    batched = [str(binaries / "llama-batched-bench"), "-m", str(model), "-t", threads]
-    batched += ["-c", str(most + 512), "-b", "512", "-ub", "512", "-fa", flash]
-    batched += ["-npp", str(s.context), "-ntg", str(s.steps), "--output-format", "jsonl"]
-    batched += ["-npl", ",".join(map(str, s.sequences))]
-    for line in run(batched).splitlines():
+def llama_kernel(binaries: Path, model: Path, flash: str, s: Settings, count: int) -> float:
+    """Tokens/s from llama-bench (prefill, ``count`` 0) or llama-batched-bench (decode)."""
+    common = ["-m", str(model), "-t", str(s.threads), "-b", "512", "-ub", "512"]
+    if count == 0:
+        bench = [str(binaries / "llama-bench"), *common, "-fa", "1" if flash == "on" else "0"]
+        rows = json.loads(run([*bench, "-p", str(s.prompt), "-n", "0", "-r", "2", "-o", "json"]))
+        return float(rows[0]["avg_ts"])
+    bench = [str(binaries / "llama-batched-bench"), *common, "-fa", flash, "-npl", str(count)]
+    bench += ["-c", str(count * (s.context + s.steps) + 256), "--output-format", "jsonl"]
+    for line in run([*bench, "-npp", str(s.context), "-ntg", str(s.steps)]).splitlines():
         if line.startswith("{"):
-            row = json.loads(line)
-            out[f"decode-{row['pl']}"] = float(row["speed_tg"])
-    return out
+            return float(json.loads(line)["speed_tg"])
+    raise RuntimeError("llama-batched-bench printed no result")
 
 
-def octavo_kernels(python: str, model: Path, s: Settings) -> dict[str, float]:
+def octavo_kernel(python: str, model: Path, s: Settings, count: int) -> float:
     spec = json.dumps(asdict(s))
-    result: dict[str, float] = json.loads(
-        run([python, str(Path(__file__).resolve()), "--worker", str(model), spec]).splitlines()[-1]
-    )
-    return result
+    worker = [python, str(Path(__file__).resolve()), "--worker", str(model), spec, str(count)]
+    return float(run(worker).splitlines()[-1])
 
 
-def worker(model: Path, s: Settings) -> dict[str, float]:
-    """Octavo's side of the kernels, in this process: the native executor on hand-made batches."""
+def worker(model: Path, s: Settings, count: int) -> float:
+    """Octavo's side of `llama_kernel`, in this process: native executor, hand-made batches."""
     from octavo import checkpoint as checkpoints
     from octavo.execute.batch import Batch
     from octavo.execute.native import NativeExecutor
@@ -155,7 +150,7 @@ def worker(model: Path, s: Settings) -> dict[str, float]:
     checkpoint = checkpoints.load(model)
     layout = KvLayout.of(checkpoint.config)
     size = layout.block_size
-    most = max(s.sequences)
+    most = max(1, count)
     blocks = -(-max(s.prompt, s.context + s.steps) // size)
     groups = len(layout.groups)
     executor = NativeExecutor(
@@ -173,32 +168,32 @@ def worker(model: Path, s: Settings) -> dict[str, float]:
     rng = np.random.default_rng(0)
     vocab = checkpoint.config.vocab_size
 
-    def step(slots: list[int], start: int, count: int) -> float:
-        """Runs tokens start … start + count - 1 of each slot; seconds taken."""
-        total = count * len(slots)
+    def step(slots: list[int], start: int, length: int) -> float:
+        """Runs tokens start … start + length - 1 of each slot; seconds taken."""
+        total = length * len(slots)
         batch = Batch(
             token_ids=rng.integers(10, vocab, total).astype(np.int32),
-            positions=np.tile(np.arange(start, start + count, dtype=np.int32), len(slots)),
-            seq_offsets=np.arange(0, total + 1, count, dtype=np.int32),
+            positions=np.tile(np.arange(start, start + length, dtype=np.int32), len(slots)),
+            seq_offsets=np.arange(0, total + 1, length, dtype=np.int32),
             seq_slots=np.array(slots, np.int32),
             block_tables=tables,
-            logits_rows=np.arange(count - 1, total, count, dtype=np.int32),
+            logits_rows=np.arange(length - 1, total, length, dtype=np.int32),
             copies=np.zeros((0, 2), np.int32),
         )
         began = time.perf_counter()
         executor.execute(batch)
         return time.perf_counter() - began
 
-    step([0], 0, s.prompt)  # warm-up
-    out = {"prefill": s.prompt / statistics.median(step([0], 0, s.prompt) for _ in range(2))}
-    for count in s.sequences:
+    if count == 0:
+        step([0], 0, s.prompt)  # warm-up
+        rate = s.prompt / statistics.mean(step([0], 0, s.prompt) for _ in range(2))
+    else:
         slots = list(range(count))
         for slot in slots:
             step([slot], 0, s.context)
-        seconds = [step(slots, s.context + i, 1) for i in range(s.steps)]
-        out[f"decode-{count}"] = count * s.steps / sum(seconds)
+        rate = count * s.steps / sum(step(slots, s.context + i, 1) for i in range(s.steps))
     executor.close()
-    return out
+    return rate
 
 
 def run(command: list[str]) -> str:
@@ -366,47 +361,45 @@ def octavo_server(python: str, model: Path, s: Settings) -> Callable[[int], list
 def measure(name: str, model: Path, args: argparse.Namespace, s: Settings) -> list[Sample]:
     binaries = Path(args.llama_cpp or ".").resolve()
     flashes = ["on", "off"] if args.flash == "both" else [args.flash]
-    samples: list[Sample] = []
+    metrics = {"prefill": 0, **{f"decode-{count}": count for count in s.sequences}}
+    if "kernels" not in args.what:
+        metrics = {}
+    if "serve" in args.what:
+        metrics["serve"] = -1
 
-    def note(sample: Sample) -> None:
-        samples.append(sample)
-        print(
-            f"  round {sample.round} {sample.side:9} {sample.variant:7} {sample.metric:10}"
-            f"{sample.tokens_per_second:9.1f} t/s   others {100 * sample.foreign:4.1f} %",
-            flush=True,
-        )
-
-    def kernels(side: str, variant: str, index: int, take: Callable[[], dict[str, float]]) -> None:
+    def take(side: str, flash: str, metric: str, index: int) -> Sample:
+        if metric == "serve":
+            command = (
+                octavo_server(args.python, model, s)
+                if side == "octavo"
+                else llama_server(binaries, model, flash, s)
+            )
+            return serve(command, s, index, name)
         watch = Interference()
-        figures = take()
-        foreign = watch.share()
-        for metric, value in figures.items():
-            note(Sample(side, metric, variant, index, value, foreign))
+        rate = (
+            octavo_kernel(args.python, model, s, metrics[metric])
+            if side == "octavo"
+            else llama_kernel(binaries, model, flash, s, metrics[metric])
+        )
+        return Sample("", metric, "", 0, rate, watch.share())
 
-    for index in range(args.rounds):
+    samples: list[Sample] = []
+    for index, metric in itertools.product(range(args.rounds), metrics):
         order = [side for side in SIDES if side in args.sides]
         for side in order if index % 2 == 0 else order[::-1]:
             for flash in flashes if side == "llama.cpp" else [""]:
-                variant = f"fa={flash}" if flash else ""
-                if "kernels" in args.what:
-                    if side == "octavo":
-                        kernels(side, variant, index, lambda: octavo_kernels(args.python, model, s))
-                    else:
-                        kernels(
-                            side,
-                            variant,
-                            index,
-                            partial(llama_kernels, binaries, model, flash, s),
-                        )
-                if "serve" in args.what:
-                    command = (
-                        octavo_server(args.python, model, s)
-                        if side == "octavo"
-                        else llama_server(binaries, model, flash, s)
-                    )
-                    sample = serve(command, s, index, name)
-                    sample.side, sample.variant, sample.round = side, variant, index
-                    note(sample)
+                tries = [take(side, flash, metric, index)]
+                while tries[-1].foreign > args.quiet and len(tries) <= args.retries:
+                    tries.append(take(side, flash, metric, index))
+                sample = min(tries, key=lambda x: x.foreign)
+                sample.side, sample.round = side, index
+                sample.variant = f"fa={flash}" if flash else ""
+                samples.append(sample)
+                print(
+                    f"  round {index} {metric:10} {side:9} {sample.variant:7}"
+                    f"{sample.tokens_per_second:9.1f} t/s   others {100 * sample.foreign:4.1f} %",
+                    flush=True,
+                )
     return samples
 
 
@@ -461,8 +454,9 @@ def table(name: str, results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> int:
-    if len(sys.argv) == 4 and sys.argv[1] == "--worker":
-        print(json.dumps(worker(Path(sys.argv[2]), Settings(**json.loads(sys.argv[3])))))
+    if len(sys.argv) == 5 and sys.argv[1] == "--worker":
+        settings = Settings(**json.loads(sys.argv[3]))
+        print(worker(Path(sys.argv[2]), settings, int(sys.argv[4])))
         return 0
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
@@ -475,6 +469,7 @@ def main() -> int:
     parser.add_argument("--flash", choices=["on", "off", "both"], default="both")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--quiet", type=float, default=0.05)
+    parser.add_argument("--retries", type=int, default=0, help="of a measurement not quiet")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--context", type=int, default=128)

@@ -347,10 +347,11 @@ def llama_server(
     return command
 
 
-def octavo_server(python: str, model: Path, s: Settings) -> Callable[[int], list[str]]:
+def octavo_server(python: str, model: Path, name: str, s: Settings) -> Callable[[int], list[str]]:
     def command(port: int) -> list[str]:
         octavo = [python, "-c", "from octavo.cli import main; main()"]
-        return [*octavo, "serve", str(model), "--port", str(port), "--threads", str(s.threads)]
+        out = [*octavo, "serve", str(model), "--port", str(port), "--threads", str(s.threads)]
+        return [*out, "--served-model-name", name]
 
     return command
 
@@ -370,7 +371,7 @@ def measure(name: str, model: Path, args: argparse.Namespace, s: Settings) -> li
     def take(side: str, flash: str, metric: str, index: int) -> Sample:
         if metric == "serve":
             command = (
-                octavo_server(args.python, model, s)
+                octavo_server(args.python, model, name, s)
                 if side == "octavo"
                 else llama_server(binaries, model, flash, s)
             )

@@ -75,6 +75,10 @@ void score(const float *q, int64_t head_dim, const Chunk &chunk, int64_t tile_be
     for (; t + width <= tile_end; t += width) {
         score_tiles<kind, rows, width>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
     }
+    if constexpr (width > 2) {
+        for (; t + 2 <= tile_end; t += 2)
+            score_tiles<kind, rows, 2>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
+    }
     for (; t < tile_end; ++t) {
         score_tiles<kind, rows, 1>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
     }
@@ -177,13 +181,13 @@ void attend_rows(const AttentionShape &shape, const float *q, const Chunk &chunk
         change[r] = before - maximum[r];
     }
     float decay[kLanes];
-    exp(Vec::load(change)).store(decay);
+    exp_of_negative(Vec::load(change)).store(decay);
     for (int64_t r = 0; r < rows; ++r) {
         const Vec offset = Vec::set(maximum[r]);
         Vec part[kTilesPerChunk];
         for (int64_t t = 0; t < kTilesPerChunk; ++t) {
             float *scores = weights + r * kChunk + t * kTokenTile;
-            part[t] = exp(Vec::load(scores) - offset);
+            part[t] = exp_of_negative(Vec::load(scores) - offset);
             part[t].store(scores);
         }
         const Vec added = (part[0] + part[1]) + (part[2] + part[3]);
@@ -241,21 +245,6 @@ Chunk find_chunk(const AttentionShape &shape, const AttentionQuery &query, int64
     return chunk;
 }
 
-// A chunk lies in pieces of some kilobytes that the hardware does not foresee.
-void prefetch(const AttentionShape &shape, const Chunk &chunk) {
-    const int64_t tile_bytes = shape.head_dim * kTokenTile * int64_t(sizeof(uint16_t));
-    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-        if (chunk.keys[t] == nullptr)
-            continue;
-        const char *keys = reinterpret_cast<const char *>(chunk.keys[t]);
-        const char *values = reinterpret_cast<const char *>(chunk.values[t]);
-        for (int64_t i = 0; i < tile_bytes; i += 64) {
-            __builtin_prefetch(keys + i);
-            __builtin_prefetch(values + i);
-        }
-    }
-}
-
 template <HalfKind kind>
 void attend_partition(const AttentionShape &shape, const AttentionQuery &query, const float *q,
                       int64_t partition, State state, float *lane_sums, float *weights) {
@@ -275,10 +264,6 @@ void attend_partition(const AttentionShape &shape, const AttentionQuery &query, 
         if (last_seen.end <= 0 || first_seen.begin >= kChunk)
             continue;
         const Chunk chunk = find_chunk(shape, query, base, first_seen.begin, last_seen.end);
-        if (last >= base + kChunk) {
-            const Seen next(shape, last, base + kChunk);
-            prefetch(shape, find_chunk(shape, query, base + kChunk, 0, next.end));
-        }
         const auto run = [&](int64_t row, int64_t end_row, Seen seen) {
             for (; row < end_row; row += kMaxRows) {
                 attend_group<kind>(smaller(end_row - row, kMaxRows), shape,
@@ -323,7 +308,7 @@ void merge(const AttentionShape &shape, int64_t rows, float *into, const float *
         }
         const float top = a.maximum[r] > b.maximum[r] ? a.maximum[r] : b.maximum[r];
         float factors[kLanes] = {a.maximum[r] - top, b.maximum[r] - top};
-        exp(Vec::load(factors)).store(factors);
+        exp_of_negative(Vec::load(factors)).store(factors);
         a.maximum[r] = top;
         a.sum[r] = a.sum[r] * factors[0] + b.sum[r] * factors[1];
         for (int64_t d = 0; d < dim; d += kLanes) {

@@ -351,17 +351,11 @@ inline float largest(Vec x) {
 }
 #endif
 
-// e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above 88.7; NaN for NaN.
-//
-// x = n ln 2 + r with |r| <= ln 2 / 2 (Cody and Waite, 1980, in two parts of ln 2), e^r by its
-// Taylor polynomial of degree 7 (relative error below 2^-27), then a shift of the exponent by n in
-// two steps, so that n = 128 does not overflow before its time.
-inline Vec exp(Vec x) {
-    const Vec low = Vec::set(-87.33654f);
-    const Vec high = Vec::set(88.72284f);
-    const Vec clamped = min(max(low, x), high); // NaN becomes `high`; restored below
-    const Vec n = round(clamped * Vec::set(1.44269504f));
-    Vec r = fma(n, Vec::set(-0x1.62e4p-1f), clamped);
+// p * e^r = e^x with x = n ln 2 + r, |r| <= ln 2 / 2: ln 2 in two parts (Cody and Waite, 1980), and
+// e^r by its Taylor polynomial of degree 7 (relative error below 2^-27).
+inline Vec exp_parts(Vec x, Vec &n) {
+    n = round(x * Vec::set(1.44269504f));
+    Vec r = fma(n, Vec::set(-0x1.62e4p-1f), x);
     r = fma(n, Vec::set(-0x1.7f7d1cp-20f), r);
     Vec p = Vec::set(1.0f / 5040.0f);
     p = fma(p, r, Vec::set(1.0f / 720.0f));
@@ -370,11 +364,30 @@ inline Vec exp(Vec x) {
     p = fma(p, r, Vec::set(1.0f / 6.0f));
     p = fma(p, r, Vec::set(0.5f));
     p = fma(p, r, Vec::set(1.0f));
-    p = fma(p, r, Vec::set(1.0f));
+    return fma(p, r, Vec::set(1.0f));
+}
+
+constexpr float kLowestExp = -87.33654f;
+
+// e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above; NaN for NaN.
+inline Vec exp(Vec x) {
+    const Vec low = Vec::set(kLowestExp);
+    const Vec high = Vec::set(88.72284f);
+    Vec n;
+    const Vec p = exp_parts(min(max(low, x), high), n);
+    // The exponent moves in two steps, so that n = 128 does not overflow before its time.
     const Vec half_n = round(n * Vec::set(0.5f));
     const Vec value = p * exp2_whole(half_n) * exp2_whole(n - half_n);
     const Vec in_range = where_ge(high, x, value, x * Vec::set(__builtin_inff())); // +inf, or NaN
     return where_ge(x, low, in_range, where_ge(low, x, Vec::set(0.0f), x));
+}
+
+// The same for x <= 0, as in a softmax; NaN gives NaN.
+inline Vec exp_of_negative(Vec x) {
+    const Vec low = Vec::set(kLowestExp);
+    Vec n;
+    const Vec p = exp_parts(max(low, x), n);
+    return where_ge(low, x, Vec::set(0.0f), p * exp2_whole(n));
 }
 
 // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^(2u) + 1): absolute error below 2^-22 cap.

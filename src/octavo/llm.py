@@ -349,7 +349,10 @@ def _bar(total: int, shown: bool) -> Iterator[Callable[[Delta], None]]:
         TimeElapsedColumn(),
         TextColumn("{task.fields[speed]}"),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
         task = bar.add_task("prompts", total=total, speed="")
         start = time.monotonic()
         read = written = 0

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from octavo.checkpoint import load
 from octavo.cli import app
 from octavo.cli.inspect import part_of
+from octavo.engine.load import EngineConfig, load_engine
+from octavo.execute.native import NativeExecutor
 
 
 def inspect(*arguments: str) -> dict[str, Any]:
@@ -79,3 +81,18 @@ def test_gemma(gemma3_path: Path) -> None:
 )
 def test_parts(role: str, part: str) -> None:
     assert part_of(role) == part
+
+
+def test_predicted_bytes_are_the_allocated_ones(smollm2_path: Path, gemma3_path: Path) -> None:
+    """What `inspect` says before loading is what the engine then takes, byte for byte."""
+    for path in (smollm2_path, gemma3_path):
+        facts = inspect(str(path), "--kv-cache-memory", "48MiB", "--max-num-seqs", "2")
+        loaded = load_engine(path, EngineConfig(kv_cache_memory_bytes=48 << 20, max_num_seqs=2))
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        assert facts["weights_bytes"] == executor.weight_bytes
+        assert facts["here"]["kv_cache_bytes"] == loaded.kv_cache_bytes
+        assert facts["here"]["tokens"] == loaded.capacity_tokens
+        assert facts["here"]["max_model_len"] == loaded.max_model_len
+        assert loaded.kv_cache_bytes == executor.num_blocks * facts["kv_block_bytes"]
+        loaded.engine.close()

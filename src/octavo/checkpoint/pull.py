@@ -406,13 +406,15 @@ def show_progress(model: KnownModel) -> Iterator[Progress]:
     from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
     from rich.progress import Progress as Bar
 
+    console = Console(stderr=True)
     with Bar(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     ) as bar:
         task = bar.add_task(model.name, total=model.total)
         yield lambda what, done: bar.update(

@@ -253,8 +253,9 @@ def test_settings_are_refused_by_name() -> None:
         Driver(checkpoint, kv_dtype="int3")
     with pytest.raises(ValueError, match="block_size is 24, not a multiple of 16"):
         Driver(checkpoint, block_size=24)
-    with pytest.raises(ValueError, match="threads is 5000"):
-        Driver(checkpoint, threads=5000)
+    for threads in (0, 5000):
+        with pytest.raises(ValueError, match=f"threads is {threads}, outside"):
+            Driver(checkpoint, threads=threads)
 
 
 def test_the_isa_setting(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ class NativeExecutor:
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
-        self.threads, source = (threads, "as asked") if threads else usable_cpus()
+        self.threads, source = usable_cpus() if threads is None else (threads, "as asked")
         config = program.config
         runtime = _native.Runtime(
             isa=os.environ.get("OCTAVO_ISA", "") if isa is None else isa,

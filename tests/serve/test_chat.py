@@ -88,8 +88,8 @@ async def test_prompt_logprobs_and_token_ids(client: httpx.AsyncClient) -> None:
 async def test_text_parts_reach_the_prompt(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     answer = await chat(client, messages=[{"role": "user", "content": parts}])
-    assert prompt(engine) == "user:one two\nassistant:"
-    assert answer["usage"]["prompt_tokens"] == len("user:one two\nassistant:")
+    assert prompt(engine) == "user:one \ntwo\nassistant:"
+    assert answer["usage"]["prompt_tokens"] == len(prompt(engine))
 
 
 async def test_an_answer_sent_back_whole(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -106,8 +106,40 @@ async def test_template_settings(client: httpx.AsyncClient, engine: FakeEngine) 
     assert prompt(engine) == "USER:HI\nassistant:"
     started = [*USER, {"role": "assistant", "content": "I say "}]
     answer = await chat(client, messages=started, continue_final_message=True)
-    assert prompt(engine) == "user:hi\nassistant:I say"
+    assert prompt(engine) == "user:hi\nassistant:I say "
     assert answer["choices"][0]["message"]["role"] == "assistant"
+
+
+class ChatMl:
+    """Its own words stand after each message, which it trims."""
+
+    def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
+        lines = [
+            f"<|im_start|>{m['role']}\n{str(m['content']).strip()}<|im_end|>" for m in messages
+        ]
+        return "\n".join(
+            [*lines, "<|im_start|>assistant\n" if kwargs["add_generation_prompt"] else ""]
+        )
+
+
+@pytest.mark.parametrize("said", ["end", "im", "|", ">", "assistant", "\n end\n ", ""])
+async def test_the_final_message_is_cut_where_it_ends(
+    make_client: Any, engine: FakeEngine, said: str
+) -> None:
+    client = make_client(model=served_model(chat_template=ChatMl()))
+    messages = [*USER, {"role": "assistant", "content": said}]
+    await chat(client, messages=messages, continue_final_message=True)
+    whole = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n" + said.strip()
+    assert prompt(engine) == whole
+
+
+async def test_a_template_that_rewrites_the_final_message(make_client: Any) -> None:
+    started = [*USER, {"role": "assistant", "content": "I say"}]
+    kwargs = {"shout": True}
+    error = await refused(
+        make_client(), messages=started, continue_final_message=True, chat_template_kwargs=kwargs
+    )
+    assert error["param"] == "continue_final_message"
 
 
 async def test_template_refusals_are_the_clients(client: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.base import ChatTemplateError
@@ -79,6 +80,11 @@ def chat_prompt(
     plain = [_plain(message, f"messages[{index}]") for index, message in enumerate(messages)]
     size = sum(len(message["content"]) for message in plain)
     model.check_length(size, "messages")
+    mark = uuid.uuid4().hex  # no conversation contains it
+    said = plain[-1]["content"].rstrip()
+    space = plain[-1]["content"][len(said) :]
+    if continue_final_message:
+        plain[-1]["content"] = said + mark + space + " "
     try:
         text = model.chat_template.render(
             [dict(message) for message in plain],
@@ -88,7 +94,16 @@ def chat_prompt(
     except ChatTemplateError as error:
         raise ApiError(400, str(error), "messages") from None
     if continue_final_message:
-        text = _cut_after(text, plain[-1]["content"])
+        # Cut behind the last message, so that the model goes on with it.
+        text, found, after = text.rpartition(mark)
+        if not found:
+            raise ApiError(
+                400,
+                "continue_final_message: the template does not show the last message as it is",
+                "continue_final_message",
+            )
+        if after.startswith(space + " "):  # else the template trims messages
+            text += space
     return _from_text(model, text, "messages", add_special_tokens)
 
 
@@ -119,7 +134,8 @@ def _plain(message: dict[str, Any], path: str) -> dict[str, str]:
         raise ApiError(400, f"{path}.role must be a name such as user", f"{path}.role")
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(
+        # As vLLM and llama.cpp join them, and as the Python API does.
+        content = "\n".join(
             _text_of(part, f"{path}.content[{index}]") for index, part in enumerate(content)
         )
     if not isinstance(content, str):
@@ -139,16 +155,3 @@ def _text_of(part: object, path: str) -> str:
     if not isinstance(text, str):
         raise ApiError(400, f"{path}.text must be a text", f"{path}.text")
     return text
-
-
-def _cut_after(text: str, content: str) -> str:
-    """``text`` up to the end of its last message, so that the model goes on with it."""
-    content = content.strip()  # templates trim
-    start = text.rfind(content) if content else -1
-    if start < 0:
-        raise ApiError(
-            400,
-            "continue_final_message: the template does not show the last message as it is",
-            "continue_final_message",
-        )
-    return text[: start + len(content)]

@@ -170,7 +170,7 @@ class FakeStream(AsyncIterator[Delta]):
                     [token],
                     logprobs=logprobs,
                     finish_reason=reason,
-                    prompt_logprobs=prompt_logprobs,
+                    prompt_logprobs=prompt_logprobs if choice == 0 else None,
                     record=record if last else None,
                 )
             )

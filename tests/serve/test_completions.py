@@ -8,6 +8,7 @@ import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, events, served_model
 
 from octavo.schedule.request import FinishReason, Outcome
+from octavo.serve.completions import CompletionReply
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -101,6 +102,57 @@ async def test_echo_and_logprobs(client: httpx.AsyncClient) -> None:
     assert logprobs["token_logprobs"] == [None, -1.5, -1.5, -1.5, -1.5]
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][3] == {"a": -97.5, "H": -1.5}
+
+
+async def test_every_choice_has_the_logprobs_of_its_prompt(client: httpx.AsyncClient) -> None:
+    """The engine computes them once a prompt."""
+    body = {"prompt": ["né", "hi"], "n": 2, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
+    whole = (await complete(client, max_tokens=2, **body))["choices"]
+    for first, second in (whole[:2], whole[2:]):
+        assert first | {"index": 0} == second | {"index": 0}
+        assert len(first["logprobs"]["tokens"]) == len(first["prompt_logprobs"]) + 2
+    chunks = await stream(client, max_tokens=2, **body)
+    for choice in whole:
+        mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
+        assert [c.get("prompt_logprobs") for c in mine] == [choice["prompt_logprobs"], None]
+        for name, values in choice["logprobs"].items():
+            assert [v for c in mine for v in c["logprobs"][name]] == values
+
+
+async def test_an_answer_that_fails_leaves_nothing_running(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> bytes:
+        raise RuntimeError("a fault of the server")
+
+    monkeypatch.setattr(CompletionReply, "chunk", fails)
+    engine.auto = False
+    for body in ({"prompt": "a"}, {"prompt": ["a", "b"]}):
+        task = asyncio.create_task(
+            client.post("/v1/completions", json={"stream": True, "max_tokens": 9} | body)
+        )
+        while not engine.streams:
+            await asyncio.sleep(0.001)
+        engine.step()
+        assert events((await task).text)[-1]["error"]["code"] == 500
+        assert engine.streams == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_cancelled_answer_leaves_nothing_running(
+    client: httpx.AsyncClient, engine: FakeEngine, streamed: bool
+) -> None:
+    """As when the server stops."""
+    engine.auto = False
+    task = asyncio.create_task(
+        client.post("/v1/completions", json={"prompt": "a", "stream": streamed, "max_tokens": 9})
+    )
+    while not engine.streams:
+        await asyncio.sleep(0.001)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert engine.streams == []
 
 
 async def test_logprobs_zero_shows_the_chosen_token(client: httpx.AsyncClient) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from octavo.engine.outputs import Delta
+from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.schedule.request import Request
 from octavo.serve.body import decode_object
 from octavo.serve.config import ServeConfig
@@ -88,6 +88,7 @@ class CompletionReply(Reply):
         self._plain = not self._wants_logprobs and not request.return_token_ids
         self._begun: set[int] = set()
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by prompt
         self._echo: list[str] | None = None
         if request.echo:
             decode = model.tokenizer.decode
@@ -128,34 +129,42 @@ class CompletionReply(Reply):
 
     def _choice(self, index: int, output: Output, *, first: bool) -> CompletionChoice:
         """``first``: with what belongs to the choice's prompt."""
-        prompt = self.prompts[index // self.n]
+        prompt = index // self.n
         text = "".join(output.text)
         if first and self._echo is not None:
-            text = self._echo[index // self.n] + text
+            text = self._echo[prompt] + text
+        # They come once a prompt, with its first choice, and belong to all of its choices.
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[prompt] = output.prompt_logprobs
+        prompt_logprobs = self._prompt_logprobs.get(prompt) if first else None
         choice = CompletionChoice(
             index=index,
             text=text,
-            logprobs=self._take_logprobs(index, output) if self._wants_logprobs else None,
+            logprobs=self._take_logprobs(index, output, prompt_logprobs),
             finish_reason=output.finish,
             stop_reason=output.stop_reason,
         )
         if self.request.return_token_ids:
             choice.token_ids = output.token_ids
             if first:
-                choice.prompt_token_ids = prompt.token_ids
-        if self.request.prompt_logprobs is not None and output.prompt_logprobs is not None:
-            choice.prompt_logprobs = self.shower.prompt_logprobs(output.prompt_logprobs)
+                choice.prompt_token_ids = self.prompts[prompt].token_ids
+        if self.request.prompt_logprobs is not None and prompt_logprobs is not None:
+            choice.prompt_logprobs = self.shower.prompt_logprobs(prompt_logprobs)
         return choice
 
-    def _take_logprobs(self, index: int, output: Output) -> CompletionLogprobs | None:
+    def _take_logprobs(
+        self, index: int, output: Output, prompt_logprobs: list[TokenLogprobs | None] | None
+    ) -> CompletionLogprobs | None:
+        if not self._wants_logprobs:
+            return None
         prompt = index // self.n
         taken = None
         if index not in self._logprobs:
             self._logprobs[index] = CompletionLogprobsWriter(self.shower)
             if self._echo is not None:
-                if output.prompt_logprobs is not None:
+                if prompt_logprobs is not None:
                     taken = self._logprobs[index].take(
-                        self.prompts[prompt].token_ids, output.prompt_logprobs
+                        self.prompts[prompt].token_ids, prompt_logprobs
                     )
                 self._logprobs[index] = CompletionLogprobsWriter(
                     self.shower, len(self._echo[prompt])

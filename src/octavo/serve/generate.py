@@ -243,6 +243,7 @@ class Generate:
             else:
                 await self._whole(prepared.reply, streams, watch, send)
         finally:
+            abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
 
     async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:

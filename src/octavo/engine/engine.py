@@ -383,7 +383,7 @@ class Engine:
                 Delta(
                     record.request_id,
                     seq.choice,
-                    "",
+                    seq.output.text.finish(),
                     [],
                     finish_reason=reason,
                     record=record if seq is unfinished[-1] else None,

@@ -38,6 +38,8 @@ def error_of(response: httpx.Response, status: int, param: str | None = None) ->
         ({"prompt": ["a", [1]]}, "prompt"),
         ({"prompt": ["a"] * 2000}, "prompt"),
         ({"prompt": ["a"] * 600, "n": 2}, "n"),
+        ({"prompt": ["a"] * 1000, "banned_token_ids": [1] * 2000}, "banned_token_ids"),
+        ({"prompt": ["a"] * 8, "n": 100, "allowed_token_ids": [1] * 2000}, "allowed_token_ids"),
         ({"logit_bias": {str(VOCAB): 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

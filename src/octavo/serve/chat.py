@@ -49,6 +49,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     )
     params = sampling_params(
         request,
+        choices=n,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )

@@ -45,6 +45,14 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
             400, f"{len(prompts)} prompts × n {n} is more than {config.max_choices} choices", "n"
         )
     reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
+    params = sampling_params(
+        request,
+        choices=len(prompts) * n,
+        max_tokens=request.max_tokens,
+        logprobs=request.logprobs,
+    )
+    if request.echo and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=request.logprobs)
     requests = []
     for index, prompt in enumerate(prompts):
         max_tokens = request.max_tokens
@@ -52,14 +60,11 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
             # The default is no wish: it gives way to the context, which a number asked for may not.
             room = model.max_model_len - len(prompt.token_ids)
             max_tokens = min(_DEFAULT_MAX_TOKENS, room) if room > 0 else _DEFAULT_MAX_TOKENS
-        params = sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
-        if request.echo and params.prompt_logprobs is None:
-            params = replace(params, prompt_logprobs=request.logprobs)
         requests.append(
             Request(
                 request_id=f"{reply.id}-{index}",
                 prompt_token_ids=prompt.token_ids,
-                params=params,
+                params=replace(params, max_tokens=max_tokens),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
             )

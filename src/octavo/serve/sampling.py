@@ -29,10 +29,24 @@ _SAME = (
 )
 
 
+_TOKEN_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids")
+# Entries of such lists, over all choices: each sequence keeps its own, and a short body can ask for
+# a whole vocabulary in a thousand choices.
+MAX_LISTED = 1 << 20
+
+
 def sampling_params(
-    request: GenerateRequest, *, max_tokens: int | None, logprobs: int | None
+    request: GenerateRequest, *, choices: int, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """Raises `InvalidParameter`."""
+    """``choices``: how many sequences will have these parameters. Raises `InvalidParameter`."""
+    for name in _TOKEN_LISTS:
+        count = len(getattr(request, name) or ())
+        if count * choices > MAX_LISTED:
+            raise InvalidParameter(
+                name,
+                f"{name} has {count} tokens for each of {choices} choices: {count * choices}, "
+                f"more than {MAX_LISTED}",
+            )
     fields: dict[str, Any] = {
         name: value for name in _SAME if (value := getattr(request, name)) is not None
     }

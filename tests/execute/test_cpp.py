@@ -1,4 +1,4 @@
-"""The C++ tests of row-wise kernels, attention and the thread pool (kernels/test/)."""
+"""The C++ tests of row-wise kernels, attention, thread pool and sampler (kernels/test/)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def build(test: str, folder: str, *options: str) -> Path:
     return directory / test
 
 
-@pytest.mark.parametrize(("test", "rounds"), [("kernels_test", "60"), ("thread_pool_test", "100")])
+@pytest.mark.parametrize(
+    ("test", "rounds"),
+    [("kernels_test", "60"), ("thread_pool_test", "100"), ("sampler_test", "300")],
+)
 def test_cpp(test: str, rounds: str) -> None:
     if not (ROOT / "build" / "dev" / "CMakeCache.txt").exists():
         pytest.skip("the kernels were not built here: make native")
@@ -37,7 +40,8 @@ def test_cpp(test: str, rounds: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("test", "rounds"), [("kernels_test", "1000"), ("thread_pool_test", "1000")]
+    ("test", "rounds"),
+    [("kernels_test", "1000"), ("thread_pool_test", "1000"), ("sampler_test", "20000")],
 )
 def test_cpp_sanitized(test: str, rounds: str) -> None:
     """Address and undefined-behaviour sanitizers; minutes to build."""

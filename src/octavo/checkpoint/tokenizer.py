@@ -74,6 +74,7 @@ class BpeTokenizer:
         self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
         self._after = [append_token_id] if append_token_id is not None else []
         self._strip_leading_space = strip_leading_space
+        self._bytes: dict[int, bytes] = {}  # of the tokens seen: streaming asks for few, often
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `ValueError` for text with lone surrogates, which no token can spell."""
@@ -104,10 +105,10 @@ class BpeTokenizer:
         return b"".join(parts).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        if token_id in self._control:
-            return b""
-        token = self._token(token_id)
-        return token.encode() if token_id in self._verbatim else self._to_bytes(token)
+        data = self._bytes.get(token_id)
+        if data is None:
+            data = self._bytes[token_id] = self._spelled(token_id)
+        return data
 
     def token_text(self, token_id: int) -> str:
         if token_id in self._control:
@@ -116,6 +117,12 @@ class BpeTokenizer:
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._control
+
+    def _spelled(self, token_id: int) -> bytes:
+        if token_id in self._control:
+            return b""
+        token = self._token(token_id)
+        return token.encode() if token_id in self._verbatim else self._to_bytes(token)
 
     def _token(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:

@@ -90,8 +90,10 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, params: SamplingParams, stop_token_ids: Collection[int]
     ) -> None:
         self._tokenizer = tokenizer
+        self._bytes = (
+            tokenizer.token_bytes if params.skip_special_tokens else self._with_special_tokens
+        )
         self._decoder = _Utf8Decoder(errors="replace")
-        self._skip_special = params.skip_special_tokens
         self._stop_token_ids = frozenset(stop_token_ids)
         self._own_stop_token_ids = frozenset(params.stop_token_ids)
         self._stops = _stop_strings(tuple(params.stop)) if params.stop else None
@@ -103,24 +105,23 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> Released:
         """The sequence's next tokens. Nothing may be pushed after a result that is finished."""
-        released = []
+        released = ""
         for count, token_id in enumerate(token_ids, 1):
             self._num_tokens += 1
             if token_id in self._stop_token_ids:
                 if self._include_stop:
                     self._held += self._decoder.decode(self._bytes(token_id))
-                released.append(self.finish())
                 own = token_id in self._own_stop_token_ids
-                return Released("".join(released), count, True, token_id if own else None)
+                return Released(released + self.finish(), count, True, token_id if own else None)
             text = self._decoder.decode(self._bytes(token_id))
             if self._stops is None:
-                released.append(text)
+                released += text
                 continue
             certain, stop = self._match(text, self._stops)
-            released.append(certain)
+            released += certain
             if stop is not None:
-                return Released("".join(released), count, True, stop)
-        return Released("".join(released), len(token_ids))
+                return Released(released, count, True, stop)
+        return Released(released, len(token_ids))
 
     def finish(self) -> str:
         """What was held back, when the output ends for another reason than a stop string."""
@@ -128,8 +129,8 @@ class IncrementalDetokenizer:
         self._held = ""
         return text
 
-    def _bytes(self, token_id: int) -> bytes:
-        if not self._skip_special and self._tokenizer.is_special(token_id):
+    def _with_special_tokens(self, token_id: int) -> bytes:
+        if self._tokenizer.is_special(token_id):
             return self._tokenizer.token_text(token_id).encode()
         return self._tokenizer.token_bytes(token_id)
 

@@ -90,7 +90,7 @@ def test_predicted_bytes_are_the_allocated_ones(smollm2_path: Path, gemma3_path:
         loaded = load_engine(path, EngineConfig(kv_cache_memory_bytes=48 << 20, max_num_seqs=2))
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
-        assert facts["weights_bytes"] == executor.weight_bytes
+        assert facts["weights_bytes"] == executor.weight_bytes == loaded.weight_bytes
         assert facts["here"]["kv_cache_bytes"] == loaded.kv_cache_bytes
         assert facts["here"]["tokens"] == loaded.capacity_tokens
         assert facts["here"]["max_model_len"] == loaded.max_model_len

@@ -15,6 +15,7 @@ from octavo.engine.load import (
     CachePlan,
     DoesNotFit,
     EngineConfig,
+    SettingsError,
     load_engine,
     plan_cache,
     work_bytes,
@@ -76,7 +77,7 @@ def test_without_a_wish_the_context_is_what_fits() -> None:
             {"max_model_len": 512, "kv_cache_memory_bytes": 2048 * 20},
             r"512 tokens needs 38 KV blocks of 2 KiB = 76 KiB; 40 KiB of KV cache hold 20",
         ),
-        (64 * MIB, {"kv_cache_memory_bytes": 1}, r"hold 0"),
+        (64 * MIB, {"kv_cache_memory_bytes": 1}, r"2 tokens needs 3 KV blocks .* hold 0"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_arithmetic(
@@ -91,6 +92,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
     [
         {"max_num_seqs": 0},
         {"block_size": -1},
+        {"block_size": 24},
         {"max_model_len": 0},
         {"memory_utilization": 0.0},
         {"memory_utilization": 1.5},
@@ -101,6 +103,21 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
 def test_settings_without_sense_are_refused_by_name(values: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(values))):
         EngineConfig(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_num_batched_tokens": 128}, "128 is below max_num_seqs 256"),
+        ({"threads": 5000}, "threads is 5000"),
+        ({"isa": "mmx"}, "unknown instruction set 'mmx'"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_no_internal_error(
+    smollm2_path: Path, values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SettingsError, match=message):
+        load_engine(smollm2_path, EngineConfig(kv_cache_memory_bytes=16 * MIB, **values))
 
 
 def test_a_real_model_is_loaded_and_answers(smollm2_path: Path) -> None:

@@ -56,11 +56,11 @@ def main() -> None:
 def _explain(error: Exception) -> str:
     # These have been imported by whatever raised one of them.
     from octavo.checkpoint.base import ChatTemplateError, CheckpointError
-    from octavo.engine.load import DoesNotFit
+    from octavo.engine.load import SettingsError
     from octavo.sample.params import InvalidParameter
     from octavo.schedule.request import AdmissionError
 
-    expected = (CheckpointError, ChatTemplateError, DoesNotFit, InvalidParameter, AdmissionError)
+    expected = (CheckpointError, ChatTemplateError, SettingsError, InvalidParameter, AdmissionError)
     text = " ".join(str(error).split())
     if isinstance(error, expected) or type(error).__name__ == "GenerationError":
         return f"octavo: {text}"

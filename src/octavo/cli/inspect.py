@@ -49,7 +49,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
 
     config = checkpoint.config
     layout = KvLayout.of(config, engine.block_size)
-    parts = weigh(checkpoint, engine.isa or "")
+    parts = weigh(checkpoint, engine.isa)
     held = sum(part["held_bytes"] for part in parts.values())
     windows: dict[str, int] = {}
     for layer in config.layers:
@@ -103,23 +103,21 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     }
 
 
-def weigh(checkpoint: Checkpoint, isa: str = "") -> dict[str, dict[str, Any]]:
+def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str, Any]]:
     """Bytes by part, as stored in the file and as the engine holds them (packed for ``isa``)."""
     from math import prod
 
-    from octavo import _native
+    from octavo.execute.native import held_bytes
 
     parts: dict[str, dict[str, Any]] = {}
     for role, weight in checkpoint.weights.items():
         part = parts.setdefault(
             part_of(role), {"parameters": 0, "stored_bytes": 0, "held_bytes": 0, "formats": {}}
         )
-        stored = held = weight.data.nbytes
-        if len(weight.shape) == 2:
-            held = _native.packed_bytes(int(weight.format), *weight.shape, isa)
+        stored = weight.data.nbytes
         part["parameters"] += prod(weight.shape)
         part["stored_bytes"] += stored
-        part["held_bytes"] += held
+        part["held_bytes"] += held_bytes(weight, isa)
         formats = part["formats"]
         formats[weight.format.name] = formats.get(weight.format.name, 0) + stored
     order = ("embedding", "attention", "ffn", "norms", "head")

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import octavo.checkpoint
 from octavo.checkpoint import pull
-from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
@@ -22,7 +22,11 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 
 
-class DoesNotFit(ValueError):
+class SettingsError(ValueError):
+    """Settings that contradict each other, or that this machine or build cannot honour."""
+
+
+class DoesNotFit(SettingsError):
     """The settings ask for more than the machine has; the message carries the arithmetic."""
 
 
@@ -53,6 +57,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
+        if self.block_size % 16:
+            raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         if self.kv_cache_dtype not in ("auto", "f16", "bf16"):
@@ -136,9 +142,10 @@ def plan_cache(
         )
     fits = _longest(layout, num_blocks, wanted)
     if fits < 2 or (config.max_model_len is not None and fits < wanted):
-        needed = peak_blocks(layout, max(wanted if config.max_model_len else 2, 2))
+        least = max(wanted if config.max_model_len else 2, 2)
+        needed = peak_blocks(layout, least)
         raise DoesNotFit(
-            f"a sequence of {wanted} tokens needs {needed} KV blocks of "
+            f"a sequence of {least} tokens needs {needed} KV blocks of "
             f"{_size(layout.block_bytes)} = {_size(needed * layout.block_bytes)}; "
             f"{_size(budget)} of KV cache hold {num_blocks} ({division})"
         )
@@ -183,19 +190,27 @@ def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = No
     """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
 
     A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`). Raises
-    `CheckpointError`, or `DoesNotFit` before anything large is allocated.
+    `CheckpointError`, `SettingsError`, or `DoesNotFit` before anything large is allocated.
     """
+    try:
+        return _load(model, config or EngineConfig())
+    except (CheckpointError, SettingsError):
+        raise
+    except ValueError as error:  # what the rooms below refuse
+        raise SettingsError(str(error)) from error
+
+
+def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     # The compiled module is needed from here on, not to name the types above.
-    from octavo.execute.native import NativeExecutor
+    from octavo.execute.native import NativeExecutor, held_bytes
     from octavo.sample.native import NativeSampler
 
-    config = config or EngineConfig()
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
     compute = program(checkpoint.config)
     layout = KvLayout.of(checkpoint.config, config.block_size)
-    weight_bytes = sum(weight.data.nbytes for weight in checkpoint.weights.values())
+    weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,

@@ -23,6 +23,17 @@ logger = logging.getLogger(__name__)
 KV_DTYPES = {"auto": "f16", "f16": "f16", "bf16": "bf16"}
 
 
+def held_bytes(weight: Weight, isa: str | None = None) -> int:
+    """Bytes of the executor's own copy of a weight, packed for an instruction-set tier."""
+    if len(weight.shape) != 2:
+        return weight.data.nbytes
+    return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa))
+
+
+def _tier_name(isa: str | None) -> str:
+    return os.environ.get("OCTAVO_ISA", "") if isa is None else isa
+
+
 class NativeExecutor:
     """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
 
@@ -58,7 +69,7 @@ class NativeExecutor:
         self.threads, source = usable_cpus() if threads is None else (threads, "as asked")
         config = program.config
         runtime = _native.Runtime(
-            isa=os.environ.get("OCTAVO_ISA", "") if isa is None else isa,
+            isa=_tier_name(isa),
             threads=self.threads,
             max_tokens=max_tokens,
             max_logits_rows=max_logits_rows,

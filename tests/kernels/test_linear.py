@@ -1,14 +1,11 @@
 """Linear kernels: every format on every tier this CPU has.
 
-The C++ tests (kernels/test/linear_test.cpp) compare the kernels with scalar references and with
-themselves; here are those tests' build and run, and comparisons with independent readings.
+kernels/test/linear_test.cpp compares the kernels with scalar references and with themselves
+(test_cpp.py runs it); here are comparisons with independent readings.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +17,6 @@ from hypothesis import strategies as st
 from octavo import _native
 from octavo.checkpoint.base import WeightFormat
 
-ROOT = Path(__file__).resolve().parents[2]
 BLOCKS = np.load(Path(__file__).with_name("gguf_blocks.npz"))
 FORMATS = list(WeightFormat)
 FLOATS = {WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16}
@@ -34,37 +30,6 @@ def isa(request: pytest.FixtureRequest) -> str:
     except ValueError as error:
         pytest.skip(str(error))
     return name
-
-
-def run(*command: str | Path) -> str:
-    # The environment's own cmake and ninja, as make native takes them.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    result = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    return result.stdout
-
-
-def build(directory: Path, *options: str) -> Path:
-    run("cmake", "-S", ROOT, "-B", directory, "-DOCTAVO_TESTS=ON", *options)
-    run("cmake", "--build", directory, "--target", "linear_test")
-    return directory / "linear_test"
-
-
-def test_cpp_tests() -> None:
-    directory = ROOT / "build" / "dev"
-    if not (directory / "CMakeCache.txt").exists():
-        pytest.skip("the kernels were not built here: make native")
-    output = run(build(directory), "4")
-    for format in FORMATS:
-        assert f"passed generic {format.name}" in output
-
-
-@pytest.mark.long
-def test_cpp_tests_sanitized() -> None:
-    """Address and undefined-behaviour sanitizers; minutes to build."""
-    run(build(ROOT / "build" / "sanitize", "-G", "Ninja", "-DOCTAVO_SANITIZE=ON"), "40")
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)

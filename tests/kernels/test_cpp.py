@@ -1,4 +1,7 @@
-"""The C++ tests of row-wise kernels, attention, thread pool and sampler (kernels/test/)."""
+"""The C++ tests of kernels/test/: kernels against scalar references, thread pool, sampler.
+
+Built beside the native module and run; once more under the sanitizers (`make sanitize`).
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from octavo.checkpoint.base import WeightFormat
+
 ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str | Path) -> str:
+    # The environment's own cmake and ninja, as make native takes them.
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     result = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True
@@ -30,25 +36,28 @@ def build(test: str, folder: str, *options: str) -> Path:
 
 @pytest.mark.parametrize(
     ("test", "rounds"),
-    [("kernels_test", "60"), ("thread_pool_test", "100"), ("sampler_test", "300")],
+    [("linear_test", 4), ("kernels_test", 60), ("thread_pool_test", 100), ("sampler_test", 300)],
 )
-def test_cpp(test: str, rounds: str) -> None:
+def test_cpp(test: str, rounds: int) -> None:
     if not (ROOT / "build" / "dev" / "CMakeCache.txt").exists():
         pytest.skip("the kernels were not built here: make native")
-    run(build(test, "dev"), rounds)
+    output = run(build(test, "dev"), str(rounds))
+    if test == "linear_test":
+        for format in WeightFormat:
+            assert f"passed generic {format.name}" in output
 
 
-@pytest.mark.long
+@pytest.mark.sanitize
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("test", "rounds"),
-    [("kernels_test", "1000"), ("thread_pool_test", "1000"), ("sampler_test", "20000")],
+    [("linear_test", 2), ("kernels_test", 40), ("thread_pool_test", 100), ("sampler_test", 1000)],
 )
-def test_cpp_sanitized(test: str, rounds: str) -> None:
-    """Address and undefined-behaviour sanitizers; minutes to build."""
-    run(build(test, "sanitize", "-G", "Ninja", "-DOCTAVO_SANITIZE=ON"), rounds)
+def test_cpp_under_address_and_undefined_behaviour_sanitizers(test: str, rounds: int) -> None:
+    run(build(test, "sanitize", "-G", "Ninja", "-DOCTAVO_SANITIZE=ON"), str(rounds))
 
 
-@pytest.mark.long
+@pytest.mark.sanitize
 def test_thread_pool_has_no_races() -> None:
     program = ROOT / "build" / "thread_pool_tsan"
     program.parent.mkdir(exist_ok=True)

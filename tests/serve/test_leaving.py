@@ -60,6 +60,34 @@ async def test_killed_in_every_state(engine: FakeEngine, streamed: bool, steps: 
             engine.aborted.clear()
 
 
+@pytest.mark.parametrize("cut", [0, 1, 60, -40, -1])
+async def test_offer_of_another_protocol_is_passed_over(engine: FakeEngine, cut: int) -> None:
+    """Java's HTTP client offers HTTP/2 with each request; the body must still be read, wherever
+    the segments end, and so must the next request.
+    """
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    offer = (
+        b"POST /v1/completions HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nHost: x\r\n"
+        b"Upgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+        b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(content), content)
+    )
+    data = offer + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+    async with listening(engine) as url:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        end = cut % len(offer) if cut else len(offer)
+        writer.write(data[:end])
+        await writer.drain()
+        await asyncio.sleep(0.02)
+        writer.write(data[end:])
+        async with asyncio.timeout(20):
+            answers = await reader.read()
+        writer.close()
+    assert answers.count(b"HTTP/1.1 200 OK") == 2
+    assert b'"completion_tokens":1' in answers
+    assert len(engine.submitted) == 1
+
+
 async def test_killed_while_sending_the_body(engine: FakeEngine) -> None:
     async with listening(engine) as url:
         place = urlsplit(url)

@@ -120,6 +120,7 @@ async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
         with pytest.raises(EngineDead, match="injected"):
             await collect(stream)
     assert not engine.alive
+    assert not await engine.drain(1)
     with pytest.raises(EngineDead):
         engine.submit(request("b", [1]))
     await engine.stop()
@@ -216,4 +217,5 @@ def test_joined_deltas_keep_order_and_put_the_record_last() -> None:
     first, last = joined(deltas)
     assert (first.choice, first.text, first.token_ids) == (0, "yw", [2, 4])
     assert (last.choice, last.text, last.token_ids, last.record) == (1, "xz", [1, 3], record)
-    assert last.prompt_logprobs == [None]
+    assert first.prompt_logprobs == [None]
+    assert last.prompt_logprobs is None

@@ -93,6 +93,10 @@ def joined(deltas: list[Delta]) -> list[Delta]:
         choices.setdefault(delta.choice, []).append(delta)
     merged = [_join(parts) if len(parts) > 1 else parts[0] for parts in choices.values()]
     merged.sort(key=lambda delta: delta.record is not None)
+    for index, delta in enumerate(merged):
+        if index and delta.prompt_logprobs is not None:  # they come with the request's first delta
+            merged[index] = delta._replace(prompt_logprobs=None)
+            merged[0] = merged[0]._replace(prompt_logprobs=delta.prompt_logprobs)
     return merged
 
 
@@ -198,7 +202,8 @@ class AsyncEngine:
 
     async def drain(self, timeout: float | None = None) -> bool:
         """Admit nothing more, wait until everything running has ended; at the timeout abort the
-        rest (their streams end with finish_reason ABORT). True if all ended by themselves.
+        rest (their streams end with finish_reason ABORT). True if all ended by themselves; False
+        too if the engine died.
         """
         with self._condition:
             self._draining = True
@@ -210,7 +215,7 @@ class AsyncEngine:
                 await self._emptied(5.0)
                 return False
             await asyncio.sleep(0.01)
-        return not self._streams
+        return self._error is None and not self._streams
 
     async def stop(self) -> None:
         """Abort what runs and end the thread."""

@@ -135,8 +135,9 @@ class ChatReply(Reply):
         )
         if self.request.return_token_ids:
             answer.prompt_token_ids = self.prompts[0].token_ids
-        if self.request.prompt_logprobs is not None and outputs[0].prompt_logprobs is not None:
-            answer.prompt_logprobs = self.shower.prompt_logprobs(outputs[0].prompt_logprobs)
+        for output in outputs:  # one of them has the prompt's
+            if output.prompt_logprobs is not None:
+                answer.prompt_logprobs = self.shower.prompt_logprobs(output.prompt_logprobs)
         return json.encode(answer)
 
     def _first(self, index: int, delta: Delta) -> bytes:

@@ -117,9 +117,12 @@ class CompletionReply(Reply):
         self._begun.add(index)
         output = Output()
         output.add(delta)
+        self._note_prompt_logprobs(index, output)
         return self.event(json.encode(self._choice(index, output, first=first)))
 
     def whole(self, outputs: list[Output]) -> bytes:
+        for index, output in enumerate(outputs):
+            self._note_prompt_logprobs(index, output)
         return json.encode(
             Completion(
                 id=self.id,
@@ -132,15 +135,17 @@ class CompletionReply(Reply):
             )
         )
 
+    def _note_prompt_logprobs(self, index: int, output: Output) -> None:
+        """They come once a prompt, with its first delta, and belong to all of its choices."""
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index // self.n] = output.prompt_logprobs
+
     def _choice(self, index: int, output: Output, *, first: bool) -> CompletionChoice:
         """``first``: with what belongs to the choice's prompt."""
         prompt = index // self.n
         text = "".join(output.text)
         if first and self._echo is not None:
             text = self._echo[prompt] + text
-        # They come once a prompt, with its first choice, and belong to all of its choices.
-        if output.prompt_logprobs is not None:
-            self._prompt_logprobs[prompt] = output.prompt_logprobs
         prompt_logprobs = self._prompt_logprobs.get(prompt) if first else None
         choice = CompletionChoice(
             index=index,

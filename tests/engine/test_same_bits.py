@@ -74,7 +74,7 @@ class Setting:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = False
     max_model_len: int = 400
-    kv_dtype: str = "f16"
+    kv_dtype: str = "fp16"
     isa: str | None = None  # None: the best this machine has
 
 
@@ -231,7 +231,7 @@ def drawn_setting(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
         max_model_len=longest,
-        kv_dtype=rng.choice(("f16", "bf16")),
+        kv_dtype=rng.choice(("fp16", "bf16")),
         isa=rng.choice((None, None, None, "generic")),
     )
 

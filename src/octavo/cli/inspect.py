@@ -89,7 +89,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
         "weights_bytes": held,
         "parts": parts,
-        "kv_cache_dtype": "f16",
+        "kv_cache_dtype": "fp16",
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
         "tokenizer": _TOKENIZERS.get(kind, kind),

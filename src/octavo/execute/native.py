@@ -20,7 +20,7 @@ from octavo.model.program import Program
 
 logger = logging.getLogger(__name__)
 
-KV_DTYPES = {"auto": "f16", "f16": "f16", "bf16": "bf16"}
+KV_DTYPES = ("auto", "fp16", "bf16")
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -83,7 +83,7 @@ class NativeExecutor:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            bf16=KV_DTYPES[kv_dtype] == "bf16",
+            bf16=kv_dtype == "bf16",
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)

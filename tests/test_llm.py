@@ -56,6 +56,11 @@ def test_one_prompt_and_many(llm: LLM) -> None:
     assert len({output.request_id for output in outputs}) == 4
 
 
+def test_options_for_a_loaded_engine_are_refused(engine: CountingEngine) -> None:
+    with pytest.raises(TypeError, match="threads"):
+        LLM(loaded(engine), threads=3)
+
+
 def test_a_list_of_ids_is_one_prompt(llm: LLM) -> None:
     assert len(llm.generate([1, 2, 3], use_tqdm=False)) == 1
     assert len(llm.generate([[1, 2], [3]], use_tqdm=False)) == 2

@@ -72,7 +72,7 @@ class LLM:
     """A loaded model and its engine, for one thread.
 
     ``model`` is a known name, a GGUF file or its folder, or a Hugging Face id; ``engine`` are
-    `EngineConfig`'s options. Raises `CheckpointError` or `DoesNotFit`.
+    `EngineConfig`'s options. Raises `CheckpointError` or `SettingsError`.
 
         with LLM("smollm2") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
@@ -81,6 +81,8 @@ class LLM:
 
     def __init__(self, model: str | Path | LoadedEngine, **engine: Any) -> None:
         if isinstance(model, LoadedEngine):
+            if engine:
+                raise TypeError(f"{', '.join(engine)}: the engine is loaded already")
             self.loaded = model
         else:
             from octavo.checkpoint.pull import resolve

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
+import weakref
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,18 @@ def test_a_killed_template_starts_again() -> None:
         with pytest.raises(ChatTemplateError, match=r"longer than 0\.3 s"):
             template.render([{"role": "user", "content": "hang"}])
         assert template.render(USER) == "ok"
+
+
+def test_nothing_is_kept_of_a_killed_template() -> None:
+    template = JinjaChatTemplate("ok")
+    template.render(USER)
+    assert template._worker is not None
+    worker = weakref.ref(template._worker)
+    template._worker._process.kill()
+    with pytest.raises(ChatTemplateError, match="died"):
+        template.render(USER)
+    gc.collect()
+    assert worker() is None
 
 
 def test_a_dead_process_is_an_error_and_then_replaced() -> None:

@@ -75,7 +75,7 @@ class JinjaChatTemplate:
     def _exchange(self, request: bytes) -> dict[str, str]:
         if self._worker is None:
             self._worker = _Worker(self.source, self._limits)
-            weakref.finalize(self, self._worker.stop)
+            self._stop_worker = weakref.finalize(self, self._worker.stop)
         worker = self._worker
         try:
             worker.wait_until_ready()
@@ -86,7 +86,7 @@ class JinjaChatTemplate:
             error = "the template's process died"
         else:
             return answer
-        worker.stop()
+        self._stop_worker()
         self._worker = None
         raise ChatTemplateError(error)
 

@@ -181,8 +181,8 @@ def test_blocks_leave_and_come_back() -> None:
         driver.executor.import_blocks(used[:2].copy(), data[:1])
 
 
-def test_a_ruined_neighbour_changes_nothing() -> None:
-    """NaN in recycled blocks and in the batch stays with the sequence that made it."""
+def test_what_recycled_blocks_hold_changes_nothing() -> None:
+    """NaN that recycled blocks hold is never read."""
     config = tiny.config()
     driver = Driver(tiny.checkpoint(config))
     tokens = tokens_of(config, 70)

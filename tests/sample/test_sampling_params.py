@@ -151,13 +151,6 @@ def test_anything_is_accepted_or_refused_by_name(field: str, value: Any) -> None
         assert params.validated(VOCAB) == params
 
 
-def test_a_missing_seed_is_drawn_and_a_given_one_kept() -> None:
-    seeds = {SamplingParams().with_seed().seed for _ in range(20)}
-    assert len(seeds) == 20
-    assert all(seed is not None and -(2**63) <= seed < 2**63 for seed in seeds)
-    assert SamplingParams(seed=0).with_seed().seed == 0
-
-
 def test_ending_ids() -> None:
     assert SamplingParams(stop_token_ids=(5,)).ending_ids([1, 2]) == {1, 2, 5}
     assert SamplingParams(stop_token_ids=(5,), ignore_eos=True).ending_ids([1, 2]) == {5}

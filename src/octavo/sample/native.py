@@ -31,7 +31,7 @@ class NativeSampler:
         choice: int = 0,
     ) -> SamplerState:
         if params.seed is None:
-            raise ValueError("the seed is not resolved: SamplingParams.with_seed() does that")
+            raise ValueError("the seed is not resolved: the engine does that at admission")
         return _native.SamplerState(
             vocab_size=self.vocab_size,
             prompt_token_ids=prompt_token_ids if params.repetition_penalty != 1.0 else (),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -51,7 +50,7 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     allowed_token_ids: tuple[int, ...] | None = None
     banned_token_ids: tuple[int, ...] = ()
-    seed: int | None = None  # None: drawn at admission, and then fixed for the request
+    seed: int | None = None  # None: the engine draws one at admission
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
@@ -107,12 +106,6 @@ class SamplingParams:
                 "stop_token_ids", self.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS
             ),
         )
-
-    def with_seed(self) -> SamplingParams:
-        """The same with the seed decided, by the system's random source where none was given."""
-        if self.seed is not None:
-            return self
-        return replace(self, seed=int.from_bytes(os.urandom(8), "little", signed=True))
 
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """All token ids that end the output: the request's own, and the model's unless ignored."""

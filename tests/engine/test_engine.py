@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from engine.checking import CheckingExecutor, FakeSampler, FakeState, build
+from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
-from octavo.sample.params import SamplingParams
+from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampled
 from octavo.schedule.request import (
     AdmissionError,
@@ -139,6 +139,29 @@ def test_stop_tokens_end_a_sequence_and_are_told_apart_from_the_end_of_text() ->
             assert last.finish_reason is FinishReason.STOP
             assert last.stop_reason == reason
             assert record.completion_tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": None, "min_tokens": 10**6}, "room for"),
+        ({"allowed_token_ids": (0,)}, "ends the output"),
+        ({"allowed_token_ids": (0, 1), "stop_token_ids": (1,)}, "ends the output"),
+        ({"allowed_token_ids": (0, 2), "banned_token_ids": (2,)}, "ends the output"),
+        ({"banned_token_ids": tuple(range(1, VOCAB))}, "ends the output"),
+        ({"stop_token_ids": tuple(range(VOCAB))}, "ends the output"),
+    ],
+)
+def test_a_minimum_that_no_output_reaches_is_refused(params: dict[str, Any], message: str) -> None:
+    params = {"max_tokens": 3, "min_tokens": 1, "ignore_eos": False} | params
+    engine = build(eos=[0])
+    with pytest.raises(InvalidParameter, match=message) as refused:
+        engine.add_request(request("a", [1], **params))
+    assert refused.value.param == "min_tokens"
+    if params["max_tokens"]:  # without the minimum it runs
+        record = engine.add_request(request("b", [1], **params | {"min_tokens": 0}))
+        run(engine)
+        assert record.outcome is Outcome.FINISHED
 
 
 def test_the_record_is_filled_as_the_request_runs() -> None:

@@ -73,6 +73,8 @@ class JinjaChatTemplate:
         return answer["text"]
 
     def _exchange(self, request: bytes) -> dict[str, str]:
+        if self._worker is not None and self._worker.ended:  # while idle: no rendering's fault
+            self._drop_worker()
         if self._worker is None:
             self._worker = _Worker(self.source, self._limits)
             self._stop_worker = weakref.finalize(self, self._worker.stop)
@@ -86,9 +88,12 @@ class JinjaChatTemplate:
             error = "the template's process died"
         else:
             return answer
+        self._drop_worker()
+        raise ChatTemplateError(error)
+
+    def _drop_worker(self) -> None:
         self._stop_worker()
         self._worker = None
-        raise ChatTemplateError(error)
 
 
 class _Worker:
@@ -105,6 +110,10 @@ class _Worker:
                 start_new_session=True,
             )
         self._hello = json.dumps({"source": source, "limits": limits}).encode()
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
 
     def wait_until_ready(self) -> None:
         if not self._ready:

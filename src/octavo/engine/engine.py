@@ -166,7 +166,7 @@ class Engine:
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
-        self.scheduler.check(request)
+        self._check_minimum(params, self.scheduler.check(request))
         for edge in (min, max):
             token_id = edge(request.prompt_token_ids)
             if not 0 <= token_id < self.vocab_size:
@@ -175,6 +175,25 @@ class Engine:
                     "prompt",
                 )
         return request
+
+    def _check_minimum(self, params: SamplingParams, max_tokens: int) -> None:
+        """min_tokens must leave a token to draw, and room for all of them."""
+        minimum = params.min_tokens
+        if minimum > max_tokens:
+            raise InvalidParameter(
+                "min_tokens",
+                f"min_tokens is {minimum}; the context has room for {max_tokens} new tokens",
+            )
+        if minimum == 0:
+            return
+        ending = params.ending_ids(self.eos_token_ids)
+        never = ending.union(params.banned_token_ids)
+        allowed = params.allowed_token_ids
+        if len(never) >= self.vocab_size if allowed is None else never.issuperset(allowed):
+            raise InvalidParameter(
+                "min_tokens",
+                f"min_tokens is {minimum}, but every token that may be drawn ends the output",
+            )
 
     def add_request(self, request: Request, arrival: float | None = None) -> RequestRecord:
         """Queue a request; it joins the next step. Raises as `check` does, and when the queue is

@@ -4,6 +4,8 @@
 #include <functional>
 #include <numeric>
 
+#include "float_environment.h"
+
 namespace octavo {
 namespace {
 
@@ -48,6 +50,7 @@ void BatchSampler::look_up(std::vector<Lookup> &lookups, int64_t top) {
 }
 
 template <typename Body> void BatchSampler::for_each(int64_t items, Body body) {
+    const DefaultFloats floats;
     if (workers_.size() == 1 || items < 2 || items * vocab_size() < kWorthSharing) {
         for (int64_t item = 0; item < items; ++item)
             body(workers_.front(), item);

@@ -9,6 +9,8 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "float_environment.h"
+
 #ifdef OCTAVO_X86
 #include <immintrin.h>
 #endif
@@ -94,6 +96,7 @@ void ThreadPool::stop() {
 
 void ThreadPool::run_jobs(const Job *jobs, int64_t count, Entry entry, void *context,
                           Time *finished) {
+    const DefaultFloats floats;
     if (size_ == 1) {
         for (int64_t job = 0; job < count; ++job) {
             entry(context, job, 0, 0, jobs[job].items);
@@ -126,6 +129,7 @@ void ThreadPool::run_jobs(const Job *jobs, int64_t count, Entry entry, void *con
 }
 
 void ThreadPool::work(int thread) {
+    const DefaultFloats floats; // a thread starts with its creator's
     int limit = kLongestSpin;
     for (uint32_t seen = 0;;) {
         if (!spin_until_changed(runs_, seen, limit))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes.util
+import platform
 from functools import cache
 
 import numpy as np
@@ -83,6 +85,23 @@ def test_decode_of_a_long_context_on_threads(threads: int) -> None:
     tokens = prompt("llama F32", 600)
     expected = driver("llama F32", "generic", 1).run(tokens)
     assert np.array_equal(driver("llama F32", "generic", threads).run(tokens, [580, 1]), expected)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the constant below is x86's")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_callers_rounding_changes_nothing(threads: int) -> None:
+    """A thread's floating-point mode is its own; another library may have changed the caller's."""
+    math = ctypes.CDLL(ctypes.util.find_library("m"))
+    tokens = prompt("llama Q4_0", 90)
+    expected = driver("llama Q4_0", "generic", 1).run(tokens)
+    tested = driver("llama Q4_0", "generic", threads)
+    assert math.fesetround(0x800) == 0  # FE_UPWARD
+    try:
+        got = tested.run(tokens, [40, 1])
+        assert math.fegetround() == 0x800
+    finally:
+        math.fesetround(0)
+    assert np.array_equal(got, expected)
 
 
 def test_bf16_cache_keeps_its_bits() -> None:

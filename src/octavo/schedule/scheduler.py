@@ -148,7 +148,7 @@ class Scheduler:
             yield admitted
 
     def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
-        """As many of the sequence's missing tokens as budget, rows and blocks allow."""
+        """As many of the sequence's missing tokens as budget, rows (1 at least) and blocks allow."""
         start = int(self.kv.num_tokens[seq.slot])
         missing = len(seq.token_ids) - start
         count = min(missing, budget)
@@ -159,8 +159,6 @@ class Scheduler:
         while (room := self.kv.room(seq.slot)) < 1 and (latest := self._latest()) is not seq:
             self._preempt(latest)
         count = min(count, room)
-        if rows < 1 and start + count == len(seq.token_ids):
-            count -= 1
         if count < 1:
             return None
         self.kv.reserve(seq.slot, count)

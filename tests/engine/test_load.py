@@ -22,6 +22,7 @@ from octavo.engine.load import (
 )
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
+from octavo.model.config import Layer, Rope
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Outcome, Request
@@ -64,6 +65,20 @@ def test_without_a_wish_the_context_is_what_fits() -> None:
     room = WEIGHTS + work + 10 * block
     assert plan(room, "llama", memory_utilization=1.0).max_model_len == 160
     assert plan(4 * room, "llama", memory_utilization=1.0).max_model_len == 512
+
+
+def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:
+    windows = (Layer(Rope(10000.0, 16, False), window=100),) * 2
+    model = tiny.config("gemma3", context_length=1 << 27, layers=windows)
+    layout = KvLayout.of(model)
+
+    def made(**values: Any) -> CachePlan:
+        return plan_cache(EngineConfig(**values), program(model), layout, WEIGHTS, 4 << 30)
+
+    assert 4 * 256 * made().max_model_len // 16 <= 4 << 27  # an eighth
+    assert made(max_num_seqs=1).max_model_len == 1 << 27
+    with pytest.raises(DoesNotFit, match="256 sequences of 134217728 tokens take 8 GiB, more than"):
+        made(max_model_len=1 << 27)
 
 
 @pytest.mark.parametrize(

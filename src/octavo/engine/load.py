@@ -21,6 +21,8 @@ from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 
+_TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
+
 
 class SettingsError(ValueError):
     """Settings that contradict each other, or that this machine or build cannot honour."""
@@ -140,6 +142,16 @@ def plan_cache(
             f"max_model_len {config.max_model_len} is more than the model's context of "
             f"{model.context_length} tokens"
         )
+    # A model of windows only needs few blocks however long its context, but tables for all of it.
+    table_bytes = 4 * len(layout.groups) * config.max_num_seqs  # a block of a sequence
+    table_room = max(left // 8, _TABLES_ALWAYS)
+    longest_table = table_room // table_bytes * layout.block_size
+    if config.max_model_len is not None and wanted > longest_table:
+        raise DoesNotFit(
+            f"block tables of {config.max_num_seqs} sequences of {wanted} tokens take "
+            f"{_size(-(-wanted // layout.block_size) * table_bytes)}, more than {_size(table_room)}"
+        )
+    wanted = min(wanted, longest_table)
     fits = _longest(layout, num_blocks, wanted)
     if fits < 2 or (config.max_model_len is not None and fits < wanted):
         least = max(wanted if config.max_model_len else 2, 2)

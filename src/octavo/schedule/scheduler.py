@@ -148,7 +148,9 @@ class Scheduler:
             yield admitted
 
     def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
-        """As many of the sequence's missing tokens as budget, rows (1 at least) and blocks allow."""
+        """As many of the sequence's missing tokens as budget, rows (both at least 1) and blocks
+        allow.
+        """
         start = int(self.kv.num_tokens[seq.slot])
         missing = len(seq.token_ids) - start
         count = min(missing, budget)

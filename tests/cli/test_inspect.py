@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from octavo.checkpoint import load
 from octavo.cli import app
 from octavo.cli.inspect import part_of
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.native import NativeExecutor
 
 
@@ -50,6 +50,11 @@ def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:
     assert "needs" in inspect(*arguments)["here"]["does_not_fit"]
     result = CliRunner().invoke(app, ["inspect", *arguments])
     assert "does not fit: a sequence of 8192 tokens" in result.stdout
+
+
+def test_an_unknown_instruction_set_is_no_internal_error(smollm2_path: Path) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(smollm2_path), "--isa", "mmx"])
+    assert isinstance(result.exception, SettingsError)
 
 
 def test_gemma(gemma3_path: Path) -> None:

@@ -189,6 +189,7 @@ def test_logits_rows_cap_the_chunks_of_a_prompt_with_logprobs() -> None:
     deltas = run(engine)
     assert [step["a"] for step in steps.tokens if "a" in step] == [8, 8, 4, 1]
     assert scored.cached_tokens == 0, "logprobs need every position computed"
+    assert engine.stats().prefix_queries == 16, "nothing was looked up for them"
     assert deltas[0].prompt_logprobs is not None
     assert len(deltas[0].prompt_logprobs) == 20
 

@@ -42,14 +42,17 @@ def command(
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
     from octavo.checkpoint.gguf import GgufFile
-    from octavo.engine.load import DoesNotFit, plan_cache
+    from octavo.engine.load import DoesNotFit, SettingsError, plan_cache
     from octavo.engine.memory import available_memory
     from octavo.kv.layout import KvLayout
     from octavo.model.families import program
 
     config = checkpoint.config
     layout = KvLayout.of(config, engine.block_size)
-    parts = weigh(checkpoint, engine.isa)
+    try:
+        parts = weigh(checkpoint, engine.isa)
+    except ValueError as error:  # no such instruction set here
+        raise SettingsError(str(error)) from None
     held = sum(part["held_bytes"] for part in parts.values())
     windows: dict[str, int] = {}
     for layer in config.layers:

@@ -229,7 +229,7 @@ class Scheduler:
             record.scheduled = now
             record.cached_tokens = hit.num_tokens
             self.prompt_tokens += len(seq.token_ids)
-            if self.config.enable_prefix_caching:
+            if self.config.enable_prefix_caching and not seq.owner.scores_prompt:
                 self.prefix_queries += len(seq.token_ids)
                 self.prefix_hits += hit.num_tokens
 

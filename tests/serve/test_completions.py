@@ -206,6 +206,24 @@ async def test_bos(make_client: Any, engine: FakeEngine) -> None:
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
 
 
+@pytest.mark.parametrize("skip", [None, False])
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_offsets_in_an_echo_that_spells_special_tokens(
+    make_client: Any, skip: bool | None, streamed: bool
+) -> None:
+    """The prompt is echoed as it was given: with them, and without what was put before it."""
+    client = make_client(model=served_model(tokenizer=ByteTokenizer(add_bos=True)))
+    body = {"prompt": "aé<eos>b", "echo": True, "logprobs": 0, "max_tokens": 2}
+    body["skip_special_tokens"] = skip
+    if streamed:
+        choices = [choice for chunk in await stream(client, **body) for choice in chunk["choices"]]
+    else:
+        choices = (await complete(client, **body))["choices"]
+    offsets = [offset for choice in choices for offset in choice["logprobs"]["text_offset"]]
+    assert "".join(choice["text"] for choice in choices) == "aé<eos>bHe"
+    assert offsets == [0, 0, 1, 1, 2, 7, 8, 9]
+
+
 async def test_parameters_reach_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     wanted = {
         "n": 1,

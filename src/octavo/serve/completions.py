@@ -170,15 +170,18 @@ class CompletionReply(Reply):
         prompt = index // self.n
         taken = None
         if index not in self._logprobs:
-            self._logprobs[index] = CompletionLogprobsWriter(self.shower)
+            start = 0
             if self._echo is not None:
+                start = len(self._echo[prompt])
                 if prompt_logprobs is not None:
-                    taken = self._logprobs[index].take(
-                        self.prompts[prompt].token_ids, prompt_logprobs
+                    token_ids, text = self.prompts[prompt]
+                    writer = (
+                        CompletionLogprobsWriter(self.shower)
+                        if text is None
+                        else CompletionLogprobsWriter.of_text(self.shower, text, token_ids)
                     )
-                self._logprobs[index] = CompletionLogprobsWriter(
-                    self.shower, len(self._echo[prompt])
-                )
+                    taken = writer.take(token_ids, prompt_logprobs)
+            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start)
         if output.logprobs:
             taken = extend(taken, self._logprobs[index].take(output.token_ids, output.logprobs))
         return taken

@@ -167,10 +167,10 @@ class TokenShower:
     def text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._shown.text(token_id)
 
-    def in_text(self, token_id: int) -> bytes:
-        """What the token adds to the choice's text."""
+    def in_text(self, token_id: int, *, spelled: bool = False) -> bytes:
+        """What the token adds to the text; ``spelled``: one that spells special tokens out."""
         stands_for = self._shown.bytes(token_id)
-        if not stands_for and self._specials_in_text:
+        if not stands_for and (spelled or self._specials_in_text):
             return self._shown.text(token_id).encode()
         return stands_for
 
@@ -215,9 +215,22 @@ class CompletionLogprobsWriter:
     A token that starts inside a character has the offset of that character.
     """
 
-    def __init__(self, shower: TokenShower, first_offset: int = 0) -> None:
+    def __init__(
+        self, shower: TokenShower, first_offset: int = 0, *, spelled: bool = False
+    ) -> None:
         self._shower = shower
         self._offset = first_offset  # characters begun so far
+        self._spelled = spelled
+
+    @classmethod
+    def of_text(
+        cls, shower: TokenShower, text: str, token_ids: Sequence[int]
+    ) -> CompletionLogprobsWriter:
+        """For the tokens of a text as a client gave it. Special tokens in it are spelled out; what
+        was put before it stands at its start.
+        """
+        length = sum(_characters(shower.in_text(token, spelled=True)) for token in token_ids)
+        return cls(shower, min(0, len(text) - length), spelled=True)
 
     def take(
         self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
@@ -226,10 +239,10 @@ class CompletionLogprobsWriter:
         out = CompletionLogprobs([], [], [], [])
         shower = self._shower
         for token_id, entry in zip(token_ids, entries, strict=True):
-            stands_for = shower.in_text(token_id)
-            inside = bool(stands_for) and stands_for[0] & 0xC0 == 0x80 and self._offset > 0
-            out.text_offset.append(self._offset - inside)
-            self._offset += sum(byte & 0xC0 != 0x80 for byte in stands_for)
+            stands_for = shower.in_text(token_id, spelled=self._spelled)
+            inside = bool(stands_for) and stands_for[0] & 0xC0 == 0x80
+            out.text_offset.append(max(0, self._offset - inside))
+            self._offset += _characters(stands_for)
             out.tokens.append(shower.text(token_id))
             if entry is None:
                 out.token_logprobs.append(None)
@@ -240,6 +253,11 @@ class CompletionLogprobsWriter:
                 top.setdefault(shower.text(token_id), finite(entry.logprob))
                 out.top_logprobs.append(top)
         return out
+
+
+def _characters(utf8: bytes) -> int:
+    """How many begin in it."""
+    return sum(byte & 0xC0 != 0x80 for byte in utf8)
 
 
 def finite(logprob: float) -> float:

@@ -17,7 +17,7 @@ bool has_avx2() {
 bool has_avx512() {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+           __builtin_cpu_supports("avx512vnni");
 }
 #endif
 
@@ -35,7 +35,7 @@ struct Entry {
 const auto &entries() {
     static const std::array table{
 #ifdef OCTAVO_X86
-        Entry{OCTAVO_TABLE(avx512), has_avx512, "AVX-512 F, BW, DQ, VL, VNNI and BF16"},
+        Entry{OCTAVO_TABLE(avx512), has_avx512, "AVX-512 F, BW, DQ, VL and VNNI"},
         Entry{OCTAVO_TABLE(avx2), has_avx2, "AVX2, FMA and F16C"},
 #endif
         Entry{OCTAVO_TABLE(generic), [] { return true; }, "nothing"},

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from octavo.execute.cgroups import cgroups
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
 
@@ -16,7 +17,7 @@ def available_memory(root: Path = Path("/")) -> int:
     ``root`` is where /proc and /sys are found.
     """
     rooms = [_mem_available(root)]
-    for group in _cgroups(root):
+    for group in cgroups("memory", root):
         room = _room(group)
         if room is not None:
             rooms.append(room)
@@ -28,28 +29,6 @@ def _mem_available(root: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise OSError("/proc/meminfo has no MemAvailable")
-
-
-def _cgroups(root: Path) -> Iterator[Path]:
-    """The directories of this process's memory cgroups and of their ancestors.
-
-    Inside a container the own path may not be visible; the mount point then is the own group.
-    """
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers == "":
-            mount = root / "sys/fs/cgroup"
-        elif "memory" in controllers.split(","):
-            mount = root / "sys/fs/cgroup/memory"
-        else:
-            continue
-        path = PurePosixPath(name)
-        for part in (path, *path.parents):
-            yield mount / str(part).lstrip("/")
 
 
 def _room(group: Path) -> int | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from octavo.execute.cgroups import cgroups
+
 
 def usable_cpus() -> tuple[int, str]:
     """Threads that can run at once, and where the number comes from, for the log.
@@ -21,40 +23,19 @@ def usable_cpus() -> tuple[int, str]:
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
     """The tightest CPU quota in CPUs over the process's control groups and their parents."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return None
-    quotas = []
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            base, read = root / "sys/fs/cgroup", _quota_v2
-        elif "cpu" in controllers.split(","):
-            base, read = root / "sys/fs/cgroup/cpu", _quota_v1
-        else:
-            continue
-        folder = base / path.lstrip("/")
-        # Inside a container the path may be the host's; its own group is then the mount's root.
-        for candidate in (folder, *folder.parents):
-            if candidate == base or base in candidate.parents:
-                quotas.append(read(candidate))
+    quotas = [_quota(group) for group in cgroups("cpu", root)]
     return min((quota for quota in quotas if quota is not None), default=None)
 
 
-def _quota_v2(folder: Path) -> float | None:
-    """``cpu.max``: "max 100000" or "<quota> <period>" in microseconds."""
+def _quota(group: Path) -> float | None:
+    """``cpu.max`` of version 2: "max 100000" or "<quota> <period>" in microseconds; of version 1
+    ``cpu.cfs_quota_us`` (-1: none) over ``cpu.cfs_period_us``.
+    """
     try:
-        quota, period = (folder / "cpu.max").read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return None
-
-
-def _quota_v1(folder: Path) -> float | None:
-    """``cpu.cfs_quota_us`` over ``cpu.cfs_period_us``; -1 is no quota."""
-    try:
-        quota = int((folder / "cpu.cfs_quota_us").read_text())
-        return quota / int((folder / "cpu.cfs_period_us").read_text()) if quota > 0 else None
+        if (group / "cpu.max").exists():
+            quota, period = (group / "cpu.max").read_text().split()
+            return None if quota == "max" else int(quota) / int(period)
+        micros = int((group / "cpu.cfs_quota_us").read_text())
+        return micros / int((group / "cpu.cfs_period_us").read_text()) if micros > 0 else None
     except (OSError, ValueError, ZeroDivisionError):
         return None

@@ -97,6 +97,7 @@ def test_everything_is_checked_before_anything_runs(llm: LLM, engine: CountingEn
     for prompts, error in (
         (["fine", ""], InvalidParameter),
         (["fine", []], InvalidParameter),
+        (["fine", "\udcff"], InvalidParameter),
         (["fine", "long" * 1000], AdmissionError),
         (["fine", {"prompt": "x", "image": "y"}], ValueError),
         (["fine", {}], ValueError),

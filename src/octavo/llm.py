@@ -225,7 +225,12 @@ class LLM:
         else:
             token_ids = prompt
         if token_ids is None:
-            token_ids = self._tokenizer.encode(text or "")
+            try:
+                token_ids = self._tokenizer.encode(text or "")
+            except UnicodeEncodeError as error:
+                raise InvalidParameter(
+                    "prompt", f"a prompt is no Unicode text: {error.reason} at {error.start}"
+                ) from None
         if not token_ids:
             raise InvalidParameter("prompt", "a prompt has no tokens")
         return text, [int(token_id) for token_id in token_ids]

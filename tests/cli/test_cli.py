@@ -24,7 +24,7 @@ from octavo.serve.config import ServeConfig
 COMMANDS = ("serve", "chat", "generate", "pull", "inspect")
 
 
-def run(*arguments: str, input: str | None = None) -> Result:
+def run(*arguments: str, input: str | bytes | None = None) -> Result:
     return CliRunner().invoke(app, list(arguments), input=input)
 
 
@@ -176,6 +176,7 @@ def test_generate_failure_is_told(engine: CountingEngine) -> None:
         (("serve", "m", "--tensor-parallel-size", "2"), "No such option: --tensor-parallel-size"),
         (("serve", "m", "--port", "99999"), "port is 99999"),
         (("serve", "m", "--max-model-len", "8q"), "'8q' is not a size"),
+        (("serve", "m", "--max-model-len", "1"), "max_model_len is 1, below 2"),
         (("serve", "m", "--uvicorn-log-level", "loud"), "log_level is 'loud'"),
         (("serve",), "Missing argument"),
         (("generate", "m"), "Missing argument"),
@@ -190,6 +191,12 @@ def test_wrong_use(arguments: tuple[str, ...], message: str) -> None:
     result = run(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def test_standard_input_must_be_text(engine: CountingEngine) -> None:
+    result = run("generate", "m", "-", input=b"a\xff")
+    assert result.exit_code == 2
+    assert "standard input is not UTF-8, from byte 1" in result.stderr
 
 
 def test_an_error_is_one_line(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def plan(available: int, family: str = "gemma3", **values: Any) -> CachePlan:
 @given(
     available=st.integers(0, 64 * MIB),
     share=st.floats(0.01, 1.0),
-    max_model_len=st.none() | st.integers(1, 512),
+    max_model_len=st.none() | st.integers(2, 512),
     family=st.sampled_from(["llama", "gemma3"]),
 )
 def test_a_plan_never_exceeds_the_memory_and_holds_what_it_says(

@@ -66,7 +66,7 @@ def command(
         raise typer.BadParameter("--system needs --chat")
     if prompts.count("-") > 1:
         raise typer.BadParameter("- can be given once")
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]
 
     from octavo.checkpoint.pull import resolve
     from octavo.engine.load import load_engine
@@ -87,6 +87,13 @@ def command(
                 typer.echo(json.dumps(as_dict(output), ensure_ascii=False))
         else:
             _stream(llm, inputs, params)
+
+
+def _standard_input() -> str:
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"standard input is not UTF-8, from byte {error.start}") from None
 
 
 def _stream(llm: LLM, inputs: list[Prompt], params: SamplingParams) -> None:

@@ -55,10 +55,11 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")
-        for name in ("max_model_len", "kv_cache_memory_bytes", "threads"):
+        # The shortest sequence is a token of prompt and a new one.
+        for name, least in (("max_model_len", 2), ("kv_cache_memory_bytes", 1), ("threads", 1)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} is {value}, below 1")
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}, below {least}")
         if self.block_size % 16:
             raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
         if not 0 < self.memory_utilization <= 1:

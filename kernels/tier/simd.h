@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "formats.h"
 #include "kernels.h"
 
 #if defined(__AVX2__)
@@ -41,17 +42,6 @@ inline uint16_t f16_from_float(float value) {
     return uint16_t(sign | (rounded < 0x7c00u ? rounded : 0x7bffu));
 }
 
-inline float float_from_f16(uint16_t half) {
-    const uint32_t sign = uint32_t(half & 0x8000u) << 16;
-    const uint32_t magnitude = half & 0x7fffu;
-    if (magnitude >= 0x7c00u) {
-        return float_of(sign | 0x7f800000u | ((magnitude & 0x3ffu) << 13));
-    }
-    // Scaling by 2^112 moves the exponent's bias, and makes subnormals normal, exactly.
-    const float scaled = float_of(magnitude << 13) * 0x1p112f;
-    return float_of(sign | bits_of(scaled));
-}
-
 inline uint16_t bf16_from_float(float value) {
     const uint32_t bits = bits_of(value);
     if ((bits & 0x7fffffffu) > 0x7f800000u)
@@ -59,20 +49,10 @@ inline uint16_t bf16_from_float(float value) {
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-inline float float_from_bf16(uint16_t half) {
-    return float_of(uint32_t(half) << 16);
-}
-
-template <HalfKind kind> inline uint16_t half_from_float(float value) {
-    if constexpr (kind == HalfKind::F16)
-        return f16_from_float(value);
-    return bf16_from_float(value);
-}
-
 template <HalfKind kind> inline float float_from_half(uint16_t half) {
     if constexpr (kind == HalfKind::F16)
-        return float_from_f16(half);
-    return float_from_bf16(half);
+        return half_to_float(half);
+    return bfloat_to_float(half);
 }
 
 #if defined(__AVX512F__)

@@ -141,6 +141,23 @@ async def test_when_a_step_hangs_every_stream_gets_an_error() -> None:
     await engine.stop()
 
 
+async def test_a_hang_is_noticed_after_the_loop_that_watched_has_closed() -> None:
+    inner = build(clock=RealClock())
+    engine = await started(inner, hang_timeout=0.2)
+
+    async def before() -> None:
+        await collect(engine.submit(request("before", [1])))
+
+    await asyncio.to_thread(lambda: asyncio.run(before()))
+    release = threading.Event()
+    execute = inner.executor.execute
+    inner.executor.execute = lambda batch: (release.wait(20), execute(batch))[1]  # type: ignore
+    with pytest.raises(EngineDead, match="not moved"):
+        await asyncio.wait_for(collect(engine.submit(request("a", [1]))), 10)
+    release.set()
+    await engine.stop()
+
+
 async def test_an_idle_engine_sleeps_until_work_comes() -> None:
     engine = await started()
     await collect(engine.submit(request("a", [1])))

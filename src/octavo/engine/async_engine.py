@@ -135,6 +135,7 @@ class AsyncEngine:
         self._busy_since: float | None = None  # start of the current step; None while asleep
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watch: asyncio.TimerHandle | None = None
+        self._watching: asyncio.AbstractEventLoop | None = None  # the loop of the watch
 
     async def start(self) -> None:
         self._thread.start()
@@ -308,9 +309,9 @@ class AsyncEngine:
     # Liveness: armed while a stream is open
 
     def _arm_watch(self) -> None:
-        if self._watch is None:
-            loop = asyncio.get_running_loop()
-            self._watch = loop.call_later(self.hang_timeout / 4, self._look)
+        if self._watch is None or self._watching is None or self._watching.is_closed():
+            self._watching = asyncio.get_running_loop()
+            self._watch = self._watching.call_later(self.hang_timeout / 4, self._look)
 
     def _look(self) -> None:
         self._watch = None

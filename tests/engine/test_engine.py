@@ -122,6 +122,25 @@ def test_a_sampler_that_raises_half_way_leaves_no_trace() -> None:
         assert len(mine[0].prompt_logprobs or []) == 2
 
 
+def test_prompt_logprobs_that_fail_half_way_are_not_delivered_twice() -> None:
+    engine = build()
+    scores = engine.sampler.prompt_logprobs
+    failures = iter([False, True])
+
+    def prompt_logprobs(*arguments: Any) -> Any:
+        if next(failures, False):
+            raise RuntimeError("of the second prompt")
+        return scores(*arguments)
+
+    engine.sampler.prompt_logprobs = prompt_logprobs  # type: ignore[method-assign]
+    for name in "ab":
+        engine.add_request(request(name, [1, 2, 3], max_tokens=2, prompt_logprobs=0))
+    deltas = run(engine)
+    for name in "ab":
+        first = next(delta for delta in deltas if delta.request_id == name)
+        assert [entry and entry.token_id for entry in first.prompt_logprobs or []] == [None, 2, 3]
+
+
 def test_stop_tokens_end_a_sequence_and_are_told_apart_from_the_end_of_text() -> None:
     token = FakeSampler().draw(FakeState(1, 0, [0, 0]))  # the third token
     for eos, params, reason in (

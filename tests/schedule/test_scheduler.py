@@ -89,6 +89,17 @@ def test_four_streams_that_exceed_the_pool_all_finish() -> None:
     assert records[0].preemptions == 0, "the oldest is never the victim"
 
 
+def test_who_would_be_preempted_at_once_is_not_let_in() -> None:
+    """The newcomer's prompt fits, but not beside the next block of the one who runs."""
+    engine = build(num_blocks=6, enable_prefix_caching=False)
+    old = engine.add_request(request("old", [1] * 31, max_tokens=20))
+    engine.step()
+    young = engine.add_request(request("young", [2] * 64, max_tokens=4))
+    run(engine)
+    assert (old.outcome, young.outcome) == (Outcome.FINISHED, Outcome.FINISHED)
+    assert young.preemptions == 0
+
+
 def test_a_preempted_request_resumes_before_newcomers_and_from_the_cache() -> None:
     engine = build(num_blocks=9, max_num_batched_tokens=64)
     steps = Steps(engine)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import octavo
 from counting import CountingEngine, loaded
-from octavo.cli import app
+from octavo.cli import app, main
 from octavo.engine.load import EngineConfig
 from octavo.serve.config import ServeConfig
 
@@ -207,6 +207,18 @@ def test_an_error_is_one_line(tmp_path: Path) -> None:
         assert result.stdout == ""
         assert result.stderr == f"octavo: {missing}: no such file or folder\n"
     assert "Traceback" in process("inspect", missing, OCTAVO_DEBUG="1").stderr
+
+
+def test_no_memory_is_no_internal_error(
+    monkeypatch: pytest.MonkeyPatch, engine: CountingEngine
+) -> None:
+    def full(model: Path, config: EngineConfig) -> Any:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr("octavo.engine.load.load_engine", full)
+    monkeypatch.setattr(sys, "argv", ["octavo", "generate", "m", "x"])
+    with pytest.raises(SystemExit, match=r"^octavo: out of memory"):
+        main()
 
 
 def test_a_broken_file_is_one_line(tmp_path: Path) -> None:

@@ -66,6 +66,8 @@ def _explain(error: Exception) -> str:
         return f"octavo: {text}"
     if isinstance(error, OSError) and error.strerror:
         return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")
+    if isinstance(error, MemoryError):
+        return "octavo: out of memory (is there a limit on this process? see ulimit -v)"
     return (
         f"octavo: internal error: {type(error).__name__}: {text} "
         "(OCTAVO_DEBUG=1 shows where; please report it)"

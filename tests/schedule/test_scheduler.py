@@ -265,6 +265,8 @@ def test_a_full_queue_refuses_for_now() -> None:
     engine.step()
     engine.add_request(request("c", [1]))
     run(engine)
+    engine.add_request(request("an empty queue takes any", [1] * 40))
+    run(engine)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from starlette.types import Message
 
-from octavo.serve.body import convert, decode_object
+from octavo.serve.body import convert, decode_object, read_body
 from octavo.serve.errors import ApiError
 from octavo.serve.protocol import ChatRequest, CompletionRequest, parse
 
@@ -41,6 +42,22 @@ def test_refused(body: bytes, says: str) -> None:
         decode_object(body)
     assert raised.value.status == 400
     assert says in raised.value.message
+
+
+async def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.serve.body._DISCARD", 1000)
+    read = 0
+
+    async def receive() -> Message:
+        nonlocal read
+        read += 100
+        assert read <= 2000
+        return {"type": "http.request", "body": b"x" * 100, "more_body": True}
+
+    with pytest.raises(ApiError) as raised:
+        await read_body({b"content-type": b"application/json"}, receive, 200)
+    assert raised.value.status == 413
+    assert read > 1000, "what is a little too long is read away, so that the answer gets through"
 
 
 def test_accepted() -> None:

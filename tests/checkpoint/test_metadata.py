@@ -127,8 +127,9 @@ def test_gemma3_window_pattern(tmp_path: Path) -> None:
 
 
 def test_gemma3_27b_scales_attention_by_hidden_size(tmp_path: Path) -> None:
-    c = config(tiny_gemma3(layers=62), tmp_path)
-    assert c.attention_scale == 1 / sqrt(32 / 2)
+    wide = {"hidden": 64}  # 32 a head, whose keys are 16 wide
+    assert config(tiny_gemma3(layers=62, **wide), tmp_path).attention_scale == 1 / sqrt(32)
+    assert config(tiny_gemma3(layers=6, **wide), tmp_path).attention_scale == 1 / sqrt(16)
 
 
 Change = Callable[[Gguf], object]
@@ -175,6 +176,10 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "rope factor": (
         lambda f: f.set("llama.rope.scaling.factor", FLOAT32, float("nan")),
         "factor is nan, which is below 1",
+    ),
+    "rope attention factor": (
+        lambda f: f.set("llama.rope.scaling.attn_factor", FLOAT32, 1.5),
+        "attn_factor is 1.5, which is not supported",
     ),
     "rope width": (
         lambda f: f.set("llama.rope.dimension_count", UINT32, 10),

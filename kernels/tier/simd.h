@@ -241,7 +241,9 @@ inline void store_f16(const Vec &a, uint16_t *p) {
         p[i] = f16_from_float(a.v[i]);
 }
 inline Vec exp2_whole(const Vec &a) {
-    return Vec::each([&](int64_t i) { return float_of(uint32_t(int32_t(a.v[i]) + 127) << 23); });
+    // Adding 1.5 * 2^23 leaves a in the low bits: unlike a conversion, defined for NaN too.
+    return Vec::each(
+        [&](int64_t i) { return float_of((bits_of(a.v[i] + 0x1.8p23f) + 127u) << 23); });
 }
 inline Vec where_ge(const Vec &a, const Vec &bound, const Vec &value, const Vec &other) {
     return Vec::each([&](int64_t i) { return a.v[i] >= bound.v[i] ? value.v[i] : other.v[i]; });

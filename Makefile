@@ -44,21 +44,23 @@ setup: $(VENV)/.ready $(VENV)/.native  ## .venv with everything, the native modu
 $(VENV)/.ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than Python 3.11; run make PYTHON=…"; exit 1; }
-	test -x $(BIN)/python || { rm -rf build/dev; $(PYTHON) -m venv $(VENV); }
-	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev]"
+	@echo "setting up $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || { rm -rf build/dev; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev]"
 	@touch $@
 
 NATIVE := CMakeLists.txt $(shell find kernels -name '*.cpp' -o -name '*.h')
 
 $(VENV)/.native: $(VENV)/.ready $(NATIVE)
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) --no-print-directory native PYTHON="$(CURDIR)/$(BIN)/python"
+	@PATH="$(CURDIR)/$(BIN):$$PATH" $(MAKE) --no-print-directory native PYTHON="$(CURDIR)/$(BIN)/python"
 	@touch $@
 
 native:  ## the C++ kernels, in place, with PYTHON's cmake, ninja and nanobind
 	@mkdir -p build
-	cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) \
+	@echo "building the kernels"
+	@cmake -S . -B build/dev -G Ninja -DOCTAVO_IN_PLACE=ON -DPython_EXECUTABLE=$$(command -v $(PYTHON)) \
 	  > build/configure.log 2>&1 || { cat build/configure.log; exit 1; }
-	cmake --build build/dev
+	@cmake --build build/dev
 
 clean:
 	rm -rf $(VENV) build src/octavo/_native*.so

@@ -77,6 +77,22 @@ def test_nothing_heavy_is_imported_for_the_help() -> None:
     assert out.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_written_for_people(command: str) -> None:
+    """What an option takes is a word, not a Python type; the first line fits the overview."""
+    page = run(command, "--help").output
+    assert not re.search(r"^ +-.*<\w+", page, re.MULTILINE)
+    first = page.splitlines()[2].strip()
+    assert re.search(rf"^  {command} +{re.escape(first)}$", run("--help").output, re.MULTILINE)
+
+
+def test_a_clone_without_the_native_module_says_what_to_run() -> None:
+    from octavo.cli import _explain
+
+    assert "make native" in _explain(ImportError("cannot import name '_native' from 'octavo'"))
+    assert "internal error" in _explain(ImportError("cannot import name 'other'"))
+
+
 # --- generate ------------------------------------------------------------------------------------
 
 
@@ -119,6 +135,13 @@ def test_generate_json_with_choices_and_logprobs(engine: CountingEngine) -> None
             {"token_id": 122, "logprob": -0.25, "rank": 1, "decoded_token": "z"},
         ]
     ]
+
+
+@pytest.mark.parametrize("option", ["--logprobs", "--prompt-logprobs"])
+def test_what_only_json_shows_needs_json(engine: CountingEngine, option: str) -> None:
+    result = run("generate", "m", "x", option, "1")
+    assert result.exit_code == 2
+    assert f"{option} needs --json" in result.output
 
 
 def test_generate_chat(engine: CountingEngine) -> None:

@@ -45,6 +45,11 @@ def test_smollm2(smollm2_path: Path) -> None:
     assert facts["here"]["max_model_len"] == 2912
 
 
+def test_the_dtype_asked_for_is_the_one_shown(smollm2_path: Path) -> None:
+    assert inspect(str(smollm2_path))["kv_cache_dtype"] == "fp16"
+    assert inspect(str(smollm2_path), "--kv-cache-dtype", "bf16")["kv_cache_dtype"] == "bf16"
+
+
 def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:
     arguments = (str(smollm2_path), "--kv-cache-memory", "8MiB", "--max-model-len", "8K")
     assert "needs" in inspect(*arguments)["here"]["does_not_fit"]

@@ -162,7 +162,7 @@ async def test_not_json(client: httpx.AsyncClient) -> None:
 
 
 async def test_no_such_place(client: httpx.AsyncClient) -> None:
-    error_of(await client.get("/v2"), 404)
+    assert "no /v2 here; see /docs" in error_of(await client.get("/v2"), 404)["message"]
     error_of(await client.get("/v1/models/"), 404, "model")
     error_of(await client.post("/v1/models"), 405)
     response = await client.get("/v1/completions")

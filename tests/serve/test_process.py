@@ -153,7 +153,9 @@ def test_a_port_that_is_taken() -> None:
         port = taken.getsockname()[1]
         with process(port=port) as server:
             assert server.wait() == 1
-            assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in server.said
+            assert (
+                f"cannot listen on 127.0.0.1:{port}: Address already in use (--port" in server.said
+            )
             assert "model: tiny" not in server.said  # nothing was loaded for it
 
 

@@ -68,6 +68,8 @@ def _explain(error: Exception) -> str:
         return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")
     if isinstance(error, MemoryError):
         return "octavo: out of memory (is there a limit on this process? see ulimit -v)"
+    if isinstance(error, ImportError) and "_native" in text:
+        return "octavo: the native module is not built here: run make native, or pip install ."
     return (
         f"octavo: internal error: {type(error).__name__}: {text} "
         "(OCTAVO_DEBUG=1 shows where; please report it)"

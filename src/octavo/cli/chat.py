@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "octavo chat smollm2",
-    'octavo chat smollm2 --system "Answer in one sentence." --temperature 0.7 --verbose',
+    'octavo chat smollm2 --system "Answer in one sentence." --temperature 0.3 --verbose',
 )
 
 HELP = """\
@@ -36,7 +36,13 @@ HELP = """\
 
 @takes(
     params=(
-        sampling_options(max_tokens=None, max_tokens_help="until the context is full"),
+        # Small models ramble at the API's temperature of 1.
+        sampling_options(
+            max_tokens=None,
+            max_tokens_help="until the context is full",
+            temperature=0.7,
+            min_p=0.1,
+        ),
         sampling_params,
     ),
     engine=(ENGINE_OPTIONS, engine_config),
@@ -45,10 +51,17 @@ def command(
     model: Model,
     params: SamplingParams,
     engine: EngineConfig,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="/stats each answer.")] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message.", show_default=False, metavar="TEXT")
+    ] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Show /stats after each answer.")
+    ] = False,
 ) -> None:
-    """Chat with a model. Ctrl-C stops an answer, /help lists what you can type."""
+    """Chat with a model.
+
+    Ctrl-C stops an answer, /help lists what you can type.
+    """
     from octavo.checkpoint.pull import resolve
     from octavo.engine.load import load_engine
     from octavo.llm import LLM

@@ -29,13 +29,15 @@ EXAMPLES = (
 )
 
 _SAMPLING_OPTIONS = [
-    option("n", int, 1, "Answers a prompt.", "Sampling", "--n", "-n"),
+    option("n", int, 1, "Answers per prompt.", "Sampling", "--n", "-n"),
     *sampling_options(max_tokens=256, max_tokens_help="256"),
     option(
-        "logprobs", int | None, None, "So many alternatives a token (with --json).", "Sampling"
+        "logprobs", int | None, None, "Report this many alternatives per token (with --json).",
+        "Sampling",
     ),
     option(
-        "prompt_logprobs", int | None, None, "The same for the prompt (with --json).", "Sampling"
+        "prompt_logprobs", int | None, None, "The same for the tokens of the prompt (with --json).",
+        "Sampling",
     ),
 ]  # fmt: skip
 
@@ -47,7 +49,10 @@ _SAMPLING_OPTIONS = [
 def command(
     model: Model,
     prompts: Annotated[
-        list[str], typer.Argument(help="Texts to continue; - reads one from standard input.")
+        list[str],
+        typer.Argument(
+            help="Texts to continue; - reads one from standard input.", metavar="PROMPT"
+        ),
     ],
     params: SamplingParams,
     engine: EngineConfig,
@@ -55,15 +60,22 @@ def command(
         bool, typer.Option("--chat", help="Take each prompt as a chat message to answer.")
     ] = False,
     system: Annotated[
-        str | None, typer.Option(help="System message, with --chat.", show_default=False)
+        str | None,
+        typer.Option(help="System message, with --chat.", show_default=False, metavar="TEXT"),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object a prompt, a line each.")
+        bool, typer.Option("--json", help="Print one line of JSON per prompt.")
     ] = False,
 ) -> None:
-    """Complete prompts, all in one batch, and stream the text in their order."""
+    """Complete prompts.
+
+    All run in one batch; their texts are streamed in order.
+    """
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    for name in ("logprobs", "prompt_logprobs"):
+        if getattr(params, name) is not None and not as_json:
+            raise typer.BadParameter(f"--{name.replace('_', '-')} needs --json")
     if prompts.count("-") > 1:
         raise typer.BadParameter("- can be given once")
     texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]

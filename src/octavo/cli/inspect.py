@@ -26,11 +26,15 @@ _TOKENIZERS = {"gpt2": "byte-level BPE", "llama": "SentencePiece-style BPE"}
 def command(
     model: Model,
     engine: EngineConfig,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, sizes in bytes.")
+    ] = False,
 ) -> None:
-    """Show a model's shape, its bytes by part, its KV bytes per token, and what fits here.
+    """Show what a model is and what of it fits here.
 
-    With engine options: what fits under them. Nothing is loaded but the file's header.
+    Its shape, its bytes by part, its KV bytes per token, and how many tokens and sequences this
+    machine holds; with engine options, how many under them. Nothing is
+    loaded but the file's header.
     """
     from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve
@@ -92,7 +96,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
         "weights_bytes": held,
         "parts": parts,
-        "kv_cache_dtype": "fp16",
+        "kv_cache_dtype": "fp16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
         "tokenizer": _TOKENIZERS.get(kind, kind),
@@ -169,12 +173,12 @@ def as_text(facts: dict[str, Any]) -> str:
         )
         tied = " (also the head)" if name == "embedding" and facts["tied_embeddings"] else ""
         lines.append(
-            f"{name:<12}{part['parameters']:>14,}{_mb(part['stored_bytes']):>12}"
-            f"{_mb(part['held_bytes']):>12}  {formats}{tied}"
+            f"{name:<12}{part['parameters']:>14,}{_mib(part['stored_bytes']):>12}"
+            f"{_mib(part['held_bytes']):>12}  {formats}{tied}"
         )
     lines += [
-        f"{'all':<12}{facts['parameters']:>14,}{_mb(facts['stored_bytes']):>12}"
-        f"{_mb(facts['weights_bytes']):>12}",
+        f"{'all':<12}{facts['parameters']:>14,}{_mib(facts['stored_bytes']):>12}"
+        f"{_mib(facts['weights_bytes']):>12}",
         "",
         f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
     ]
@@ -182,12 +186,12 @@ def as_text(facts: dict[str, Any]) -> str:
         lines.append(f"here        does not fit: {here['does_not_fit']}")
     else:
         lines.append(
-            f"here        {_mb(here['memory_available_bytes'])} free; a KV cache of "
-            f"{_mb(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
+            f"here        {_mib(here['memory_available_bytes'])} free; a KV cache of "
+            f"{_mib(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
     return "\n".join(lines)
 
 
-def _mb(size: int) -> str:
-    return f"{size / 1e6:,.1f} MB"
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

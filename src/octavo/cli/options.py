@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -17,6 +17,7 @@ Model = Annotated[
         help="A known name (octavo pull --list), a GGUF file or its folder, or a Hugging Face id "
         "(org/repo or org/repo:file.gguf).",
         show_default=False,
+        metavar="MODEL",
     ),
 ]
 
@@ -81,10 +82,15 @@ def strings(values: list[str]) -> tuple[str, ...]:
     return tuple(flat)
 
 
+_METAVARS = {int: "N", float: "X", str: "TEXT"}
+
+
 def option(
     name: str, kind: Any, default: Any, help: str, panel: str, *flags: str, **more: Any
 ) -> inspect.Parameter:
     """One option of a group, as a parameter of a command's signature."""
+    base = next(iter(get_args(kind)), kind)  # of int | None, list[str]
+    more.setdefault("metavar", _METAVARS.get(base))
     info = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
@@ -157,16 +163,16 @@ ENGINE_OPTIONS = [
     ),
     option(
         "memory_utilization", float | None, None,
-        "Share of the memory free after the weights for the KV cache.", _ENGINE,
+        "Share for the KV cache of the memory that the weights leave free, 0 to 1.", _ENGINE,
         "--memory-utilization", "--gpu-memory-utilization", show_default="0.5",
     ),
     option(
-        "kv_cache_dtype", str | None, None, "How the KV cache stores numbers.", _ENGINE,
-        show_default="auto",
+        "kv_cache_dtype", str | None, None, "Numbers in the KV cache: fp16, bf16 or auto (fp16).",
+        _ENGINE, show_default="auto",
     ),
     option(
-        "block_size", int | None, None, "Tokens in a KV cache block.", _ENGINE,
-        show_default="16", min=1,
+        "block_size", int | None, None, "Tokens in a KV cache block, a multiple of 16.", _ENGINE,
+        show_default="16", min=16,
     ),
     option(
         "enable_prefix_caching", bool | None, None, "Reuse the KV of prompts that begin alike.",
@@ -174,7 +180,7 @@ ENGINE_OPTIONS = [
     ),
     option(
         "threads", int | None, None, "Compute threads.", _ENGINE, min=1,
-        show_default="one a core this process may use",
+        show_default="one per core this process may use",
     ),
     option(
         "isa", str | None, None, "Force an instruction-set tier: generic, avx2, avx512.", _ENGINE,
@@ -195,46 +201,63 @@ def engine_config(given: Mapping[str, Any]) -> Any:
 _SAMPLING = "Sampling"
 
 
-def sampling_options(*, max_tokens: int | None, max_tokens_help: str) -> list[inspect.Parameter]:
-    """Every field of `SamplingParams`; the defaults are its own but for max_tokens."""
+def sampling_options(
+    *,
+    max_tokens: int | None,
+    max_tokens_help: str,
+    temperature: float = 1.0,
+    min_p: float = 0.0,
+) -> list[inspect.Parameter]:
+    """Every field of `SamplingParams`; what is no argument here has its own default."""
     return [
         option(
-            "max_tokens", int, max_tokens, "Most new tokens.", _SAMPLING,
+            "max_tokens", int, max_tokens, "Most new tokens per answer.", _SAMPLING,
             show_default=max_tokens_help,
         ),
-        option("temperature", float, 1.0, "0 is greedy.", _SAMPLING),
+        option("temperature", float, temperature, "0 is greedy.", _SAMPLING),
         option("top_k", int, 0, "Draw from the k most likely; 0: all.", _SAMPLING),
-        option("top_p", float, 1.0, "Draw from the most likely with this mass.", _SAMPLING),
+        option("top_p", float, 1.0, "Draw from the likeliest that add up to this.", _SAMPLING),
         option(
-            "min_p", float, 0.0, "Drop what is less likely than this times the best.", _SAMPLING
+            "min_p", float, min_p, "Drop what is less likely than this times the likeliest.",
+            _SAMPLING,
         ),
         option(
-            "seed", int | None, None, "The same seed draws the same tokens.", _SAMPLING,
+            "seed", int | None, None, "Same seed, same tokens.", _SAMPLING,
             show_default="random",
         ),
         option("stop", list[str], [], "End before this text (repeatable).", _SAMPLING),
         option(
-            "stop_token_ids", str | None, None, "End at these token ids.", _SAMPLING,
+            "stop_token_ids", str | None, None, "End at these token ids: 1,2,3.", _SAMPLING,
             parser=id_list, metavar="IDS",
         ),
         option(
-            "include_stop_str_in_output", bool, False, "Keep the text that ended it.", _SAMPLING
+            "include_stop_str_in_output", bool, False, "Keep the stop text in the answer.",
+            _SAMPLING,
         ),
-        option("ignore_eos", bool, False, "Do not end at the model's own end.", _SAMPLING),
-        option("min_tokens", int, 0, "No end before so many tokens.", _SAMPLING),
-        option("presence_penalty", float, 0.0, "-2 to 2.", _SAMPLING),
-        option("frequency_penalty", float, 0.0, "-2 to 2.", _SAMPLING),
-        option("repetition_penalty", float, 1.0, "Above 1 discourages.", _SAMPLING),
+        option("ignore_eos", bool, False, "Go on past the model's own end.", _SAMPLING),
+        option("min_tokens", int, 0, "No end before this many tokens.", _SAMPLING),
         option(
-            "logit_bias", list[str], [], "Added to a token's logit (repeatable).", _SAMPLING,
-            parser=id_bias, metavar="ID=VALUE",
+            "presence_penalty", float, 0.0, "Against tokens already in the answer, -2 to 2.",
+            _SAMPLING,
         ),
         option(
-            "allowed_token_ids", str | None, None, "Nothing but these.", _SAMPLING,
+            "frequency_penalty", float, 0.0, "The same for each time they occurred, -2 to 2.",
+            _SAMPLING,
+        ),
+        option(
+            "repetition_penalty", float, 1.0, "Above 1: against what prompt and answer have.",
+            _SAMPLING,
+        ),
+        option(
+            "logit_bias", list[str], [], "Add to a token's logit, as 314=-100 (repeatable).",
+            _SAMPLING, parser=id_bias, metavar="ID=VALUE",
+        ),
+        option(
+            "allowed_token_ids", str | None, None, "Draw only these token ids.", _SAMPLING,
             parser=id_list, metavar="IDS",
         ),
         option(
-            "banned_token_ids", str | None, None, "None of these.", _SAMPLING,
+            "banned_token_ids", str | None, None, "Never draw these token ids.", _SAMPLING,
             parser=id_list, metavar="IDS",
         ),
         option(

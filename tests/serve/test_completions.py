@@ -136,6 +136,9 @@ async def test_an_answer_that_fails_leaves_nothing_running(
         engine.step()
         assert events((await task).text)[-1]["error"]["code"] == 500
         assert engine.streams == []
+    metrics = (await client.get("/metrics")).text
+    aborted = 'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 3.0'
+    assert aborted in metrics  # each counted, although nobody read its end
 
 
 @pytest.mark.parametrize("streamed", [False, True])

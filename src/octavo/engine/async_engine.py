@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator
 
-from octavo.engine.engine import Engine, EngineStats
+from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
@@ -175,6 +175,10 @@ class AsyncEngine:
             if request_id in self._streams:
                 self._aborts.append(request_id)
                 self._condition.notify()
+
+    def observe(self, observer: Observer) -> None:
+        """Tell ``observer`` of every step and outcome from now on; see `Observer`."""
+        self.engine.observers.append(observer)
 
     def stats(self) -> EngineStats:
         stats = self.engine.stats()

@@ -28,6 +28,7 @@ def create_app(
     """The server as an ASGI application. The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
+    engine.observe(metrics)
     workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="octavo-prompt")
     models = routes.Models(model)
     probes = routes.Probes(engine)

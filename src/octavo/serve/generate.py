@@ -332,8 +332,6 @@ class Generate:
                     before, gaps = record.first_token or now, gaps - 1
                 for _ in range(gaps):
                     observe((now - before) / gaps)
-            if delta.record is not None:
-                self._metrics.ended(delta.record)
             yield index, delta
 
     def _failure(self, delta: Delta) -> ApiError | None:

@@ -126,8 +126,14 @@ class Metrics:
     def http(self, handler: str, method: str, status: int) -> None:
         self._http.labels(handler, method, str(status)).inc()
 
-    def ended(self, record: RequestRecord) -> None:
-        """A request has ended; ``record`` is complete."""
+    # Observer, called on the engine's thread
+
+    def on_step(self, step: Step) -> None:
+        self._step_tokens.observe(step.scheduled.batch.num_tokens)
+
+    def on_end(self, record: RequestRecord) -> None:
+        if record.outcome is Outcome.REJECTED:
+            return  # counted where it is answered, by `rejected`
         self._ended[_reason(record)].inc()
         self._prompt_tokens.observe(record.prompt_tokens)
         self._generation_tokens.observe(record.completion_tokens)
@@ -150,14 +156,6 @@ class Metrics:
         following = record.completion_tokens / record.n - 1
         if following > 0:
             self._per_token.observe((record.last_token - record.first_token) / following)
-
-    # Observer, called on the engine's thread
-
-    def on_step(self, step: Step) -> None:
-        self._step_tokens.observe(step.scheduled.batch.num_tokens)
-
-    def on_end(self, record: RequestRecord) -> None:
-        """Ends are counted where they are answered, by `ended`."""
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) in the format that ``accept`` asks for."""

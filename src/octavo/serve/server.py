@@ -73,7 +73,6 @@ async def _serve(
     )
     engine = AsyncEngine(loaded.engine, hang_timeout=config.live_timeout)
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
-    loaded.engine.observers.append(metrics)
     metrics.info(
         "cache_config_info",
         "The paged cache.",

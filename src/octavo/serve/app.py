@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -18,8 +17,7 @@ from octavo.serve.gate import Door, Gate
 from octavo.serve.generate import Generate
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
-
-_WORKERS = 4  # threads that read bodies: one long prompt does not keep the short ones waiting
+from octavo.serve.workers import Workers
 
 
 def create_app(
@@ -29,7 +27,7 @@ def create_app(
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
     engine.observe(metrics)
-    workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="octavo-prompt")
+    workers = Workers()
     models = routes.Models(model)
     probes = routes.Probes(engine)
     generate = partial(Generate, engine, config, metrics, workers)

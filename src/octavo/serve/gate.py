@@ -126,9 +126,7 @@ class Door:
         except ClientGone:
             exchange.client_gone = True
         except Exception as error:
-            failure = as_api_error(error)
-            if not exchange.status:
-                await send_json(send, failure.status, failure.body(), failure.headers)
+            await _answer(send, exchange, as_api_error(error))
 
     def _check_key(self, scope: Scope, path: str) -> None:
         if not self._digests or path in PROBES:
@@ -143,6 +141,12 @@ class Door:
                 "the API key is missing or wrong",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+
+
+async def _answer(send: Send, exchange: Exchange, failure: ApiError) -> None:
+    # Not in the frame that caught it: the error would hold that frame, and so the request's body.
+    if not exchange.status:
+        await send_json(send, failure.status, failure.body(), failure.headers)
 
 
 async def send_json(

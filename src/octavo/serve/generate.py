@@ -12,7 +12,6 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
-from concurrent.futures import Executor
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
@@ -32,6 +31,7 @@ from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import LABELS, GenerateRequest
 from octavo.serve.responses import TokenShower, Usage, json
+from octavo.serve.workers import Workers
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Generate:
         engine: AsyncEngine,
         config: ServeConfig,
         metrics: Metrics,
-        workers: Executor,
+        workers: Workers,
         prepare: Callable[[bytes], Prepared],
     ) -> None:
         self._engine = engine
@@ -225,8 +225,7 @@ class Generate:
 
         watch = Watch(receive, abort)
         try:
-            loop = asyncio.get_running_loop()
-            prepared = await loop.run_in_executor(self._workers, self._prepare, body)
+            prepared = await self._workers.run(self._prepare, body)
             if watch.gone:
                 raise ClientGone
             exchange.answer_id = prepared.reply.id

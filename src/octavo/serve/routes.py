@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -28,6 +26,7 @@ from octavo.serve.responses import (
     Version,
     json,
 )
+from octavo.serve.workers import Workers
 
 
 def answer(value: object) -> Response:
@@ -77,7 +76,7 @@ class Worker:
     """A POST route whose work, from reading the JSON on, is done in a worker thread."""
 
     def __init__(
-        self, config: ServeConfig, workers: Executor, work: Callable[[bytes], object]
+        self, config: ServeConfig, workers: Workers, work: Callable[[bytes], object]
     ) -> None:
         self._config = config
         self._workers = workers
@@ -85,8 +84,7 @@ class Worker:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
-        loop = asyncio.get_running_loop()
-        body = await loop.run_in_executor(self._workers, lambda: json.encode(self._work(body)))
+        body = await self._workers.run(lambda body: json.encode(self._work(body)), body)
         await send_json(send, 200, body)
 
 

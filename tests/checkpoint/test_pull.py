@@ -303,6 +303,8 @@ def test_local(tmp_path: Path) -> None:
     with pytest.raises(PullError, match=r"2 GGUF files; name one of: a\.gguf, b\.gguf"):
         pull.resolve(str(folder))
     assert pull.resolve(str(folder / "b.gguf")) == (folder / "b.gguf").resolve()
+    with pytest.raises(PullError, match="empty string"):
+        pull.resolve("")
     for missing in (str(folder / "c.gguf"), "./c", "c.gguf"):
         with pytest.raises(PullError, match="no such file"):
             pull.resolve(missing)

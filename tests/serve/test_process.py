@@ -175,3 +175,12 @@ def test_a_unix_socket(tmp_path: Path) -> None:
         os.kill(server.child.pid, signal.SIGTERM)
         assert server.wait() == 0
     assert not path.exists()
+
+
+def test_a_model_whose_name_is_not_utf8() -> None:
+    with process(served_model_name=[os.fsdecode(b"b\xff")]) as server:
+        (model,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert model["id"] == "b\ufffd"
+        assert 'model_name="b\ufffd"' in httpx.get(f"{server.url}/metrics").text
+        body = {"model": model["id"], "prompt": "a", "max_tokens": 1}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200

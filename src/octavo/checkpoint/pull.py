@@ -172,6 +172,11 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
     ``org/repo``, ``org/repo:file.gguf`` or ``org/repo:TAG`` (TAG in one file's name, as Q4_K_M).
     Raises `PullError`.
     """
+    if not model:
+        raise PullError(
+            f"the model is an empty string; give a known name ({', '.join(KNOWN)}), a GGUF file or "
+            "folder, or a Hugging Face id"
+        )
     download = download and not offline()
     if model in KNOWN:
         if path := cached(model):

@@ -60,16 +60,21 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         _remove_socket_file(serve.uds)
 
 
+def _spelled(argument: str) -> str:
+    """A name that JSON and metrics can say, of a path whose bytes need not be UTF-8."""
+    return os.fsencode(argument).decode(errors="replace")
+
+
 async def _serve(
     loaded: LoadedEngine, model: str, config: ServeConfig, listener: socket.socket
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
-        names=config.served_model_name or (model,),
+        names=tuple(map(_spelled, config.served_model_name or (model,))),
         tokenizer=tokenizer,
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
-        root=model,
+        root=_spelled(model),
     )
     engine = AsyncEngine(loaded.engine, hang_timeout=config.live_timeout)
     metrics = Metrics(served.name, engine.stats, served.max_model_len)

@@ -39,14 +39,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
         max_tokens, max_tokens_name = request.max_completion_tokens, "max_completion_tokens"
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter("top_logprobs", "top_logprobs needs logprobs to be true")
-    prompt = chat_prompt(
-        model,
-        request.messages,
-        add_generation_prompt=request.add_generation_prompt,
-        continue_final_message=bool(request.continue_final_message),
-        add_special_tokens=bool(request.add_special_tokens),
-        template_kwargs=request.chat_template_kwargs or {},
-    )
+    prompt = chat_prompt(model, request.messages, request)
     params = sampling_params(
         request,
         choices=n,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.serve.errors import ApiError
 from octavo.serve.model import ServedModel
-from octavo.serve.protocol import NEUTRAL_MESSAGE, drop_neutral
+from octavo.serve.protocol import NEUTRAL_MESSAGE, ChatRequest, TokenizeRequest, drop_neutral
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,63}")
 # What a template is given anyway and a request may not set on the side.
@@ -47,15 +47,13 @@ def completion_prompts(
 
 
 def chat_prompt(
-    model: ServedModel,
-    messages: list[dict[str, Any]],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool,
-    add_special_tokens: bool,
-    template_kwargs: dict[str, Any],
+    model: ServedModel, messages: list[dict[str, Any]], request: ChatRequest | TokenizeRequest
 ) -> Prompt:
-    """The messages through the model's template. Raises `ApiError` 400."""
+    """The messages through the model's template, as ``request`` wants. Raises `ApiError` 400."""
+    add_generation_prompt = request.add_generation_prompt
+    continue_final_message = bool(request.continue_final_message)
+    add_special_tokens = bool(request.add_special_tokens)
+    template_kwargs = request.chat_template_kwargs or {}
     if model.chat_template is None:
         raise ApiError(
             400, "this model has no chat template; use /v1/completions with a prompt", "messages"

@@ -103,14 +103,7 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
         )
     else:
         assert request.messages is not None
-        token_ids = chat_prompt(
-            model,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            add_special_tokens=bool(request.add_special_tokens),
-            template_kwargs=request.chat_template_kwargs or {},
-        ).token_ids
+        token_ids = chat_prompt(model, request.messages, request).token_ids
     shown = None
     if request.return_token_strs:
         shown = [model.shown.text(token_id) for token_id in token_ids]

@@ -75,10 +75,11 @@ class ThreadPool {
     Time *finished_ = nullptr;
     uint64_t first_tag_ = 1;
     uint32_t first_phase_ = 0;
-    bool stopping_ = false;
 
     alignas(64) std::atomic<uint32_t> runs_{0}; // counts runs; idle threads sleep on it
     std::atomic<uint32_t> idle_{0};             // threads that sleep on runs_
+    // Atomic because a thread that an earlier run woke too late reads it while it is written.
+    std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<uint32_t> gate_{0}; // open bit, and how many workers are inside
     alignas(64) std::atomic<uint32_t> phase_{
         0};                                    // counts finished jobs; waiting threads sleep on it

@@ -63,6 +63,14 @@ int main(int argc, char **argv) {
             }
         }
     }
+    // Pools that end right after a run, while threads it woke may still be on their way.
+    for (int round = 0; round < rounds; ++round) {
+        octavo::ThreadPool pool(8);
+        if (!octavo::check(pool, random, false)) {
+            std::printf("thread_pool_test: short-lived pool, round %d: wrong\n", round);
+            return 1;
+        }
+    }
     std::printf("thread_pool_test: fine\n");
     return 0;
 }

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from types import ModuleType
 from typing import Annotated
 
 import typer
 
-from octavo.cli import chat, generate, inspect, pull, serve
+from octavo.cli import bench, chat, generate, inspect, pull, serve
 
 app = typer.Typer(
     name="octavo",
@@ -20,10 +21,21 @@ app = typer.Typer(
     rich_markup_mode=None,  # its tables cut long option names, and rich takes 0.1 s to import
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for module in (serve, chat, generate, pull, inspect):
+
+
+def _add(group: typer.Typer, module: ModuleType) -> None:
     # "\b" keeps click from joining the examples' lines.
     epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
-    app.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
+    group.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
+
+
+for _module in (serve, chat, generate, pull, inspect):
+    _add(app, _module)
+if bench.COMMANDS:
+    _benches = typer.Typer(help=bench.HELP, no_args_is_help=True, rich_markup_mode=None)
+    for _module in bench.COMMANDS:
+        _add(_benches, _module)
+    app.add_typer(_benches, name="bench")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Measuring: the machine's limits, the engine beside them, and servers under load."""

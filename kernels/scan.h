@@ -41,5 +41,6 @@ struct ScanKernels {
 const ScanKernels &scan_kernels_generic();
 const ScanKernels &scan_kernels_avx2();
 const ScanKernels &scan_kernels_avx512();
+const ScanKernels &scan_kernels_avx512_bf16();
 
 } // namespace octavo

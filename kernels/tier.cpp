@@ -19,6 +19,10 @@ bool has_avx512() {
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512vnni");
 }
+
+bool has_avx512_bf16() {
+    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
 struct Entry {
@@ -35,6 +39,7 @@ struct Entry {
 const auto &entries() {
     static const std::array table{
 #ifdef OCTAVO_X86
+        Entry{OCTAVO_TABLE(avx512_bf16), has_avx512_bf16, "AVX-512 F, BW, DQ, VL, VNNI and BF16"},
         Entry{OCTAVO_TABLE(avx512), has_avx512, "AVX-512 F, BW, DQ, VL and VNNI"},
         Entry{OCTAVO_TABLE(avx2), has_avx2, "AVX2, FMA and F16C"},
 #endif

@@ -21,14 +21,17 @@ namespace octavo {
 const LinearKernels &linear_kernels_generic();
 const LinearKernels &linear_kernels_avx2();
 const LinearKernels &linear_kernels_avx512();
+const LinearKernels &linear_kernels_avx512_bf16();
 
 const RowKernels &row_kernels_generic();
 const RowKernels &row_kernels_avx2();
 const RowKernels &row_kernels_avx512();
+const RowKernels &row_kernels_avx512_bf16();
 
 const AttentionKernels &attention_kernels_generic();
 const AttentionKernels &attention_kernels_avx2();
 const AttentionKernels &attention_kernels_avx512();
+const AttentionKernels &attention_kernels_avx512_bf16();
 
 struct Tier {
     const char *name;
@@ -38,8 +41,9 @@ struct Tier {
     const ScanKernels &scan;
 };
 
-// The tier of that name ("generic", "avx2", "avx512"); "" means the best this CPU has. Throws
-// std::invalid_argument naming the tier when there is none or this CPU (or its system) lacks it.
+// The tier of that name ("generic", "avx2", "avx512", "avx512_bf16"); "" means the best this CPU
+// has. Throws std::invalid_argument naming the tier when there is none or this CPU (or its system)
+// lacks it.
 const Tier &find_tier(std::string_view name);
 
 } // namespace octavo

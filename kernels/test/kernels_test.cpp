@@ -266,7 +266,7 @@ void test_attention(const Tier &tier) {
 int main(int argc, char **argv) {
     using namespace octavo;
     const int cases = argc > 1 ? std::atoi(argv[1]) : 100;
-    for (const char *name : {"generic", "avx2", "avx512"}) {
+    for (const char *name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
         try {
             const Tier &tier = find_tier(name);
             for (int i = 0; i < cases; ++i) {

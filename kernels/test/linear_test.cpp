@@ -351,7 +351,7 @@ int main(int argc, char **argv) {
     using namespace octavo;
     const int cases = argc > 1 ? std::atoi(argv[1]) : 6;
     std::vector<const Tier *> tiers;
-    for (const char *tier_name : {"generic", "avx2", "avx512"}) {
+    for (const char *tier_name : {"generic", "avx2", "avx512", "avx512_bf16"}) {
         try {
             tiers.push_back(&find_tier(tier_name));
         } catch (const std::invalid_argument &error) {

@@ -54,7 +54,7 @@ def alone(model: str, isa: str, length: int) -> Float32:
     return driver(model, isa, 1).run(prompt(model, length))
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512"])
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
 @pytest.mark.parametrize("model", MODELS)
 @settings(deadline=None, max_examples=8, suppress_health_check=list(HealthCheck))
 @given(data=st.data())

@@ -15,7 +15,7 @@ from octavo.kv.layout import KvLayout
 from octavo.model import families
 from octavo.model.config import Layer, ModelConfig, Rope
 
-ISAS = ["generic", "avx2", "avx512"]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
 
 SHAPES = {
     "gqa": tiny.config(),

@@ -22,7 +22,7 @@ FORMATS = list(WeightFormat)
 FLOATS = {WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16}
 
 
-@pytest.fixture(params=["generic", "avx2", "avx512"])
+@pytest.fixture(params=["generic", "avx2", "avx512", "avx512_bf16"])
 def isa(request: pytest.FixtureRequest) -> str:
     name = str(request.param)
     try:

@@ -28,7 +28,7 @@ def available(isa: str) -> bool:
     return True
 
 
-TIERS = [isa for isa in ("generic", "avx2", "avx512") if available(isa)]
+TIERS = [isa for isa in ("generic", "avx2", "avx512", "avx512_bf16") if available(isa)]
 # One token, around a vector, around a block, all values sorted, blocks, groups of blocks.
 SIZES = [1, 2, 15, 16, 17, 127, 128, 129, 1000, 1024, 1025, 5000, 20011]
 

@@ -183,7 +183,8 @@ ENGINE_OPTIONS = [
         show_default="one per core this process may use",
     ),
     option(
-        "isa", str | None, None, "Force an instruction-set tier: generic, avx2, avx512.", _ENGINE,
+        "isa", str | None, None,
+        "Force an instruction-set tier: generic, avx2, avx512, avx512_bf16.", _ENGINE,
         envvar="OCTAVO_ISA", show_default="the best here",
     ),
 ]  # fmt: skip

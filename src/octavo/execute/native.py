@@ -38,9 +38,10 @@ class NativeExecutor:
     """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
 
     ``threads`` None: as many as the process may use. ``isa`` forces an instruction-set tier
-    ("generic", "avx2", "avx512"); None: ``OCTAVO_ISA``, else the best this CPU has. Weights are
-    copied, so the checkpoint's file may be unmapped afterwards. Raises `CheckpointError` for
-    weights that do not fit the program and `ValueError` for settings that cannot be honoured.
+    ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else the best this CPU has.
+    Weights are copied, so the checkpoint's file may be unmapped afterwards. Raises
+    `CheckpointError` for weights that do not fit the program and `ValueError` for settings that
+    cannot be honoured.
     """
 
     def __init__(

@@ -12,9 +12,9 @@ from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
 class NativeSampler:
     """Implements `Sampler`. Not thread-safe; works without the GIL.
 
-    ``isa`` forces an instruction-set tier ("generic", "avx2", "avx512"); "" takes the best.
-    Rows are spread over the threads of ``pool``, on which nothing else may run meanwhile; without
-    one the caller's thread does the work.
+    ``isa`` forces an instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); "" takes
+    the best. Rows are spread over the threads of ``pool``, on which nothing else may run meanwhile;
+    without one the caller's thread does the work.
     """
 
     def __init__(

@@ -4,5 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from octavo.cli.bench import machine
+
 HELP = "Measure the machine, a model, or a server."
-COMMANDS: tuple[ModuleType, ...] = ()
+COMMANDS: tuple[ModuleType, ...] = (machine,)

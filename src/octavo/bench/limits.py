@@ -1,0 +1,338 @@
+"""What this machine can do at best: arithmetic, reading memory, and going from job to job.
+
+Every share of a limit that Octavo prints is of these. They are found by loops that do nothing else
+(kernels/machine_limits.h), on the engine's own threads, several ways of each tried and the best
+kept. Bandwidth drifts with what neighbours on the machine do, so whoever compares takes the limits
+again in the same run: ``Limits.measure(quick=True)``, a second or two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from octavo import _native
+from octavo.checkpoint.pull import cache_dir
+from octavo.engine.memory import available_memory
+from octavo.execute.cpu import usable_cpus
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+ARITHMETICS = ("int8", "bf16", "fp32")
+LEVELS = ("L2", "L3", "memory")
+
+_LEAST_MEMORY_READ = 256 << 20  # bytes
+_AHEAD = (1024, 2048, 4096, 8192)  # bytes to prefetch ahead
+_CACHES = {2: (1 << 20, 1), 3: (16 << 20, 1)}  # where the system does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One limit on a number of threads: the best way's median and maximum over repetitions.
+
+    The median is the limit: what can be had all the time. Per second, except for barriers.
+    """
+
+    threads: int
+    median: float
+    best: float
+    how: str  # the instruction, or how memory was read
+
+    @classmethod
+    def of(cls, threads: int, values: Sequence[float], how: str) -> Self:
+        return cls(threads, statistics.median(values), max(values), how)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The machine's limits by number of threads, ascending, all threads last."""
+
+    cpu: str
+    cores: int  # that the process may use
+    kernels: str  # which build of the native module measured
+    date: str  # ISO 8601
+    quick: bool
+    int8: tuple[Rate, ...]  # operations a second; a multiply-add is two
+    bf16: tuple[Rate, ...]  # the same; empty where the CPU has no such instruction
+    fp32: tuple[Rate, ...]
+    read: dict[str, tuple[Rate, ...]]  # bytes a second from L2, L3 (where there is one), memory
+    read_bytes: dict[str, int]  # what was read, on all threads, in bytes
+    barrier: tuple[Rate, ...]  # seconds from one empty job of a run to the next; best: the least
+
+    @classmethod
+    def measure(
+        cls,
+        threads: int | None = None,
+        *,
+        quick: bool = False,
+        pool: _native.ThreadPool | None = None,
+        progress: Progress = lambda _: None,
+    ) -> Self:
+        """Measure on 1, 2, 4, … ``threads`` (None: as many as the engine would take).
+
+        ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on these threads,
+        quickly.
+        """
+        most = threads or (pool.size if pool else usable_cpus()[0])
+        counts = [most] if quick or pool else _thread_counts(most)
+        pools = {count: pool or _native.ThreadPool(count) for count in counts}
+        caches = cache_sizes()
+        largest = max(_working_sets(most, caches).values())
+        peaks: dict[str, list[Rate]] = {name: [] for name in ARITHMETICS}
+        reads: dict[str, list[Rate]] = {level: [] for level in LEVELS}
+        barriers: list[Rate] = []
+        for count, each in pools.items():
+            for name in ARITHMETICS:
+                progress(f"{name} peak on {_threads(count)}")
+                peaks[name] += _peak(each, name, quick)
+            progress(f"thread pool of {_threads(count)}")
+            seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
+            barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
+        buffer = _native.ReadBuffer(pools[counts[-1]], largest)
+        for count, each in pools.items():
+            for level, size in _working_sets(count, caches).items():
+                progress(f"reading {level} on {_threads(count)}")
+                reads[level].append(_read(each, buffer, size, quick))
+        return cls(
+            cpu_model(),
+            usable_cpus()[0],
+            kernel_build(),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            quick,
+            tuple(peaks["int8"]),
+            tuple(peaks["bf16"]),
+            tuple(peaks["fp32"]),
+            {level: tuple(rates) for level, rates in reads.items() if rates},
+            _working_sets(most, caches),
+            tuple(barriers),
+        )
+
+    # Reading them
+
+    @property
+    def threads(self) -> int:
+        """The most threads measured."""
+        return self.fp32[-1].threads
+
+    def ops_per_second(self, arithmetic: str, threads: int | None = None) -> float:
+        """``arithmetic`` is "int8", "bf16" (fp32's where the CPU has none of its own) or "fp32"."""
+        rates: dict[str, tuple[Rate, ...]] = {
+            "int8": self.int8, "bf16": self.bf16 or self.fp32, "fp32": self.fp32
+        }  # fmt: skip
+        return _at(rates[arithmetic], threads)
+
+    def bytes_per_second(self, threads: int | None = None, working_set: int | None = None) -> float:
+        """Reading ``working_set`` bytes over and over; None: more than any cache holds."""
+        level = "memory"
+        if working_set is not None:
+            for cached in reversed(LEVELS[:-1]):
+                # Half a cache was read to measure it: what is twice that still fits.
+                if cached in self.read and working_set <= 2 * self.read_bytes[cached]:
+                    level = cached
+        return _at(self.read[level], threads)
+
+    def barrier_seconds(self, threads: int | None = None) -> float:
+        return _at(self.barrier, threads)
+
+    # Keeping them
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Raises `ValueError` for what is not `as_dict`'s."""
+        try:
+            values = dict(data)
+            for name in (*ARITHMETICS, "barrier"):
+                values[name] = _rates(values[name], least=0 if name == "bf16" else 1)
+            values["read"] = {level: _rates(values["read"][level]) for level in values["read"]}
+            sizes = {level: int(size) for level, size in values["read_bytes"].items()}
+            if "memory" not in sizes or sizes.keys() != values["read"].keys():
+                raise ValueError("levels of memory are missing")
+            return cls(**values | {"read_bytes": sizes})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a machine's limits: {error}") from error
+
+    def save(self) -> Path:
+        """Store as this machine's; returns the file."""
+        path = stored_path()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_suffix(f".{os.getpid()}")
+        staged.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        staged.replace(path)
+        return path
+
+    @classmethod
+    def load(cls) -> Self | None:
+        """What is stored for this machine and build; None, with a warning if it is unreadable."""
+        path = stored_path()
+        try:
+            limits = cls.from_dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            logger.warning("the machine's stored limits are unreadable: %s: %s", path, error)
+            return None
+        identity = limits.cpu, limits.cores, limits.kernels
+        return limits if identity == (cpu_model(), usable_cpus()[0], kernel_build()) else None
+
+    @classmethod
+    def stored(cls, progress: Progress = lambda _: None) -> Self:
+        """What is stored, or else measured now and stored."""
+        limits = cls.load()
+        if limits is None:
+            limits = cls.measure(progress=progress)
+            limits.save()
+        return limits
+
+
+def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
+    """The rate on ``threads`` (None: the most measured); between measured counts, in proportion."""
+    if threads is None:
+        return rates[-1].median
+    return float(np.interp(threads, [r.threads for r in rates], [r.median for r in rates]))
+
+
+def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
+    rates = tuple(Rate(**item) for item in items)
+    good = all(rate.threads >= 1 and rate.median > 0 and rate.best > 0 for rate in rates)
+    if not good or len(rates) < least:
+        raise ValueError("a rate is missing or not positive")
+    return rates
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'s' if count > 1 else ''}"
+
+
+def _thread_counts(most: int) -> list[int]:
+    """1, 2, 4, … and all."""
+    return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
+
+
+def _peak(pool: _native.ThreadPool, arithmetic: str, quick: bool) -> list[Rate]:
+    """The best of the loops of a kind (they come best first); none where the CPU has none."""
+    loops = [(i, how) for i, (kind, how) in enumerate(_native.peak_loops()) if kind == arithmetic]
+    rates = [
+        Rate.of(pool.size, _native.measure_peak(pool, index, 4e-3, 12 if quick else 30), how)
+        for index, how in (loops[:1] if quick else loops)
+    ]
+    return [max(rates, key=lambda rate: rate.median)] if rates else []
+
+
+class _Way(NamedTuple):
+    """A way to read: a loop and how many bytes it prefetches ahead."""
+
+    loop: int
+    ahead: int
+
+
+def _ways(quick: bool) -> dict[_Way, str]:
+    """Every way worth trying, and its description."""
+    loops = _native.read_loops()
+    widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
+    ways = {}
+    for index, (loads, streams, prefetches) in enumerate(loops):
+        if loads not in widest or (quick and streams > 2):
+            continue
+        for ahead in ((4096,) if quick else _AHEAD) if prefetches else (0,):
+            fetch = f", prefetch {ahead} B ahead" if prefetches else ""
+            ways[_Way(index, ahead)] = f"{loads}, {streams} stream{'s'[: streams - 1]}{fetch}"
+    return ways
+
+
+def _read(pool: _native.ThreadPool, buffer: _native.ReadBuffer, size: int, quick: bool) -> Rate:
+    """Bytes a second: all ways tried shortly, the best three again at length."""
+    ways = _ways(quick)
+
+    def run(way: _Way, repetitions: int) -> list[float]:
+        return buffer.measure(pool, way.loop, way.ahead, size, 1e-3, repetitions)
+
+    tried = {way: statistics.median(run(way, 3)) for way in ways}
+    best = sorted(tried, key=lambda way: -tried[way])[:3]
+    # In turn, so that a neighbour's busy moment does not decide which is best.
+    values: dict[_Way, list[float]] = {way: [] for way in best}
+    for _ in range(3 if quick else 6):
+        for way in best:
+            values[way] += run(way, 5)
+    return max(
+        (Rate.of(pool.size, values[way], ways[way]) for way in best), key=lambda rate: rate.median
+    )
+
+
+def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> dict[str, int]:
+    """Bytes to read for each level: half of the threads' L2, half of their L3, and eight times all
+    the L3 that they reach.
+    """
+    (l2, _), (l3, sharing) = caches[2], caches[3]
+    line = 1 << 12
+    in_l2 = l2 // 2 * threads
+    in_l3 = l3 // 2 * max(1, threads // sharing) * min(threads, sharing) // sharing
+    reached = l3 * min(threads, max(1, usable_cpus()[0] // sharing))
+    memory = min(max(_LEAST_MEMORY_READ, 8 * reached), available_memory() // 4)
+    sizes = {"L2": in_l2, "memory": memory}
+    if in_l3 >= 2 * in_l2:
+        sizes["L3"] = in_l3
+    return {level: sizes[level] // line * line for level in LEVELS if level in sizes}
+
+
+def cache_sizes(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
+    """Bytes of the caches of level 2 and 3, and how many CPUs share one, from sysfs."""
+    sizes = dict(_CACHES)
+    for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, kind = (int((folder / "level").read_text()), (folder / "type").read_text())
+            text = (folder / "size").read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:])
+            size = int(text[:-1]) * unit if unit else int(text)
+            mask = (folder / "shared_cpu_map").read_text().replace(",", "")
+            if level in sizes and kind.strip() == "Unified" and size > 0:
+                sizes[level] = size, max(1, int(mask, 16).bit_count())
+        except (OSError, ValueError):
+            continue
+    return sizes
+
+
+# --- which machine -------------------------------------------------------------------------------
+
+
+@cache
+def cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@cache
+def kernel_build() -> str:
+    """Names this build of the native module: another one may find other limits."""
+    return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
+
+
+def stored_path() -> Path:
+    """Beside the model cache, by CPU model, cores and kernel build."""
+    identity = f"{cpu_model()}\n{usable_cpus()[0]}\n{kernel_build()}"
+    return cache_dir() / "limits" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"

@@ -1,0 +1,187 @@
+"""The machine's limits: measured in every part, kept, and read back or measured anew."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo import _native
+from octavo.bench import limits as module
+from octavo.bench.limits import Limits, Rate
+
+
+def rates(*values: float) -> tuple[Rate, ...]:
+    return tuple(Rate(1 << i, value, 1.1 * value, "made up") for i, value in enumerate(values))
+
+
+def made_up(**changes: Any) -> Limits:
+    """A machine of four cores that is this one by name."""
+    values: dict[str, Any] = {
+        "cpu": module.cpu_model(),
+        "cores": module.usable_cpus()[0],
+        "kernels": module.kernel_build(),
+        "date": "2026-01-01T00:00:00+00:00",
+        "quick": False,
+        "int8": rates(4e11, 8e11, 16e11),
+        "bf16": rates(2e11, 4e11, 8e11),
+        "fp32": rates(1e11, 2e11, 4e11),
+        "read": {
+            "L2": rates(1e11, 2e11, 4e11),
+            "L3": rates(5e10, 1e11, 2e11),
+            "memory": rates(2e10, 4e10, 5e10),
+        },
+        "read_bytes": {"L2": 2 << 20, "L3": 16 << 20, "memory": 256 << 20},
+        "barrier": rates(1e-9, 2e-7, 4e-7),
+    }
+    return Limits(**values | changes)
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_quick_measurement_has_every_part() -> None:
+    seen: list[str] = []
+    measured = Limits.measure(2, quick=True, progress=seen.append)
+    assert measured.quick
+    assert measured.threads == 2
+    assert len(measured.int8) == len(measured.fp32) == len(measured.barrier) == 1
+    assert {"L2", "memory"} <= measured.read.keys()
+    assert measured.read.keys() == measured.read_bytes.keys()
+    for rate in (*measured.int8, *measured.bf16, *measured.fp32, *measured.read["memory"]):
+        assert rate.threads == 2
+        assert 1e6 < rate.median <= rate.best < 1e18
+    assert 0 < measured.barrier[0].best <= measured.barrier[0].median
+    assert any("memory" in message for message in seen)
+    assert Limits.from_dict(json.loads(json.dumps(measured.as_dict()))) == measured
+
+
+def test_the_loops_are_this_machines() -> None:
+    kinds = {kind for kind, _ in _native.peak_loops()}
+    assert {"int8", "fp32"} <= kinds <= {"int8", "bf16", "fp32"}
+    pool = _native.ThreadPool(1)
+    with pytest.raises(ValueError, match="no loop"):
+        _native.measure_peak(pool, len(_native.peak_loops()), 1e-3, 1)
+    with pytest.raises(ValueError, match="seconds"):
+        _native.measure_peak(pool, 0, 0.0, 1)
+    buffer = _native.ReadBuffer(pool, 1 << 16)
+    with pytest.raises(ValueError, match="cannot read"):
+        buffer.measure(pool, 0, 0, 1 << 17, 1e-3, 1)
+    with pytest.raises(ValueError, match="cannot read"):
+        buffer.measure(pool, 0, 0, 16, 1e-3, 1)
+    assert len(buffer.measure(pool, 0, 0, 1 << 16, 1e-4, 3)) == 3
+
+
+def test_limits_are_kept_and_found_again(home: Path) -> None:
+    assert Limits.load() is None
+    path = made_up().save()
+    assert path.is_relative_to(home)
+    assert Limits.load() == made_up()
+    assert list(path.parent.iterdir()) == [path], "nothing else is left"
+    changed = dataclasses.replace(made_up(), kernels="another build")
+    changed.save()
+    assert Limits.load() is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[1]", "null", '{"cpu": 3}', "\ud800".encode("utf-8", "surrogatepass")],
+)
+def test_a_spoilt_file_is_measured_again_with_a_warning(
+    home: Path,
+    text: str | bytes,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = made_up().save()
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    with caplog.at_level(logging.WARNING):
+        assert Limits.stored() == made_up()
+    assert "unreadable" in caplog.text
+    assert str(path) in caplog.text
+    assert Limits.load() == made_up()
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: data["int8"].clear(),
+        lambda data: data["int8"][0].update(median=0),
+        lambda data: data["fp32"][0].update(extra=1),
+        lambda data: data["read"].pop("memory"),
+        lambda data: data.pop("barrier"),
+        lambda data: data.update(fp32="fast"),
+        lambda data: data.update(unknown=1),
+    ],
+)
+def test_what_is_not_limits_is_refused(spoil: Any) -> None:
+    data = json.loads(json.dumps(made_up().as_dict()))
+    spoil(data)
+    with pytest.raises(ValueError, match=r"rate|limits|levels"):
+        Limits.from_dict(data)
+
+
+def test_reading_them() -> None:
+    machine = made_up()
+    assert machine.threads == 4
+    assert machine.ops_per_second("int8") == 16e11
+    assert machine.ops_per_second("int8", 2) == 8e11
+    assert machine.ops_per_second("int8", 3) == 12e11
+    assert machine.bytes_per_second() == 5e10
+    assert machine.bytes_per_second(1) == 2e10
+    assert machine.barrier_seconds(2) == 2e-7
+    without = dataclasses.replace(machine, bf16=())
+    assert without.ops_per_second("bf16") == without.ops_per_second("fp32")
+
+
+def test_what_fits_a_cache_is_read_from_it() -> None:
+    machine = made_up()
+    for working_set, level in (
+        (1 << 20, "L2"),
+        (4 << 20, "L2"),
+        (5 << 20, "L3"),
+        (1 << 26, "memory"),
+    ):
+        assert machine.bytes_per_second(4, working_set) == machine.read[level][-1].median
+    only = dataclasses.replace(
+        machine, read={"memory": rates(1e10)}, read_bytes={"memory": 1 << 28}
+    )
+    assert only.bytes_per_second(1, 1) == 1e10
+
+
+def test_cache_sizes(tmp_path: Path) -> None:
+    for index, (level, kind, size, mask) in enumerate(
+        [
+            (1, "Data", "32K", "01"),
+            (2, "Unified", "512K", "03"),
+            (3, "Unified", "96M", "ff,00000000"),
+        ]
+    ):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu0/cache/index{index}"
+        folder.mkdir(parents=True)
+        for name, value in (
+            ("level", level), ("type", kind), ("size", size), ("shared_cpu_map", mask)
+        ):  # fmt: skip
+            (folder / name).write_text(f"{value}\n")
+    assert module.cache_sizes(tmp_path) == {2: (512 << 10, 2), 3: (96 << 20, 8)}
+    assert module.cache_sizes(tmp_path / "nowhere").keys() == {2, 3}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8, 64, 1024])
+def test_working_sets_are_apart(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "usable_cpus", lambda: (threads, ""))
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 40)
+    for l3 in ((8 << 20, 4), (32 << 20, 8), (2 << 20, 2)):
+        sizes = module._working_sets(threads, {2: (1 << 20, 1), 3: l3})
+        assert sizes["L2"] == threads << 19
+        assert sizes["memory"] >= max(256 << 20, 8 * l3[0])
+        if "L3" in sizes:
+            assert 2 * sizes["L2"] <= sizes["L3"] <= sizes["memory"] / 8

@@ -6,6 +6,9 @@ as one region, row by row. On the way:
 
 - linear layers that share an input become one region, and share its prepared form;
 - a linear layer whose output is only added to the residual stream accumulates into it;
+- with many rows, threads share them out instead of a layer's columns, and each takes its own
+  through the regions between one attention and the next without meeting the others: values that
+  live there only are kept for a few rows a thread, in its cache;
 - after the last attention, only the rows that want logits are computed;
 - values whose lifetimes do not overlap share memory, and element-wise ops work in place.
 
@@ -29,18 +32,22 @@ FLOAT_BYTES = 4
 class Formats(Protocol):
     """What lowering must know about a tier's linear kernels (kernels/linear.h)."""
 
-    def activation_bytes(self, format: int, rows: int, k: int) -> int: ...
+    def activation_bytes(self, format: int, k: int) -> int: ...
 
     def same_activations(self, a: int, b: int) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A span of the activation arena, used by regions ``first`` … ``last``."""
+    """A span of every row's bytes in an activation arena, used by regions ``first`` … ``last``.
 
-    bytes: int
+    A local one is used within one stretch only, so each thread has its own, of a few rows.
+    """
+
+    row_bytes: int
     first: int
     last: int
+    local: bool = False
     offset: int = -1
 
 
@@ -154,8 +161,11 @@ class Region(NamedTuple):
 
 
 class Plan(NamedTuple):
+    """``row_bytes`` and ``local_row_bytes``: what a row takes in either kind of arena."""
+
     regions: list[Region]
-    arena_bytes: int
+    row_bytes: int
+    local_row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +218,9 @@ def lower(
     program: model.Program,
     formats: dict[str, WeightFormat],
     kernels: Formats,
-    *,
-    max_tokens: int,
-    max_logits_rows: int,
 ) -> Plan:
     """``formats`` gives every matrix weight's format."""
-    return _Lowering(program, formats, kernels, max_tokens, max_logits_rows).run()
+    return _Lowering(program, formats, kernels).run()
 
 
 class _Lowering:
@@ -222,12 +229,9 @@ class _Lowering:
         program: model.Program,
         formats: dict[str, WeightFormat],
         kernels: Formats,
-        max_tokens: int,
-        max_logits_rows: int,
     ) -> None:
         self.formats = formats
         self.kernels = kernels
-        self.max_rows = {False: max_tokens, True: max_logits_rows}
         self.head_dim = program.config.head_dim
         self.uses, self.widths = _single_assignment(program)
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
@@ -248,8 +252,16 @@ class _Lowering:
             i += self._lower(i)
             if not self.selected and i > last_attention:
                 self._select(i)
-        arena = _place(self.buffers)
-        return Plan(self.regions, arena)
+        stretches = _stretches(self.regions)
+        for buffer in self.buffers:
+            begin, end = stretches[buffer.first], stretches[buffer.last]
+            row_wise = isinstance(self.regions[buffer.first].work, Rows | Linears)
+            buffer.local = begin == end and row_wise
+            if not buffer.local:
+                # Threads are at different places of a stretch at the same time.
+                buffer.first, buffer.last = begin[0], end[-1]
+        sizes = [_place([b for b in self.buffers if b.local is local]) for local in (False, True)]
+        return Plan(self.regions, *sizes)
 
     # Regions
 
@@ -293,8 +305,7 @@ class _Lowering:
 
     def _new_view(self, width: int) -> View:
         stride = -(-width // 16) * 16
-        rows = self.max_rows[self.selected]
-        return View(self._new_buffer(rows * stride * FLOAT_BYTES), width, stride)
+        return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
 
     def _dies(self, value: int, index: int) -> bool:
         return self.last_use.get(value, -1) <= index
@@ -319,9 +330,8 @@ class _Lowering:
             if prepared == value and self.kernels.same_activations(format, other):
                 return buffer
         k = self.widths[value]
-        rows = self.max_rows[self.selected]
         self._rows()
-        buffer = self._new_buffer(self.kernels.activation_bytes(format, rows, k))
+        buffer = self._new_buffer(self.kernels.activation_bytes(format, k))
         self._step("prepare", Prepare(self.views[value], format, buffer))
         self.prepared.append((value, format, buffer))
         return buffer
@@ -435,6 +445,26 @@ class _Lowering:
         self._region(name, Linears(parts, accumulate), used)
 
 
+def _stretches(regions: list[Region]) -> list[range]:
+    """For each region the stretch that it belongs to.
+
+    A stretch is consecutive row-wise and linear regions over the same rows: a thread can take some
+    rows through all of it without meeting the others. Any other region is one by itself.
+    """
+    stretches: list[range] = []
+    for i, region in enumerate(regions):
+        joins = i > 0 and regions[i - 1].selected == region.selected
+        joins &= all(
+            isinstance(each.work, Rows | Linears) for each in regions[max(0, i - 1) : i + 1]
+        )
+        first = stretches[-1].start if joins else i
+        stretches.append(range(first, i + 1))
+    for i in reversed(range(len(stretches) - 1)):
+        if stretches[i + 1].start == stretches[i].start:
+            stretches[i] = stretches[i + 1]
+    return stretches
+
+
 def _place(buffers: list[Buffer]) -> int:
     """Gives every buffer an offset at which no other lives at the same time; returns the total.
 
@@ -443,9 +473,9 @@ def _place(buffers: list[Buffer]) -> int:
     placed: list[Buffer] = []
 
     def size(buffer: Buffer) -> int:
-        return -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+        return -(-buffer.row_bytes // ALIGNMENT) * ALIGNMENT
 
-    for buffer in sorted(buffers, key=lambda buffer: -buffer.bytes):
+    for buffer in sorted(buffers, key=lambda buffer: -buffer.row_bytes):
         offset = 0
         for other in sorted(placed, key=lambda other: other.offset):
             if other.last < buffer.first or buffer.last < other.first:

@@ -191,14 +191,8 @@ class _Loading:
                 )
             else:
                 self.vectors[role] = self.runtime.add_vector(_floats(weight).tolist())
-        plan = lower.lower(
-            self.program,
-            formats,
-            self.runtime,
-            max_tokens=max_tokens,
-            max_logits_rows=max_logits_rows,
-        )
-        self.runtime.allocate_activations(plan.arena_bytes)
+        plan = lower.lower(self.program, formats, self.runtime)
+        self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         for region in plan.regions:
             self.runtime.add_region(region.name, region.selected, self._work(region.work))
 
@@ -224,7 +218,7 @@ class _Loading:
                     [
                         _native.LinearPart(
                             self.matrices[part.weight],
-                            part.activations.offset,
+                            _prepared(part.activations),
                             _value(part.out),
                             -1 if part.bias is None else self.vectors[part.bias],
                         )
@@ -236,7 +230,7 @@ class _Loading:
                 place = self.layout.place(layer)
                 return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
             case lower.Logits(weight, activations, softcap):
-                return _native.LogitsRegion(self.matrices[weight], activations.offset, softcap)
+                return _native.LogitsRegion(self.matrices[weight], _prepared(activations), softcap)
 
     def _step(self, step: lower.RowStep) -> _native.RowStep:
         match step:
@@ -252,7 +246,7 @@ class _Loading:
                 gelu = activation is Activation.GELU_TANH
                 return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
             case lower.Prepare(x, format, buffer):
-                return _native.PrepareStep(_value(x), format, x.width, buffer.offset)
+                return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer))
             case lower.Angles(rope, out):
                 return _native.AngleStep(self._rope(rope), _value(out))
             case lower.RopeStore(q, k, v, angles, rope, layer):
@@ -269,7 +263,11 @@ class _Loading:
 
 
 def _value(view: lower.View) -> _native.Value:
-    return _native.Value(view.buffer.offset, view.stride)
+    return _native.Value(view.buffer.offset, view.stride, view.buffer.local)
+
+
+def _prepared(buffer: lower.Buffer) -> _native.Prepared:
+    return _native.Prepared(buffer.offset, buffer.local)
 
 
 def _floats(weight: Weight) -> npt.NDArray[np.float32]:

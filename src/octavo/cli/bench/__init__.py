@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from octavo.cli.bench import machine
+from octavo.cli.bench import machine, serve
 
 HELP = "Measure the machine, a model, or a server."
-COMMANDS: tuple[ModuleType, ...] = (machine,)
+COMMANDS: tuple[ModuleType, ...] = (machine, serve)

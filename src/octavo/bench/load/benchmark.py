@@ -1,0 +1,493 @@
+"""One benchmark from its settings to its result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from octavo.bench.load import datasets, traces
+from octavo.bench.load.arrivals import Ramp, arrival_times
+from octavo.bench.load.client import Client, Target
+from octavo.bench.load.datasets import DatasetError, Sample
+from octavo.bench.load.metrics import PER_REQUEST, summarise
+from octavo.bench.load.report import DEFINITIONS, Progress
+from octavo.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
+from octavo.bench.load.stream import error_message
+from octavo.bench.load.vocabulary import (
+    COMMON,
+    Ids,
+    LocalTokenizer,
+    ServerTokenizer,
+    Vocabulary,
+    Words,
+)
+
+ENDPOINTS = {
+    "openai": "/v1/completions",
+    "vllm": "/v1/completions",
+    "openai-chat": "/v1/chat/completions",
+}
+DATASETS = (
+    "random", "prefix_repetition", "custom", "sharegpt", "trace", "timed_trace", "azure",
+    "mooncake",
+)  # fmt: skip
+TRACES = ("trace", "timed_trace", "azure", "mooncake")
+_SYNTHETIC = ("random", "prefix_repetition")
+DEFAULT_PROMPTS = 1000
+
+
+__all__ = ["DatasetError", "LoadError", "Settings", "benchmark"]
+
+
+class LoadError(Exception):
+    """The benchmark cannot begin, and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Fields are the command's options; lengths in tokens, times in seconds, goodput in ms."""
+
+    backend: str = "openai"
+    base_url: str = "http://127.0.0.1:8000"
+    endpoint: str | None = None  # None: the backend's
+    headers: Mapping[str, str] = field(default_factory=dict)
+    insecure: bool = False
+    model: str | None = None  # None: the first that the server lists
+    served_model_name: str | None = None
+    tokenizer: str | None = None  # None: the server's
+    prompt_format: Literal["auto", "ids", "text"] = "auto"
+
+    dataset_name: str = "random"
+    dataset_path: Path | None = None
+    num_prompts: int | None = None
+    random_input_len: int = 1024
+    random_output_len: int = 128
+    random_range_ratio: float = 0.0
+    random_prefix_len: int = 0
+    prefix_repetition_prefix_len: int = 256
+    prefix_repetition_suffix_len: int = 256
+    prefix_repetition_num_prefixes: int = 10
+    prefix_repetition_output_len: int = 128
+    custom_output_len: int = 256
+    sharegpt_output_len: int | None = None
+    disable_shuffle: bool = False
+    no_oversample: bool = False
+    window: traces.Window = field(default_factory=traces.Window)
+
+    request_rate: float = math.inf
+    burstiness: float = 1.0
+    ramp: Ramp | None = None
+    max_concurrency: int | None = None
+    num_warmups: int = 0
+    ready_check_timeout_sec: float = 0.0
+    request_timeout_sec: float = 6 * 3600.0
+    seed: int = 0
+
+    ignore_eos: bool | None = None  # None: on for random prompts and traces
+    sampling: Mapping[str, Any] = field(default_factory=dict)  # what is not None is sent
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+
+    metrics: tuple[str, ...] = ("ttft", "tpot", "itl")
+    percentiles: tuple[float, ...] = (99.0,)
+    goodput: Mapping[str, float] = field(default_factory=dict)
+    label: str | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    save_detailed: bool = False
+    progress: bool = True
+
+    def check(self) -> None:
+        """Raises `ValueError` for what does not go together."""
+        if self.backend not in ENDPOINTS:
+            raise ValueError(
+                f"--backend {self.backend!r} is none of {', '.join(ENDPOINTS)} (openai speaks to "
+                "any server with /v1/completions, llama.cpp's and TGI's too)"
+            )
+        if self.dataset_name not in DATASETS:
+            raise ValueError(
+                f"--dataset-name {self.dataset_name!r} is none of {', '.join(DATASETS)}"
+            )
+        if (self.dataset_path is None) is not (self.dataset_name in _SYNTHETIC):
+            verb = "takes no" if self.dataset_name in _SYNTHETIC else "needs a"
+            raise ValueError(f"--dataset-name {self.dataset_name} {verb} --dataset-path")
+        if self.dataset_name == "sharegpt" and self.tokenizer is None:
+            raise ValueError("--dataset-name sharegpt needs --tokenizer")
+        if self.prompt_format == "ids" and self.chat:
+            raise ValueError("--prompt-format ids: a chat endpoint takes text only")
+        if self.chat and self.sampling.get("logprobs") is not None:
+            raise ValueError(
+                "--logprobs is of completions; for chat: "
+                """--extra-body '{"logprobs": true, "top_logprobs": 2}'"""
+            )
+        if self.dataset_name in TRACES and (not math.isinf(self.request_rate) or self.ramp):
+            raise ValueError("a trace has its own arrivals: use --trace-speedup to change its rate")
+
+    @property
+    def chat(self) -> bool:
+        return self.backend == "openai-chat"
+
+    @property
+    def url(self) -> str:
+        """Clients of OpenAI's API write /v1 into the base URL, those of vLLM into the endpoint."""
+        return self.base_url.rstrip("/").removesuffix("/v1")
+
+
+async def benchmark(settings: Settings) -> dict[str, Any]:
+    """Run it; returns the result, with the fields for each request. Raises `LoadError`."""
+    client = Client(Target.of(settings.url), settings.headers, insecure=settings.insecure)
+    try:
+        return await _Benchmark(settings, client).run()
+    finally:
+        await client.close()
+
+
+class _Benchmark:
+    def __init__(self, settings: Settings, client: Client) -> None:
+        self._settings = settings
+        self._client = client
+        self._notices: list[str] = []
+        self._path = settings.endpoint or ENDPOINTS[settings.backend]
+        if not self._path.startswith("/"):
+            self._path = f"/{self._path}"
+        ignore_eos = settings.ignore_eos
+        if ignore_eos is None:
+            ignore_eos = settings.dataset_name == "random" or settings.dataset_name in TRACES
+        self._common: dict[str, Any] = {
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **({"ignore_eos": True} if ignore_eos else {}),
+            **{name: value for name, value in settings.sampling.items() if value is not None},
+            **settings.extra_body,
+        }
+
+    async def run(self) -> dict[str, Any]:
+        settings = self._settings
+        self._model_id, self._model_name = await self._model()
+        vocabulary, tokenizer_id, count = await self._vocabulary()
+        samples = self._samples(count)
+
+        def request(sample: Sample) -> bytes:
+            prompt = vocabulary.prompt(sample, settings.seed)
+            return self._request(prompt, sample.output_len)
+
+        progress = Progress(len(samples), enabled=settings.progress)
+        load = Load(
+            self._client,
+            samples,
+            self._arrivals(samples),
+            request,
+            max_concurrency=settings.max_concurrency,
+            timeout=settings.request_timeout_sec,
+            keep_text=settings.save_detailed,
+            progress=progress,
+        )
+        if settings.num_warmups:
+            answers = await load.warm(settings.num_warmups)
+            if failed := [answer for answer in answers if not answer.success]:
+                self._notices.append(
+                    f"{len(failed)} of {len(answers)} warmups failed: "
+                    f"{failed[0].reason}: {failed[0].detail}"
+                )
+        date = datetime.now()
+        run = await load.run()
+        progress.close(run)
+        self._judge(run, samples)
+        return self._result(run, samples, tokenizer_id, date)
+
+    # --- what is asked -------------------------------------------------------------------------
+
+    async def _model(self) -> tuple[str, str]:
+        """(the model, its name in the API)."""
+        settings = self._settings
+        deadline = time.perf_counter() + settings.ready_check_timeout_sec
+        while True:
+            answer = await self._client.get("GET", "/v1/models")
+            ready = not answer.reason and answer.status not in (502, 503, 504)
+            left = deadline - time.perf_counter()
+            if ready or left <= 0:
+                break
+            await asyncio.sleep(min(1.0, left))
+        where = settings.url
+        if answer.reason:
+            raise LoadError(f"{where}: {answer.reason} {answer.detail}".rstrip())
+        if not ready and settings.ready_check_timeout_sec > 0:
+            raise LoadError(
+                f"{where}: not ready within {settings.ready_check_timeout_sec:g} s: "
+                f"HTTP {answer.status} {error_message(answer.content)}"
+            )
+        if settings.model is not None:
+            return settings.model, settings.served_model_name or settings.model
+        try:
+            if answer.status != 200:
+                raise ValueError(f"HTTP {answer.status} {error_message(answer.content)}")
+            first = msgspec.json.decode(answer.content)["data"][0]["id"]
+            if not isinstance(first, str):
+                raise ValueError("a model without an id")
+        except (msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
+            raise LoadError(
+                f"{where}/v1/models does not say which model there is ({error}): give --model"
+            ) from None
+        return first, settings.served_model_name or first
+
+    async def _vocabulary(self) -> tuple[Vocabulary, str | None, Callable[[str], int]]:
+        """How prompts are spelled, the tokenizer's name, and a count of a text's tokens."""
+        settings = self._settings
+        want_ids = settings.prompt_format == "ids"
+        ids: list[int] = []
+        if settings.tokenizer is not None:
+            local = _local_tokenizer(settings.tokenizer)
+            ids, special, name = local.ids, local.special, settings.tokenizer
+
+            def count(text: str) -> int:
+                return len(local.encode(text)) + local.special
+
+            words: Callable[[], list[str]] = local.words
+        else:
+            name, special = None, 0
+            server = ServerTokenizer(self._client, "/tokenize", self._model_name)
+            found: list[str] = []
+            if settings.dataset_path is None or settings.dataset_name in TRACES:
+                try:
+                    found, ids = await server.words()
+                    special = await server.special()
+                    name = "/tokenize"
+                except ValueError:
+                    if want_ids:
+                        raise LoadError(
+                            "--prompt-format ids: the server has no /tokenize; give --tokenizer"
+                        ) from None
+                    self._notices.append(
+                        "no tokenizer (the server has no /tokenize; give --tokenizer): prompts are "
+                        "common words, their lengths about what was asked"
+                    )
+
+            words = lambda: found or list(COMMON)  # noqa: E731
+
+            def count(text: str) -> int:
+                return len(text.split())
+
+        if settings.dataset_name in ("custom", "sharegpt"):
+            return Words(["-"]), name, count
+        if ids and not settings.chat and settings.prompt_format != "text":
+            refusal = "" if want_ids else await self._refuses_ids(ids[-4:])
+            if not refusal:
+                return Ids(ids), name, count
+            self._notices.append(f"prompts are text: the server takes no token ids ({refusal})")
+        usable = words()
+        if len(usable) < 16:
+            raise LoadError(f"{name}: too few words are one token each to make text prompts of")
+        return Words(usable, special), name, count
+
+    async def _refuses_ids(self, ids: list[int]) -> str:
+        """What the server says to a prompt of a few token ids, if it does not take it."""
+        body = self._body(ids, 1) | {"stream": False}
+        body.pop("stream_options", None)
+        answer = await self._client.get(
+            "POST", self._path, msgspec.json.encode(body), self._settings.request_timeout_sec
+        )
+        if answer.reason or answer.status not in (400, 415, 422):
+            return ""
+        return f"HTTP {answer.status}: {error_message(answer.content)}"
+
+    def _samples(self, count: Callable[[str], int]) -> list[Sample]:
+        settings = self._settings
+        number = settings.num_prompts or DEFAULT_PROMPTS
+        if settings.dataset_name == "random":
+            return datasets.random_prompts(
+                number,
+                input_len=settings.random_input_len,
+                output_len=settings.random_output_len,
+                range_ratio=settings.random_range_ratio,
+                prefix_len=settings.random_prefix_len,
+                seed=settings.seed,
+            )
+        if settings.dataset_name == "prefix_repetition":
+            return datasets.prefix_repetition(
+                number,
+                prefix_len=settings.prefix_repetition_prefix_len,
+                suffix_len=settings.prefix_repetition_suffix_len,
+                num_prefixes=settings.prefix_repetition_num_prefixes,
+                output_len=settings.prefix_repetition_output_len,
+                seed=settings.seed,
+                shuffle=not settings.disable_shuffle,
+            )
+        path = settings.dataset_path
+        assert path is not None
+        if settings.dataset_name in TRACES:
+            kind = settings.dataset_name
+            samples, notices = traces.load(
+                path,
+                "azure" if kind == "azure" else "mooncake" if kind == "mooncake" else None,
+                settings.window,
+            )
+            self._notices += notices
+            return samples
+        found = (
+            datasets.custom(path, count, settings.custom_output_len)
+            if settings.dataset_name == "custom"
+            else datasets.sharegpt(path, count, settings.sharegpt_output_len)
+        )
+        return datasets.take(
+            found,
+            number,
+            seed=settings.seed,
+            shuffle=not settings.disable_shuffle,
+            oversample=not settings.no_oversample,
+        )
+
+    def _arrivals(self, samples: list[Sample]) -> list[float]:
+        settings = self._settings
+        if settings.dataset_name in TRACES:
+            return [sample.arrival or 0.0 for sample in samples]
+        times = arrival_times(
+            len(samples), settings.request_rate, settings.burstiness, settings.ramp, settings.seed
+        )
+        return [float(time) for time in times]
+
+    def _body(self, prompt: list[int] | str, output_len: int) -> dict[str, Any]:
+        if self._settings.chat:
+            messages = [{"role": "user", "content": prompt}]
+            asked = {"messages": messages, "max_completion_tokens": output_len}
+        else:
+            asked = {"prompt": prompt, "max_tokens": output_len}
+        return {"model": self._model_name, **asked, **self._common}
+
+    def _request(self, prompt: list[int] | str, output_len: int) -> bytes:
+        body = msgspec.json.encode(self._body(prompt, output_len))
+        return self._client.request("POST", self._path, body)
+
+    # --- what came of it -----------------------------------------------------------------------
+
+    def _judge(self, run: Run, samples: list[Sample]) -> None:
+        """Notices of whatever makes the figures other than they seem."""
+        settings, notices = self._settings, self._notices
+        late = run.lateness_ms
+        own_clock = settings.dataset_name in TRACES or settings.ramp is not None
+        if late["late_share"] > LATE_SHARE and (own_clock or not math.isinf(settings.request_rate)):
+            notices.append(
+                f"{late['late_share']:.1%} of the requests left more than {LATE * 1000:.0f} ms "
+                "after their time: the load was not what was asked for"
+            )
+        if run.cpu > BUSY:
+            notices.append(
+                f"the load generator used {run.cpu:.0%} of a core: latencies contain its own delay"
+            )
+        if run.uncounted:
+            notices.append(
+                f"{run.uncounted} answers came without usage: their output tokens are events "
+                "counted, their input tokens what was asked"
+            )
+        done = [record for record in run.records if record.success]
+        asked = sum(samples[record.index].prompt_len for record in done)
+        counted = sum(record.prompt_len for record in done)
+        if asked != counted:
+            notices.append(
+                f"the server counted {counted} prompt tokens where {asked} were asked for"
+                + (" (the chat template's are among them)" if settings.chat else "")
+            )
+        wanted = sum(samples[record.index].output_len for record in done)
+        made = sum(record.output_tokens for record in done)
+        if made < wanted:
+            notices.append(f"answers ended early: {made} tokens of {wanted} asked for")
+        if run.interrupted:
+            notices.append(
+                f"interrupted: {len(run.lateness)} of {len(samples)} requests had arrived"
+            )
+
+    def _result(
+        self, run: Run, samples: list[Sample], tokenizer_id: str | None, date: datetime
+    ) -> dict[str, Any]:
+        settings = self._settings
+        ramp = settings.ramp
+        rate = settings.request_rate
+        result: dict[str, Any] = {
+            "date": date.strftime("%Y%m%d-%H%M%S"),
+            "endpoint_type": settings.backend,
+            "backend": settings.backend,
+            "label": settings.label,
+            "model_id": self._model_id,
+            "tokenizer_id": tokenizer_id,
+            "num_prompts": len(samples),
+            **settings.metadata,
+            "request_rate": "inf" if math.isinf(rate) else rate,
+            "burstiness": settings.burstiness,
+            "max_concurrency": settings.max_concurrency,
+        }
+        if ramp is not None:
+            result["ramp_up_strategy"] = ramp.strategy
+            result["ramp_up_start_rps"] = ramp.start
+            result["ramp_up_end_rps"] = ramp.end
+        result |= summarise(
+            run.records,
+            run.duration,
+            goodput=settings.goodput,
+            percentiles=settings.percentiles,
+            metrics=settings.metrics,
+        )
+        result |= {
+            "interrupted": run.interrupted,
+            "unfinished": run.unfinished,
+            "lateness": run.lateness_ms,
+            "generator_cpu": run.cpu,
+            "failures": failures(run),
+            "notices": self._notices,
+            "definitions": DEFINITIONS,
+        }
+        return result
+
+
+def failures(run: Run) -> list[dict[str, Any]]:
+    """Reasons, the most frequent first, each with its count and one example."""
+    reasons: dict[str, dict[str, Any]] = {}
+    for record in run.records:
+        if not record.success:
+            entry = reasons.setdefault(
+                record.reason, {"reason": record.reason, "count": 0, "example": record.detail}
+            )
+            entry["count"] += 1
+    return sorted(reasons.values(), key=lambda entry: -entry["count"])
+
+
+def _local_tokenizer(name: str) -> LocalTokenizer:
+    """A tokenizer.json, its folder, a model as `octavo serve` takes it, or a Hugging Face id."""
+    path = Path(name).expanduser()
+    if path.suffix == ".json" or (path / "tokenizer.json").exists():
+        return LocalTokenizer(path)
+    from octavo.checkpoint import pull
+
+    return LocalTokenizer(pull.resolve(name))
+
+
+def without_requests(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result less its fields for each request."""
+    return {name: value for name, value in result.items() if name not in PER_REQUEST}
+
+
+def file_name(settings: Settings, result: Mapping[str, Any]) -> str:
+    """vLLM's, from what was run."""
+    model = str(result["model_id"]).split("/")[-1]
+    label = settings.label or settings.backend
+    at_most = "" if settings.max_concurrency is None else f"-concurrency{settings.max_concurrency}"
+    ramp = settings.ramp
+    rate = (
+        f"{settings.request_rate}qps"
+        if ramp is None
+        else f"ramp-up-{ramp.strategy}-{ramp.start:g}qps-{ramp.end:g}qps"
+    )
+    return f"{label}-{rate}{at_most}-{model}-{result['date']}.json"
+
+
+def save(path: Path, result: Mapping[str, Any], *, append: bool) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a" if append else "w", encoding="utf-8") as file:
+        if append and file.tell():
+            file.write("\n")
+        json.dump(result, file)

@@ -1,0 +1,202 @@
+"""Recorded arrivals: traces of real services, replayed at their own times.
+
+Two public formats. *Azure* (LLM inference traces, 2023 and 2024; Patel et al., Splitwise, ISCA
+2024): CSV with TIMESTAMP, ContextTokens, GeneratedTokens. *Mooncake* (Qin et al., FAST 2025): JSON
+lines with timestamp (ms), input_length, output_length and hash_ids, one for each block of 512
+prompt tokens; equal ids mean equal content up to there, so such prompts share those tokens.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
+
+from octavo.bench.load.datasets import (
+    UNIT,
+    DatasetError,
+    Part,
+    Sample,
+    json_object,
+    numbered_lines,
+)
+
+Format = Literal["azure", "mooncake"]
+BLOCK = 512  # tokens a hash id of a Mooncake trace stands for
+assert BLOCK == UNIT
+_LONGEST = 10**8  # a length beyond this is a broken line, not a prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Which part of a trace is replayed, and how.
+
+    ``start`` and ``duration`` are seconds of the trace; at ``speedup`` 2 it runs in half the time.
+    """
+
+    start: float = 0.0
+    duration: float = math.inf
+    speedup: float = 1.0
+    max_input_len: int | None = None
+    max_output_len: int | None = None
+    most: int | None = None  # requests
+
+    def check(self) -> None:
+        if not (math.isfinite(self.speedup) and self.speedup > 0):
+            raise ValueError(f"--trace-speedup must be above 0, not {self.speedup:g}")
+        if not (math.isfinite(self.start) and self.start >= 0):
+            raise ValueError(f"--trace-start must be 0 or more seconds, not {self.start:g}")
+        if not self.duration > 0:
+            raise ValueError(f"--trace-duration must be above 0, not {self.duration:g}")
+
+
+def load(path: Path, kind: Format | None, window: Window) -> tuple[list[Sample], list[str]]:
+    """The window's requests by arrival, and notices of what was changed.
+
+    ``kind`` None: by the first line. Raises `DatasetError` with the line of what is wrong.
+    """
+    window.check()
+    kind = kind or detect(path)
+    samples = list(_azure(path) if kind == "azure" else _mooncake(path))
+    if not samples:
+        raise DatasetError(f"{path}: has no request")
+    notices = [f"trace {path.name}: {len(samples)} requests, read as {kind}"]
+    times = [_arrival(sample) for sample in samples]
+    if times != sorted(times):
+        notices.append("the trace is not in order of time: sorted")
+        samples.sort(key=_arrival)
+    first, last = _arrival(samples[0]), _arrival(samples[-1])
+    begin = first + window.start
+    kept = [s for s in samples if begin <= _arrival(s) < begin + window.duration]
+    if not kept:
+        raise DatasetError(f"{path}: no request in the window; the trace has {last - first:.1f} s")
+    if window.most is not None and len(kept) > window.most:
+        notices.append(f"the first {window.most} of {len(kept)} requests in the window")
+        kept = kept[: window.most]
+    return _capped(kept, window, begin, notices), notices
+
+
+def detect(path: Path) -> Format:
+    for number, line in numbered_lines(path):
+        if line.startswith("{"):
+            return "mooncake"
+        if "timestamp" in line.lower() and "," in line:
+            return "azure"
+        raise DatasetError(
+            f"{path}:{number}: neither an Azure trace (a CSV header with TIMESTAMP) nor a Mooncake "
+            "one (lines of JSON)"
+        )
+    raise DatasetError(f"{path}: is empty")
+
+
+def _arrival(sample: Sample) -> float:
+    assert sample.arrival is not None
+    return sample.arrival
+
+
+def _capped(
+    samples: list[Sample], window: Window, begin: float, notices: list[str]
+) -> list[Sample]:
+    """Arrivals from the window's start; lengths within limits, with a notice of how many were."""
+    longest_in = window.max_input_len or _LONGEST
+    longest_out = window.max_output_len or _LONGEST
+    for what, limit, lengths in (
+        ("prompts", longest_in, [sample.prompt_len for sample in samples]),
+        ("answers", longest_out, [sample.output_len for sample in samples]),
+    ):
+        if cut := sum(length > limit for length in lengths):
+            before, after = sum(lengths), sum(min(length, limit) for length in lengths)
+            notices.append(
+                f"{cut} of {len(samples)} {what} cut to {limit} tokens ({before} tokens in the "
+                f"trace, {after} asked)"
+            )
+    if none := sum(sample.output_len < 1 for sample in samples):
+        notices.append(f"{none} answers of no token raised to 1")
+    if none := sum(sample.prompt_len < 1 for sample in samples):
+        notices.append(f"{none} empty prompts raised to 1 token")
+    return [
+        replace(
+            sample,
+            prompt_len=max(1, min(sample.prompt_len, longest_in)),
+            output_len=max(1, min(sample.output_len, longest_out)),
+            parts=_cut(sample.parts, min(sample.prompt_len, longest_in)),
+            arrival=(_arrival(sample) - begin) / window.speedup,
+        )
+        for sample in samples
+    ]
+
+
+def _cut(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
+    """The first ``length`` tokens, at least one."""
+    kept = []
+    left = max(1, length)
+    for part in parts:
+        kept.append(Part(part.key, max(1, min(part.length, left))))
+        left -= kept[-1].length
+        if left <= 0:
+            break
+    return tuple(kept)
+
+
+def _azure(path: Path) -> Iterator[Sample]:
+    columns: dict[str, int] = {}
+    names = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+    for number, line in numbered_lines(path):
+        fields = [field.strip() for field in next(csv.reader([line]))]
+        if not columns:
+            columns = {name: fields.index(name) for name in names if name in fields}
+            if len(columns) < 3:
+                raise DatasetError(f"{path}:{number}: the header lacks one of {', '.join(names)}")
+            width = len(fields)
+            continue
+        if len(fields) != width:
+            raise DatasetError(
+                f"{path}:{number}: {len(fields)} fields where the header has {width}"
+            )
+        time, prompt, output = (fields[columns[name]] for name in names)
+        try:
+            arrival = datetime.fromisoformat(time).timestamp()
+        except (ValueError, OverflowError):
+            raise DatasetError(f"{path}:{number}: {time!r} is not a time") from None
+        lengths = []
+        for name, text in zip(names[1:], (prompt, output), strict=True):
+            if not (text.isascii() and text.isdigit() and int(text[:10]) <= _LONGEST):
+                raise DatasetError(f"{path}:{number}: {name} is {text[:40]!r}, not a length")
+            lengths.append(int(text))
+        yield Sample(lengths[0], lengths[1], (Part(number, lengths[0]),), arrival=arrival)
+
+
+def _mooncake(path: Path) -> Iterator[Sample]:
+    for number, line in numbered_lines(path):
+        record = json_object(path, number, line)
+        time = record.get("timestamp")
+        if not _is_number(time) or not 0 <= time < math.inf:
+            raise DatasetError(f"{path}:{number}: timestamp is {time!r}, not milliseconds")
+        prompt, output = (
+            _length(path, number, record, name) for name in ("input_length", "output_length")
+        )
+        ids = record.get("hash_ids")
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**63 for i in ids):
+            raise DatasetError(f"{path}:{number}: hash_ids is not a list of ids")
+        if len(ids) != -(-prompt // BLOCK):
+            raise DatasetError(
+                f"{path}:{number}: {len(ids)} hash_ids, but {prompt} tokens are "
+                f"{-(-prompt // BLOCK)} blocks of {BLOCK}"
+            )
+        parts = [Part(key, BLOCK) for key in ids] or [Part(number, 1)]
+        yield Sample(prompt, output, _cut(parts, prompt), arrival=time / 1000)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return type(value) in (int, float)
+
+
+def _length(path: Path, number: int, record: dict[str, Any], name: str) -> int:
+    value = record.get(name)
+    if type(value) is not int or not 0 <= value <= _LONGEST:
+        raise DatasetError(f"{path}:{number}: {name} is {value!r}, not a length")
+    return value

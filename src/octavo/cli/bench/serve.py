@@ -1,0 +1,371 @@
+"""octavo bench serve: a load on any server of the OpenAI API, and what it felt like."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import option, takes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from octavo.bench.load.benchmark import Settings
+
+EXAMPLES = (
+    "octavo bench serve --random-input-len 128 --random-output-len 64 --num-prompts 64",
+    "octavo bench serve --request-rate 4 --num-prompts 200 --goodput ttft:500 tpot:50",
+    "octavo bench serve --dataset-name prefix_repetition --max-concurrency 16 --num-prompts 100",
+    "octavo bench serve --dataset-name azure --dataset-path trace.csv --trace-duration 60",
+)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object")
+    return value
+
+
+_SERVER, _DATASET, _TRAFFIC, _SAMPLING, _RESULT = (
+    "Server", "Dataset", "Traffic", "Sampling", "Result",
+)  # fmt: skip
+
+SERVER_OPTIONS = [
+    option(
+        "backend", str, "openai",
+        "openai or vllm: completions; openai-chat: chat completions.", _SERVER,
+        "--backend", "--endpoint-type",
+    ),
+    option("base_url", str | None, None, "Instead of host and port; https works.", _SERVER),
+    option("host", str, "127.0.0.1", "The server's address.", _SERVER),
+    option("port", int, 8000, "The server's port.", _SERVER, min=1, max=65535),
+    option(
+        "endpoint", str | None, None, "API route.", _SERVER,
+        show_default="/v1/completions, or /v1/chat/completions for openai-chat",
+    ),
+    option(
+        "header", list[str], [], "Send this with each request, as NAME=VALUE.", _SERVER,
+    ),
+    option("insecure", bool, False, "Do not check certificates.", _SERVER, "--insecure"),
+    option(
+        "model", str | None, None, "The model.", _SERVER,
+        show_default="the first that the server lists",
+    ),
+    option(
+        "served_model_name", str | None, None, "Its name in the API.", _SERVER,
+        show_default="--model",
+    ),
+    option(
+        "tokenizer", str | None, None,
+        "Whose tokens prompts are counted in: tokenizer.json, GGUF file or model name.", _SERVER,
+        show_default="the server's /tokenize",
+    ),
+    option(
+        "prompt_format", str, "auto",
+        "ids: prompts as token ids; text; auto: ids where the server takes them.", _SERVER,
+    ),
+    option(
+        "ready_check_timeout_sec", float, 0.0, "Wait so long for the server to be ready.",
+        _SERVER, min=0,
+    ),
+    option(
+        "request_timeout_sec", float, 21600.0, "A request that takes longer has failed.",
+        _SERVER, min=0.001,
+    ),
+]  # fmt: skip
+
+DATASET_OPTIONS = [
+    option(
+        "dataset_name", str, "random",
+        "random, prefix_repetition, custom, sharegpt, azure, mooncake or trace (either).",
+        _DATASET,
+    ),
+    option("dataset_path", Path | None, None, "The dataset's file.", _DATASET, metavar="FILE"),
+    option(
+        "num_prompts", int | None, None, "Requests.", _DATASET, min=1,
+        show_default="1000; of a trace all in the window",
+    ),
+    option("seed", int, 0, "Same seed, same prompts and arrivals.", _DATASET, min=0),
+    option(
+        "input_len", int | None, None, "The same as --random-input-len.", _DATASET, min=0
+    ),
+    option(
+        "output_len", int | None, None, "Answer length, of any dataset but traces.", _DATASET,
+        min=1,
+    ),
+    option("random_input_len", int, 1024, "Prompt tokens.", _DATASET, min=0),
+    option("random_output_len", int, 128, "Answer tokens.", _DATASET, min=1),
+    option(
+        "random_range_ratio", float, 0.0, "Lengths are uniform in length * (1 +- this).", _DATASET
+    ),
+    option(
+        "random_prefix_len", int, 0, "Tokens before each prompt, the same for all.", _DATASET,
+        min=0,
+    ),
+    option("prefix_repetition_prefix_len", int, 256, "Shared tokens.", _DATASET, min=0),
+    option("prefix_repetition_suffix_len", int, 256, "Tokens of its own.", _DATASET, min=0),
+    option("prefix_repetition_num_prefixes", int, 10, "Different prefixes.", _DATASET, min=1),
+    option("prefix_repetition_output_len", int, 128, "Answer tokens.", _DATASET, min=1),
+    option(
+        "custom_output_len", int, 256, "Answer tokens; -1: each line's output_tokens.", _DATASET,
+        min=-1,
+    ),
+    option(
+        "sharegpt_output_len", int | None, None, "Answer tokens.", _DATASET, min=1,
+        show_default="the conversation's own",
+    ),
+    option(
+        "disable_shuffle", bool, False, "Keep a dataset's order.", _DATASET, "--disable-shuffle"
+    ),
+    option(
+        "no_oversample", bool, False, "Do not repeat prompts of a short file.", _DATASET,
+        "--no-oversample",
+    ),
+    option(
+        "trace_start", float, 0.0, "Begin at this second of a trace.", _DATASET
+    ),
+    option(
+        "trace_duration", float, math.inf, "Replay so many seconds of a trace.", _DATASET,
+        show_default="to its end",
+    ),
+    option("trace_speedup", float, 1.0, "2: a trace runs in half its time.", _DATASET),
+    option(
+        "max_input_len", int | None, None, "Cut a trace's prompts to so many tokens.", _DATASET,
+        min=1,
+    ),
+    option(
+        "max_output_len", int | None, None, "Cut a trace's answers to so many tokens.", _DATASET,
+        min=1,
+    ),
+]  # fmt: skip
+
+TRAFFIC_OPTIONS = [
+    option(
+        "request_rate", float, math.inf, "Requests a second; inf: all at once.", _TRAFFIC,
+        show_default="inf",
+    ),
+    option(
+        "burstiness", float, 1.0,
+        "1: a Poisson process; below: burstier; above: more regular (gamma intervals).", _TRAFFIC,
+    ),
+    option(
+        "ramp_up_strategy", str | None, None, "Let the rate rise: linear or exponential.", _TRAFFIC
+    ),
+    option("ramp_up_start_rps", float | None, None, "From this rate.", _TRAFFIC),
+    option("ramp_up_end_rps", float | None, None, "To this rate.", _TRAFFIC),
+    option(
+        "max_concurrency", int | None, None, "Most requests in flight; others wait their turn.",
+        _TRAFFIC, min=1,
+    ),
+    option(
+        "num_warmups", int, 0, "Send the first request so often before.", _TRAFFIC, min=0
+    ),
+]  # fmt: skip
+
+_SAMPLED = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "frequency_penalty": float,
+    "presence_penalty": float, "repetition_penalty": float, "logprobs": int,
+}  # fmt: skip
+
+SAMPLING_OPTIONS = [
+    option(
+        "ignore_eos", bool | None, None, "Ask for answers of full length.", _SAMPLING,
+        show_default="for random prompts and traces",
+    ),
+    *(
+        option(name, kind | None, None, f"Send {name}.", _SAMPLING)
+        for name, kind in _SAMPLED.items()
+    ),
+    option(
+        "extra_body", str | None, None, "Fields for each request, as a JSON object.", _SAMPLING,
+        parser=json_object, metavar="JSON",
+    ),
+]  # fmt: skip
+
+RESULT_OPTIONS = [
+    option(
+        "percentile_metrics", str, "ttft,tpot,itl",
+        "Also e2el, client_queue_time, e2el_including_client_queue.", _RESULT, metavar="NAMES",
+    ),
+    option("metric_percentiles", str, "99", "Such as 50,90,99.", _RESULT, metavar="LIST"),
+    option(
+        "goodput", list[str], [],
+        "Limits in ms that make a request good: ttft:500 tpot:50 e2el:9000.", _RESULT,
+        metavar="KEY:MS",
+    ),
+    option("label", str | None, None, "A name for this run.", _RESULT),
+    option("metadata", list[str], [], "Goes into the result, as NAME=VALUE.", _RESULT),
+    option("disable_tqdm", bool, False, "Show no progress.", _RESULT, "--disable-tqdm"),
+    option("save_result", bool, False, "Write the result to a file.", _RESULT, "--save-result"),
+    option(
+        "save_detailed", bool, False, "With each request's times, lengths, text and error.",
+        _RESULT, "--save-detailed",
+    ),
+    option(
+        "append_result", bool, False, "Add the result to the file as a line.", _RESULT,
+        "--append-result",
+    ),
+    option("result_dir", Path | None, None, "The file's folder.", _RESULT, metavar="FOLDER"),
+    option(
+        "result_filename", str | None, None, "The file's name.", _RESULT,
+        show_default="from label, rate, model and date",
+    ),
+    option("as_json", bool, False, "Print the result as one JSON object.", _RESULT, "--json"),
+]  # fmt: skip
+
+
+def pairs(name: str, texts: list[str]) -> dict[str, str]:
+    """NAME=VALUE each."""
+    found = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"--{name} {text!r} is not NAME=VALUE")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def spread(values: dict[str, Any], more: list[str]) -> None:
+    """vLLM lets --goodput, --header and --metadata take several words; here the words after the
+    first arrive as arguments, and each goes back to the option of its form.
+    """
+    for word in more:
+        form = ("goodput",) if re.match(r"\w+:[^=]*$", word) else ("header", "metadata")
+        given = [name for name in form if values[name]]
+        if len(given) != 1:
+            raise ValueError(
+                f"{word!r} belongs to no option"
+                + (" or to several: repeat --header and --metadata" if given else "")
+            )
+        values[given[0]].append(word)
+    values["goodput"] = [pair for text in values["goodput"] for pair in re.split(r"[\s,]+", text)]
+
+
+def settings(values: Mapping[str, Any]) -> Settings:
+    """Raises `ValueError` for values that do not go together."""
+    from octavo.bench.load import arrivals, client, metrics, traces
+    from octavo.bench.load.benchmark import Settings
+
+    headers = pairs("header", values["header"])
+    if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, headers):
+        headers["Authorization"] = f"Bearer {key}"
+    host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
+    strategy = values["ramp_up_strategy"]
+    ramp = None
+    if strategy is not None:
+        if strategy not in ("linear", "exponential"):
+            raise ValueError(f"--ramp-up-strategy {strategy!r} is neither linear nor exponential")
+        if values["ramp_up_start_rps"] is None or values["ramp_up_end_rps"] is None:
+            raise ValueError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
+        ramp = arrivals.Ramp(strategy, values["ramp_up_start_rps"], values["ramp_up_end_rps"])
+    elif values["ramp_up_start_rps"] is not None or values["ramp_up_end_rps"] is not None:
+        raise ValueError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    arrivals.check(values["request_rate"], values["burstiness"], ramp)
+    if values["prompt_format"] not in ("auto", "ids", "text"):
+        raise ValueError(f"--prompt-format {values['prompt_format']!r} is none of auto, ids, text")
+    window = traces.Window(
+        start=values["trace_start"],
+        duration=values["trace_duration"],
+        speedup=values["trace_speedup"],
+        max_input_len=values["max_input_len"],
+        max_output_len=values["max_output_len"],
+        most=values["num_prompts"],
+    )
+    window.check()
+    lengths = {name: values[name] for name in _LENGTHS}
+    if values["input_len"] is not None:
+        lengths["random_input_len"] = values["input_len"]
+    if values["output_len"] is not None:
+        lengths |= {name: values["output_len"] for name in _LENGTHS if name.endswith("output_len")}
+    built = Settings(
+        **lengths,
+        **{name: values[name] for name in _AS_THEY_ARE},
+        base_url=values["base_url"] or f"http://{host}:{values['port']}",
+        headers=headers,
+        window=window,
+        ramp=ramp,
+        sampling={name: values[name] for name in _SAMPLED},
+        extra_body=values["extra_body"] or {},
+        metrics=tuple(metrics.parse_metrics(values["percentile_metrics"])),
+        percentiles=tuple(metrics.parse_percentiles(values["metric_percentiles"])),
+        goodput=metrics.parse_goodput(values["goodput"]),
+        metadata=pairs("metadata", values["metadata"]),
+        progress=not values["disable_tqdm"],
+    )
+    built.check()
+    client.Client(client.Target.of(built.url), headers)  # refuses what is no URL or header
+    return built
+
+
+_LENGTHS = (
+    "random_input_len", "random_output_len", "prefix_repetition_output_len", "custom_output_len",
+    "sharegpt_output_len",
+)  # fmt: skip
+_AS_THEY_ARE = (
+    "backend", "endpoint", "insecure", "model", "served_model_name", "tokenizer", "prompt_format",
+    "ready_check_timeout_sec", "request_timeout_sec", "dataset_name", "dataset_path", "num_prompts",
+    "seed", "random_range_ratio", "random_prefix_len", "prefix_repetition_prefix_len",
+    "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes", "disable_shuffle",
+    "no_oversample", "request_rate", "burstiness", "max_concurrency", "num_warmups", "ignore_eos",
+    "label", "save_detailed",
+)  # fmt: skip
+
+
+@takes(
+    values=(
+        SERVER_OPTIONS + DATASET_OPTIONS + TRAFFIC_OPTIONS + SAMPLING_OPTIONS + RESULT_OPTIONS,
+        dict,
+    ),
+)
+def command(
+    values: dict[str, Any],
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+) -> None:
+    """Load a server and measure what its clients would feel.
+
+    Options and result are those of vllm bench serve; OPENAI_API_KEY is sent if set. Requests leave
+    at their own times whether or not others have been answered. Ctrl-C reports what has been.
+    """
+    try:
+        spread(values, more or [])
+        asked = settings(values)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+    import uvloop
+
+    from octavo.bench.load import benchmark, report
+    from octavo.checkpoint.base import CheckpointError
+
+    try:
+        result = uvloop.run(benchmark.benchmark(asked))
+    except (benchmark.LoadError, benchmark.DatasetError, CheckpointError, ValueError) as error:
+        typer.echo(f"octavo: {error}", err=True)
+        raise typer.Exit(1) from None
+    short = benchmark.without_requests(result)
+    if values["as_json"]:
+        print(json.dumps(result if asked.save_detailed else short))
+    else:
+        print(report.table(short, list(asked.metrics)))
+    if values["save_result"] or values["append_result"]:
+        name = values["result_filename"] or benchmark.file_name(asked, result)
+        path = (values["result_dir"] or Path()) / name
+        benchmark.save(
+            path, result if asked.save_detailed else short, append=values["append_result"]
+        )
+        print(f"result in {path}", file=sys.stderr)
+    if result["interrupted"]:
+        raise typer.Exit(130)
+    if not result["completed"]:
+        raise typer.Exit(1)

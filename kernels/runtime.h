@@ -175,6 +175,9 @@ class Runtime {
     // [logits, vocab_size] of the last step.
     float *logits() const { return reinterpret_cast<float *>(logits_.data()); }
 
+    // Of the last step: how many times the threads met.
+    int64_t num_jobs() const { return int64_t(jobs_.size()); }
+
     void set_profiling(bool on) { profiling_ = on; }
     const std::vector<Region> &regions() const { return regions_; }
     void reset_profile();

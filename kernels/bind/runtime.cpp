@@ -190,6 +190,7 @@ void bind_runtime(nb::module_ &m) {
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert())
         .def("transfer", &transfer, "blocks"_a.noconvert(), "data"_a.noconvert(), "to_arena"_a)
+        .def_prop_ro("num_jobs", &Runtime::num_jobs)
         .def("set_profiling", &Runtime::set_profiling)
         .def("reset_profile", &Runtime::reset_profile)
         .def("profile", [](const Runtime &runtime) {

@@ -117,7 +117,6 @@ def test_live_values_never_overlap(family: str) -> None:
         for buffer in used(region.work):
             spans.setdefault(id(buffer), (buffer, []))[1].append(index)
 
-
     def meeting(index: int) -> bool:
         """Whether all threads meet before this region."""
         here, before = result.regions[index], result.regions[index - 1]
@@ -159,3 +158,10 @@ def test_a_value_that_nobody_wrote_is_refused() -> None:
     cut = type(program)(program.config, program.ops[1:], program.widths, program.weights)
     with pytest.raises(ValueError, match="reads x before anything writes it"):
         lower.lower(cut, {}, Formats())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_op_is_in_one_region(family: str) -> None:
+    config = tiny.config(family)
+    ops = [op for region in plan(config).regions for op in region.ops]
+    assert ops == list(range(len(families.program(config).ops)))

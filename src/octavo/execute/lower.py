@@ -158,6 +158,7 @@ class Region(NamedTuple):
     name: str
     selected: bool  # over the rows that want logits only
     work: Work
+    ops: tuple[int, ...] = ()  # of the program, that it computes
 
 
 class Plan(NamedTuple):
@@ -275,10 +276,12 @@ class _Lowering:
         self.regions.append(Region("", self.selected, work))
         return work.steps
 
-    def _step(self, name: str, step: RowStep) -> None:
+    def _step(self, name: str, step: RowStep, *ops: int) -> None:
         steps = self._rows()
         region = self.regions[-1]
-        self.regions[-1] = region._replace(name=f"{region.name} {name}".strip())
+        self.regions[-1] = region._replace(
+            name=f"{region.name} {name}".strip(), ops=region.ops + ops
+        )
         steps.append(step)
         for part in step:
             if isinstance(part, View):
@@ -287,9 +290,13 @@ class _Lowering:
                 part.last = len(self.regions) - 1
 
     def _region(
-        self, name: str, work: Linears | Attention | Logits, used: Iterable[Buffer]
+        self,
+        name: str,
+        work: Linears | Attention | Logits,
+        used: Iterable[Buffer],
+        ops: Iterable[int],
     ) -> None:
-        self.regions.append(Region(name, self.selected, work))
+        self.regions.append(Region(name, self.selected, work, tuple(ops)))
         for buffer in used:
             buffer.last = len(self.regions) - 1
 
@@ -357,32 +364,32 @@ class _Lowering:
         match op:
             case model.Embed():
                 self._rows()
-                self._step("embed", Embed(op.weight, self._new_value(i), op.scale))
+                self._step("embed", Embed(op.weight, self._new_value(i), op.scale), i)
             case model.RmsNorm():
                 self._rows()
                 x = self.views[reads[0]]
                 out = self._in_place(i, reads[0])
-                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps))
+                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps), i)
             case model.Add():
                 self._rows()
                 x, y = self.views[reads[0]], self.views[reads[1]]
-                self._step("add", Add(x, y, self._in_place(i, *reads)))
+                self._step("add", Add(x, y, self._in_place(i, *reads)), i)
             case model.GatedActivation():
                 self._rows()
                 gate, up = self.views[reads[0]], self.views[reads[1]]
-                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation))
+                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation), i)
             case model.RopeAndStoreKv():
                 self._rope(i, op)
             case model.PagedAttention():
                 q, out = self.views[reads[0]], self._new_after_rows(i)
                 work = Attention(q, out, op.layer, op.scale, op.softcap)
                 name = "attention" if op.window is None else "attention (window)"
-                self._region(name, work, (q.buffer, out.buffer))
+                self._region(name, work, (q.buffer, out.buffer), (i,))
             case model.Linear():
                 return self._linears(i)
             case model.Logits():
                 buffer = self._prepare(reads[0], self.formats[op.weight])
-                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,))
+                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,), (i,))
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> None:
@@ -391,7 +398,7 @@ class _Lowering:
             self.angles[op.rope] = self._new_view(2 * op.rope.dim)
             self._step("angles", Angles(op.rope, self.angles[op.rope]))
         q, k, v = (self.views[value] for value in self.uses[i].reads)
-        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer))
+        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer), i)
         self.views[self.uses[i].writes[0]] = q
 
     def _new_after_rows(self, i: int) -> View:
@@ -442,7 +449,10 @@ class _Lowering:
             parts.append(LinearPart(op.weight, buffer, out, op.bias))
         name = "+".join(part.weight.rpartition(".")[2] for part in parts)
         used = [part.activations for part in parts] + [part.out.buffer for part in parts]
-        self._region(name, Linears(parts, accumulate), used)
+        indices = [j for j, _ in ops]
+        if accumulate:
+            indices.append(indices[-1] + 1)  # the addition
+        self._region(name, Linears(parts, accumulate), used, indices)
 
 
 def _stretches(regions: list[Region]) -> list[range]:

@@ -6,13 +6,23 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = ("smollm2", "gemma3-270m")
+MADE = ("smollm2-q4_0", "llama-1b-q4_0")  # by make_models.py
 CACHE = Path(__file__).resolve().parent.parent / "build" / "peers"
 
 
 def models(arguments: Sequence[str] | None) -> dict[str, Path]:
-    """NAME=PATH arguments as a dict; without any, the known models that have been pulled."""
+    """NAME=PATH arguments as a dict; without any, the known models that have been pulled.
+
+    An argument that is a path alone is named after its file.
+    """
     if arguments:
-        return {name: Path(path) for name, _, path in (a.partition("=") for a in arguments)}
+        pairs = (a.rpartition("=") for a in arguments)
+        return {name or Path(path).stem: Path(path) for name, _, path in pairs}
     from octavo.checkpoint import pull  # only here: a reference half runs without octavo
 
     return {name: path for name in NAMES if (path := pull.cached(name))}
+
+
+def made(name: str) -> Path:
+    """Where `make_models.py` puts a model of `MADE`."""
+    return CACHE / f"{name}.gguf"

@@ -14,8 +14,16 @@ UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64,
     range(13)
 )
 SCALARS = dict(enumerate("BbHhIif?")) | {UINT64: "Q", INT64: "q", FLOAT64: "d"}
-F32, F16, Q4_0, Q8_0, Q4_K = 0, 1, 2, 8, 12
-BLOCKS = {F32: (1, 4), F16: (1, 2), Q4_0: (32, 18), Q8_0: (32, 34), Q4_K: (256, 144), 30: (1, 2)}
+F32, F16, Q4_0, Q4_1, Q8_0, Q4_K = 0, 1, 2, 3, 8, 12
+BLOCKS = {
+    F32: (1, 4),
+    F16: (1, 2),
+    Q4_0: (32, 18),
+    Q4_1: (32, 20),
+    Q8_0: (32, 34),
+    Q4_K: (256, 144),
+    30: (1, 2),
+}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 

@@ -13,7 +13,10 @@ namespace {
 
 constexpr int64_t kFine = 64;     // positions in the fine part of a rope table
 constexpr int64_t kTileRows = 64; // queries (of one head) that attention takes at once
-constexpr int64_t kActivationBytes = 512 * 1024; // prepared rows that stay in a core's cache
+// Rows that a thread takes through a stretch at once (what they need stays in its own cache), in
+// units of the linear kernels' tile.
+constexpr int64_t kChunkRows = 32;
+constexpr int64_t kRowUnit = 8;
 
 [[noreturn]] void refuse(const std::string &message) {
     throw std::invalid_argument(message);
@@ -73,6 +76,7 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
       block_bytes_(config.layers_per_group * 2 * config.num_kv_heads * config.head_dim *
                    config.block_size * 2),
       shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
+      shared_rows_(kChunkRows * config.threads),
       logits_(size_t(config.max_logits_rows * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
       tile_tokens_(std::max<int64_t>(1, kTileRows * config.num_kv_heads / config.num_heads)),
@@ -160,18 +164,30 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
     return int64_t(ropes_.size()) - 1;
 }
 
-void Runtime::allocate_activations(int64_t bytes) {
-    check_range("activation bytes", bytes, 0, int64_t(1) << 40);
-    activations_ = Memory(size_t(bytes));
+void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
+    check_range("activation bytes", row_bytes, 0, int64_t(1) << 30);
+    check_range("local activation bytes", local_row_bytes, 0, int64_t(1) << 30);
+    if (row_bytes % 64 != 0 || local_row_bytes % 64 != 0)
+        refuse("activation rows are not whole cache lines");
+    row_bytes_ = row_bytes;
+    local_row_bytes_ = local_row_bytes;
+    activations_ = Memory(size_t(row_bytes * config_.max_tokens));
+    local_activations_ = Memory(size_t(local_row_bytes * shared_rows_));
 }
 
-void Runtime::check_value(const Value &value, int64_t width, bool selected,
-                          const char *what) const {
-    const int64_t rows = selected ? config_.max_logits_rows : config_.max_tokens;
-    const int64_t end = value.offset + ((rows - 1) * value.stride + width) * int64_t(sizeof(float));
+void Runtime::check_value(const Value &value, int64_t width, const char *what) const {
+    const int64_t end = value.offset + value.stride * int64_t(sizeof(float));
     if (value.offset < 0 || value.offset % 64 != 0 || value.stride < width || width < 1 ||
-        end > int64_t(activations_.size())) {
+        value.stride % 16 != 0 || end > (value.local ? local_row_bytes_ : row_bytes_)) {
         refuse(std::string(what) + " does not fit the activation arena");
+    }
+}
+
+void Runtime::check_prepared(const Prepared &rows, Format format, int64_t k) const {
+    const int64_t end = rows.offset + int64_t(tier_.linear.activation_bytes(format, 1, k));
+    if (rows.offset < 0 || rows.offset % 64 != 0 ||
+        end > (rows.local ? local_row_bytes_ : row_bytes_)) {
+        refuse("prepared rows do not fit the activation arena");
     }
 }
 
@@ -184,14 +200,6 @@ void Runtime::check_vector(int64_t index, int64_t size) const {
     check_range("vector size", int64_t(vectors_[size_t(index)].size()), size, size);
 }
 
-void Runtime::check_activations(int64_t offset, Format format, int64_t k, bool selected) const {
-    const int64_t rows = selected ? config_.max_logits_rows : config_.max_tokens;
-    const auto bytes = int64_t(tier_.linear.activation_bytes(format, rows, k));
-    if (offset < 0 || offset % 64 != 0 || offset + bytes > int64_t(activations_.size())) {
-        refuse("prepared activations do not fit the activation arena");
-    }
-}
-
 void Runtime::check_layer(int64_t group, int64_t layer) const {
     check_range("KV group", group, 0, int64_t(config_.windows.size()) - 1);
     check_range("layer of a KV group", layer, 0, config_.layers_per_group - 1);
@@ -200,7 +208,7 @@ void Runtime::check_layer(int64_t group, int64_t layer) const {
 void Runtime::add_region(Region region) {
     const bool selected = region.selected;
     const auto value = [&](const Value &v, int64_t width, const char *what) {
-        check_value(v, width, selected, what);
+        check_value(v, width, what);
     };
     const auto check_step = [&](const auto &step) {
         using Step = std::decay_t<decltype(step)>;
@@ -226,7 +234,7 @@ void Runtime::add_region(Region region) {
             value(step.out, step.width, "gated output");
         } else if constexpr (std::is_same_v<Step, PrepareStep>) {
             value(step.x, step.k, "linear input");
-            check_activations(step.offset, Format(step.format), step.k, selected);
+            check_prepared(step.out, Format(step.format), step.k);
         } else if constexpr (std::is_same_v<Step, AngleStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
@@ -241,50 +249,47 @@ void Runtime::add_region(Region region) {
                 refuse("keys of selected rows only");
         } else {
             static_assert(std::is_same_v<Step, GatherStep>);
-            check_value(step.x, step.width, false, "gathered input");
+            value(step.x, step.width, "gathered input");
             value(step.out, step.width, "gathered output");
-            if (!selected)
-                refuse("gathering for all rows");
+            if (!selected || step.x.local)
+                refuse("gathering for all rows, or from a thread's");
         }
     };
     if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
         for (const RowStep &step : rows->steps)
             std::visit(check_step, step);
     } else if (auto *linear = std::get_if<LinearRegion>(&region.work)) {
-        size_t row_bytes = 1;
         for (const LinearPart &part : linear->parts) {
             check_matrix(part.matrix);
             const PackedMatrix &matrix = matrices_[size_t(part.matrix)];
             value(part.out, matrix.n, "linear output");
-            check_activations(part.activations, matrix.format, matrix.k, selected);
+            check_prepared(part.activations, matrix.format, matrix.k);
             if (part.bias >= 0)
                 check_vector(part.bias, matrix.n);
             linear->blocks += column_blocks(matrix.n);
-            row_bytes = std::max(row_bytes,
-                                 tier_.linear.activation_bytes(matrix.format, 64, matrix.k) / 64);
         }
-        linear->chunk = std::max<int64_t>(64, kActivationBytes / int64_t(row_bytes) / 64 * 64);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         check_layer(attention->group, attention->layer);
         value(attention->q, config_.num_heads * config_.head_dim, "q");
         value(attention->out, config_.num_heads * config_.head_dim, "attention output");
-        if (selected)
-            refuse("attention of selected rows only");
+        if (selected || attention->q.local || attention->out.local)
+            refuse("attention of selected rows only, or of a thread's");
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
         check_matrix(logits->matrix);
         const PackedMatrix &matrix = matrices_[size_t(logits->matrix)];
         check_range("logits matrix rows", matrix.n, config_.vocab_size, config_.vocab_size);
-        check_activations(logits->activations, matrix.format, matrix.k, true);
-        if (!selected)
-            refuse("logits of all rows");
+        check_prepared(logits->activations, matrix.format, matrix.k);
+        if (!selected || logits->activations.local)
+            refuse("logits of all rows, or of a thread's");
     }
     const bool attends = std::holds_alternative<AttentionRegion>(region.work);
     regions_.push_back(std::move(region));
     if (attends)
         regions_.push_back(Region{"attention merge", false, MergeRegion{}, 0.0});
     jobs_.reserve(regions_.size() + 1);
-    job_regions_.reserve(regions_.size() + 1);
+    spans_.reserve(regions_.size() + 1);
     job_ends_.resize(regions_.size() + 1);
+    chunk_seconds_.resize(regions_.size() * size_t(pool_.size()));
 }
 
 void Runtime::reset_profile() {
@@ -387,57 +392,125 @@ void Runtime::step(const StepBatch &batch) {
     const ThreadPool::Time start =
         profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
     const auto work = [this](int64_t job, int thread, int64_t begin, int64_t end) {
-        const int64_t index = job_regions_[size_t(job)];
-        if (index < 0)
+        const Span &span = spans_[size_t(job)];
+        if (span.first == span.last)
             return copy_blocks(begin, end);
-        const Region &region = regions_[size_t(index)];
-        const auto run_region = [&](const auto &each) {
-            if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
-                merge(std::get<AttentionRegion>(regions_[size_t(index) - 1].work), begin, end);
-            } else {
-                run(each, row_count(region.selected), thread, begin, end);
-            }
-        };
-        std::visit(run_region, region.work);
+        if (!span.chunked)
+            return run_items(span.first, thread, begin, end);
+        const int64_t rows = row_count(regions_[span.first].selected);
+        std::byte *local = local_activations_.data() + thread * kChunkRows * local_row_bytes_;
+        for (int64_t row = begin * kRowUnit; row < end * kRowUnit; row += kChunkRows) {
+            const int64_t last = std::min({rows, end * kRowUnit, row + kChunkRows});
+            run_chunk(span, thread, Scope{row, last, local, kChunkRows});
+        }
     };
     pool_.run(jobs_.data(), int64_t(jobs_.size()), work, profiling_ ? job_ends_.data() : nullptr);
-    if (!profiling_)
-        return;
-    ThreadPool::Time before = start;
+    if (profiling_)
+        account(start);
+}
+
+// Adds the times of the jobs to their regions'. Regions done without meeting share their job's time
+// in proportion to what they took on all threads together.
+void Runtime::account(ThreadPool::Time before) {
+    const auto of_all_threads = [&](size_t index) {
+        double seconds = 0.0;
+        for (size_t at = index; at < chunk_seconds_.size(); at += regions_.size())
+            seconds += chunk_seconds_[at];
+        return seconds;
+    };
     for (size_t job = 0; job < jobs_.size(); ++job) {
-        if (job_regions_[job] >= 0) {
-            regions_[size_t(job_regions_[job])].seconds +=
-                std::chrono::duration<double>(job_ends_[job] - before).count();
-        }
+        const double seconds = std::chrono::duration<double>(job_ends_[job] - before).count();
         before = job_ends_[job];
+        const Span &span = spans_[job];
+        double total = 0.0;
+        for (size_t i = span.first; i < span.last; ++i)
+            total += of_all_threads(i);
+        for (size_t i = span.first; i < span.last; ++i)
+            regions_[i].seconds += span.chunked ? seconds * of_all_threads(i) / total : seconds;
     }
+    std::fill(chunk_seconds_.begin(), chunk_seconds_.end(), 0.0);
+}
+
+bool Runtime::is_row_wise(size_t region) const {
+    const auto &work = regions_[region].work;
+    return std::holds_alternative<RowsRegion>(work) || std::holds_alternative<LinearRegion>(work);
+}
+
+Job Runtime::job_of(size_t index, int64_t rows) {
+    const auto job = [&](auto &each) {
+        if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
+            const bool split = std::get<AttentionRegion>(regions_[index - 1].work).split;
+            return Job{split ? num_tiles_ * config_.num_kv_heads : 0, 1};
+        } else {
+            return job_of(each, rows);
+        }
+    };
+    return std::visit(job, regions_[index].work);
 }
 
 void Runtime::plan_jobs() {
     jobs_.clear();
-    job_regions_.clear();
+    spans_.clear();
     if (batch_.num_copies > 0) {
         jobs_.push_back(Job{block_bytes_, std::max<int64_t>(64, block_bytes_ / 32 / 64 * 64)});
-        job_regions_.push_back(-1);
+        spans_.push_back(Span{0, 0, false});
     }
-    for (size_t i = 0; i < regions_.size(); ++i) {
-        Region &region = regions_[i];
-        const int64_t rows = row_count(region.selected);
-        if (rows == 0)
-            continue;
-        const auto job_for = [&](auto &each) {
-            if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
-                const bool split = std::get<AttentionRegion>(regions_[i - 1].work).split;
-                return Job{split ? num_tiles_ * config_.num_kv_heads : 0, 1};
-            } else {
-                return job_of(each, rows);
-            }
-        };
-        const Job job = std::visit(job_for, region.work);
+    for (size_t i = 0; i < regions_.size();) {
+        const bool selected = regions_[i].selected;
+        const int64_t rows = row_count(selected);
+        Span span{i, i + 1, rows > shared_rows_ && is_row_wise(i)};
+        Job job{(rows + kRowUnit - 1) / kRowUnit, kChunkRows / kRowUnit};
+        if (span.chunked) {
+            while (span.last < regions_.size() && regions_[span.last].selected == selected &&
+                   is_row_wise(span.last))
+                ++span.last;
+        } else if (rows > 0) {
+            job = job_of(i, rows);
+        }
+        i = span.last;
         if (job.items == 0)
             continue;
         jobs_.push_back(job);
-        job_regions_.push_back(int64_t(i));
+        spans_.push_back(span);
+    }
+}
+
+// All threads share a region.
+void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
+    const Region &region = regions_[index];
+    const Scope scope{0, row_count(region.selected), local_activations_.data(), shared_rows_};
+    if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
+        run(*rows, scope, begin, end);
+    } else if (const auto *linear = std::get_if<LinearRegion>(&region.work)) {
+        run(*linear, scope, begin, end);
+    } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
+        run(*attention, thread, begin, end);
+    } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
+        run(*logits, scope.end, begin, end);
+    } else {
+        merge(std::get<AttentionRegion>(regions_[index - 1].work), begin, end);
+    }
+}
+
+// One thread does regions one after the other for some rows.
+void Runtime::run_chunk(const Span &span, int thread, const Scope &scope) {
+    ThreadPool::Time before;
+    if (profiling_)
+        before = std::chrono::steady_clock::now();
+    for (size_t i = span.first; i < span.last; ++i) {
+        const Region &region = regions_[i];
+        if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
+            run(*rows, scope, scope.begin, scope.end);
+        } else {
+            const auto &linear = std::get<LinearRegion>(region.work);
+            run(linear, scope, 0, linear.blocks);
+        }
+        if (!profiling_)
+            continue;
+        const ThreadPool::Time now = std::chrono::steady_clock::now();
+        chunk_seconds_[size_t(thread) * regions_.size() + i] +=
+            std::chrono::duration<double>(now - before).count();
+        before = now;
     }
 }
 
@@ -456,51 +529,54 @@ Job Runtime::job_of(const RowsRegion &, int64_t rows) const {
     return Job{rows, grain_for(rows, pool_.size())};
 }
 
-void Runtime::run(const RowsRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
+void Runtime::run(const RowsRegion &region, const Scope &scope, int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-        for (const RowStep &step : region.steps) {
-            std::visit([&](const auto &each) { run(each, row, rows); }, step);
-        }
+        for (const RowStep &step : region.steps)
+            std::visit([&](const auto &each) { run(each, row, scope); }, step);
     }
 }
 
-void Runtime::run(const EmbedStep &step, int64_t row, int64_t) {
+void Runtime::run(const EmbedStep &step, int64_t row, const Scope &scope) {
     const PackedMatrix &matrix = matrices_[size_t(step.matrix)];
-    float *out = row_of(step.out, row);
+    float *out = row_of(step.out, row, scope);
     tier_.linear.dequantize_row(matrix, batch_.token_ids[row], out);
     if (step.scale != 1.0f)
         tier_.row.scale(out, step.scale, matrix.k);
 }
 
-void Runtime::run(const NormStep &step, int64_t row, int64_t) {
+void Runtime::run(const NormStep &step, int64_t row, const Scope &scope) {
     const float *weight = vectors_[size_t(step.weight)].data();
-    const float *x = row_of(step.x, row);
-    float *out = row_of(step.out, row);
+    const float *x = row_of(step.x, row, scope);
+    float *out = row_of(step.out, row, scope);
     for (int64_t i = 0; i < step.width; i += step.group) {
         tier_.row.rms_norm(x + i, weight, out + i, step.group, step.eps);
     }
 }
 
-void Runtime::run(const AddStep &step, int64_t row, int64_t) {
-    tier_.row.add(row_of(step.x, row), row_of(step.y, row), row_of(step.out, row), step.width);
+void Runtime::run(const AddStep &step, int64_t row, const Scope &scope) {
+    tier_.row.add(row_of(step.x, row, scope), row_of(step.y, row, scope),
+                  row_of(step.out, row, scope), step.width);
 }
 
-void Runtime::run(const GateStep &step, int64_t row, int64_t) {
+void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
     const auto gate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
-    gate(row_of(step.gate, row), row_of(step.up, row), row_of(step.out, row), step.width);
+    gate(row_of(step.gate, row, scope), row_of(step.up, row, scope), row_of(step.out, row, scope),
+         step.width);
 }
 
-void Runtime::run(const PrepareStep &step, int64_t row, int64_t rows) {
-    tier_.linear.prepare(Format(step.format), row_of(step.x, 0), step.x.stride, rows, step.k,
-                         activations_.data() + step.offset, row, row + 1);
+void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {
+    const auto format = Format(step.format);
+    const size_t bytes = tier_.linear.activation_bytes(format, 1, step.k);
+    tier_.linear.prepare(format, row_of(step.x, row, scope), step.x.stride, 1, step.k,
+                         row_of(step.out, row, bytes, scope), 0, 1);
 }
 
-void Runtime::run(const AngleStep &step, int64_t row, int64_t) {
+void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {
     const RopeTable &rope = ropes_[size_t(step.rope)];
     const int64_t position = batch_.positions[row];
     const double *coarse = rope.coarse.data() + position / kFine * rope.dim;
     const double *fine = rope.fine.data() + position % kFine * rope.dim;
-    float *cosines = row_of(step.out, row);
+    float *cosines = row_of(step.out, row, scope);
     float *sines = cosines + rope.dim;
     for (int64_t i = 0; i < rope.dim / 2; ++i) {
         const double c = coarse[2 * i] * fine[2 * i] - coarse[2 * i + 1] * fine[2 * i + 1];
@@ -516,13 +592,13 @@ void Runtime::run(const AngleStep &step, int64_t row, int64_t) {
     }
 }
 
-void Runtime::run(const RopeStoreStep &step, int64_t row, int64_t) {
+void Runtime::run(const RopeStoreStep &step, int64_t row, const Scope &scope) {
     const RopeTable &rope = ropes_[size_t(step.rope)];
     const auto rotate = rope.interleaved ? tier_.row.rope_pairs : tier_.row.rope_halves;
-    const float *cosines = row_of(step.angles, row);
+    const float *cosines = row_of(step.angles, row, scope);
     const float *sines = cosines + rope.dim;
     const int64_t dim = config_.head_dim;
-    float *q = row_of(step.q, row);
+    float *q = row_of(step.q, row, scope);
     for (int64_t h = 0; h < config_.num_heads; ++h)
         rotate(q + h * dim, cosines, sines, rope.dim);
 
@@ -532,8 +608,8 @@ void Runtime::run(const RopeStoreStep &step, int64_t row, int64_t) {
         table(step.group, token_seqs_[size_t(row)])[position / config_.block_size];
     std::byte *keys = block(index) + step.layer * 2 * config_.num_kv_heads * head_bytes();
     std::byte *values = keys + config_.num_kv_heads * head_bytes();
-    float *k = row_of(step.k, row);
-    const float *v = row_of(step.v, row);
+    float *k = row_of(step.k, row, scope);
+    const float *v = row_of(step.v, row, scope);
     for (int64_t h = 0; h < config_.num_kv_heads; ++h) {
         rotate(k + h * dim, cosines, sines, rope.dim);
         auto *key = reinterpret_cast<uint16_t *>(keys + h * head_bytes());
@@ -544,45 +620,39 @@ void Runtime::run(const RopeStoreStep &step, int64_t row, int64_t) {
     }
 }
 
-void Runtime::run(const GatherStep &step, int64_t row, int64_t) {
-    std::memcpy(row_of(step.out, row), row_of(step.x, batch_.logits_rows[row]),
+void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {
+    std::memcpy(row_of(step.out, row, scope), row_of(step.x, batch_.logits_rows[row]),
                 size_t(step.width) * sizeof(float));
 }
 
 // Linear layers
 
-Job Runtime::job_of(const LinearRegion &region, int64_t rows) const {
-    const int64_t items = (rows + region.chunk - 1) / region.chunk * region.blocks;
-    return Job{items, grain_for(items, pool_.size())};
+Job Runtime::job_of(const LinearRegion &region, int64_t) const {
+    return Job{region.blocks, grain_for(region.blocks, pool_.size())};
 }
 
-void Runtime::run(const LinearRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
-    while (begin < end) {
-        const int64_t row_begin = begin / region.blocks * region.chunk;
-        const int64_t row_end = std::min(rows, row_begin + region.chunk);
-        const int64_t first = begin % region.blocks;
-        const int64_t last = std::min(region.blocks, first + end - begin);
-        begin += last - first;
-        int64_t base = 0;
-        for (const LinearPart &part : region.parts) {
-            const PackedMatrix &matrix = matrices_[size_t(part.matrix)];
-            const int64_t count = column_blocks(matrix.n);
-            const int64_t low = std::max(first - base, int64_t(0));
-            const int64_t high = std::min(last - base, count);
-            base += count;
-            if (low >= high)
-                continue;
-            tier_.linear.matmul(matrix, activations_.data() + part.activations, rows, row_begin,
-                                row_end, low, high, row_of(part.out, 0), part.out.stride,
-                                region.accumulate);
-            if (part.bias < 0)
-                continue;
-            const float *bias = vectors_[size_t(part.bias)].data() + low * kColumns;
-            const int64_t width = std::min(matrix.n, high * kColumns) - low * kColumns;
-            for (int64_t row = row_begin; row < row_end; ++row) {
-                float *out = row_of(part.out, row) + low * kColumns;
-                tier_.row.add(out, bias, out, width);
-            }
+// Column blocks [begin, end) of all parts together.
+void Runtime::run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end) {
+    const int64_t rows = scope.end - scope.begin;
+    int64_t base = 0;
+    for (const LinearPart &part : region.parts) {
+        const PackedMatrix &matrix = matrices_[size_t(part.matrix)];
+        const int64_t count = column_blocks(matrix.n);
+        const int64_t low = std::max(begin - base, int64_t(0));
+        const int64_t high = std::min(end - base, count);
+        base += count;
+        if (low >= high)
+            continue;
+        float *out = row_of(part.out, scope.begin, scope);
+        tier_.linear.matmul(matrix, row_of(part.activations, scope.begin, row_bytes(matrix), scope),
+                            rows, 0, rows, low, high, out, part.out.stride, region.accumulate);
+        if (part.bias < 0)
+            continue;
+        const float *bias = vectors_[size_t(part.bias)].data() + low * kColumns;
+        const int64_t width = std::min(matrix.n, high * kColumns) - low * kColumns;
+        for (int64_t row = 0; row < rows; ++row) {
+            float *to = out + row * part.out.stride + low * kColumns;
+            tier_.row.add(to, bias, to, width);
         }
     }
 }
@@ -592,10 +662,12 @@ Job Runtime::job_of(const LogitsRegion &region, int64_t) const {
     return Job{blocks, grain_for(blocks, pool_.size())};
 }
 
-void Runtime::run(const LogitsRegion &region, int64_t rows, int, int64_t begin, int64_t end) {
+void Runtime::run(const LogitsRegion &region, int64_t rows, int64_t begin, int64_t end) {
     const PackedMatrix &matrix = matrices_[size_t(region.matrix)];
-    tier_.linear.matmul(matrix, activations_.data() + region.activations, rows, 0, rows, begin, end,
-                        logits(), config_.vocab_size, false);
+    const std::byte *activations =
+        activations_.data() + region.activations.offset * config_.max_tokens;
+    tier_.linear.matmul(matrix, activations, rows, 0, rows, begin, end, logits(),
+                        config_.vocab_size, false);
     if (region.softcap == 0.0f)
         return;
     const int64_t width = std::min(matrix.n, end * kColumns) - begin * kColumns;
@@ -673,7 +745,7 @@ Job Runtime::job_of(AttentionRegion &region, int64_t) const {
     return Job{items, 1};
 }
 
-void Runtime::run(const AttentionRegion &region, int64_t, int thread, int64_t begin, int64_t end) {
+void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {
     const AttentionShape shape = shape_of(region);
     const int64_t heads = config_.num_kv_heads;
     float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;

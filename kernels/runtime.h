@@ -29,10 +29,17 @@ struct RuntimeConfig {
     HalfKind kv_kind;
 };
 
-// A matrix [tokens, width] in the activation arena; rows are `stride` floats apart.
+// A matrix [rows, width] of floats in an activation arena, which has room for some number of rows:
+// it begins at offset times that number, and its rows are `stride` floats apart.
 struct Value {
-    int64_t offset; // bytes
+    int64_t offset; // bytes a row of the arena
     int64_t stride;
+    bool local; // lives between two meetings of the threads only: in the thread's own arena
+};
+// Rows prepared for linear layers, laid out likewise.
+struct Prepared {
+    int64_t offset;
+    bool local;
 };
 
 // Row-wise steps: each reads and writes one token's rows only.
@@ -58,12 +65,12 @@ struct GateStep {
     int64_t width;
     bool gelu;
 };
-// Prepares a row for linear layers of a format. `offset` is that of the prepared activations.
+// Prepares a row for linear layers of a format.
 struct PrepareStep {
     Value x;
     int64_t format;
     int64_t k;
-    int64_t offset;
+    Prepared out;
 };
 // Fills a row of cosines and sines (dim each) for the token's position.
 struct AngleStep {
@@ -90,7 +97,7 @@ struct RowsRegion {
 };
 struct LinearPart {
     int64_t matrix;
-    int64_t activations; // offset of the prepared activations
+    Prepared activations;
     Value out;
     int64_t bias; // a vector, or -1
 };
@@ -98,7 +105,6 @@ struct LinearRegion {
     std::vector<LinearPart> parts;
     bool accumulate;
     int64_t blocks = 0; // column blocks of all parts
-    int64_t chunk = 0;  // rows that pass by all weights before the next
 };
 struct AttentionRegion {
     Value q, out;
@@ -112,7 +118,7 @@ struct AttentionRegion {
 struct MergeRegion {};
 struct LogitsRegion {
     int64_t matrix;
-    int64_t activations;
+    Prepared activations;
     float softcap;
 };
 
@@ -160,13 +166,17 @@ class Runtime {
     int64_t add_vector(std::vector<float> values);
     // A rotation of the leading `dim` elements of a head by position * frequencies[i].
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies);
-    void allocate_activations(int64_t bytes);
+    // Bytes that a row takes in the arena of all rows, and in those of the threads.
+    void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
     void add_region(Region region);
 
     // Throws std::invalid_argument naming what is wrong with the batch; nothing has run then.
     void step(const StepBatch &batch);
     // [logits, vocab_size] of the last step.
     float *logits() const { return reinterpret_cast<float *>(logits_.data()); }
+
+    // Of the last step: how many times the threads met.
+    int64_t num_jobs() const { return int64_t(jobs_.size()); }
 
     void set_profiling(bool on) { profiling_ = on; }
     const std::vector<Region> &regions() const { return regions_; }
@@ -181,6 +191,18 @@ class Runtime {
         std::vector<double> coarse; // [positions / kFine][dim / 2][cos, sin]
         std::vector<double> fine;   // [kFine][dim / 2][cos, sin]
     };
+    // Rows that run by themselves, and where the local values of the first of them are.
+    struct Scope {
+        int64_t begin, end;
+        std::byte *local;
+        int64_t capacity; // rows for which `local` is laid out
+    };
+    // A job: regions [first, last) that threads do one after the other without meeting, a chunk of
+    // rows at a time, or one region shared by its own kind of item.
+    struct Span {
+        size_t first, last;
+        bool chunked;
+    };
     // Consecutive query tokens of one sequence that attention takes at once.
     struct QueryTile {
         int32_t seq;
@@ -193,15 +215,20 @@ class Runtime {
     void plan_jobs();
     void copy_blocks(int64_t begin, int64_t end);
 
+    bool is_row_wise(size_t region) const;
+    Job job_of(size_t index, int64_t rows);
     // A region's items in this step (0: nothing to do), and the work on a range of them.
     Job job_of(const RowsRegion &region, int64_t rows) const;
     Job job_of(const LinearRegion &region, int64_t rows) const;
     Job job_of(const LogitsRegion &region, int64_t rows) const;
     Job job_of(AttentionRegion &region, int64_t rows) const;
-    void run(const RowsRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
-    void run(const LinearRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
-    void run(const LogitsRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
-    void run(const AttentionRegion &region, int64_t rows, int thread, int64_t begin, int64_t end);
+    void account(ThreadPool::Time start);
+    void run_items(size_t index, int thread, int64_t begin, int64_t end);
+    void run_chunk(const Span &span, int thread, const Scope &scope);
+    void run(const RowsRegion &region, const Scope &scope, int64_t begin, int64_t end);
+    void run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end);
+    void run(const LogitsRegion &region, int64_t rows, int64_t begin, int64_t end);
+    void run(const AttentionRegion &region, int thread, int64_t begin, int64_t end);
     void merge(const AttentionRegion &region, int64_t begin, int64_t end);
 
     AttentionShape shape_of(const AttentionRegion &region) const;
@@ -212,17 +239,36 @@ class Runtime {
                 const float *state) const;
     float *slot(int64_t item) const;
 
-    void run(const EmbedStep &step, int64_t row, int64_t rows);
-    void run(const NormStep &step, int64_t row, int64_t rows);
-    void run(const AddStep &step, int64_t row, int64_t rows);
-    void run(const GateStep &step, int64_t row, int64_t rows);
-    void run(const PrepareStep &step, int64_t row, int64_t rows);
-    void run(const AngleStep &step, int64_t row, int64_t rows);
-    void run(const RopeStoreStep &step, int64_t row, int64_t rows);
-    void run(const GatherStep &step, int64_t row, int64_t rows);
+    void run(const EmbedStep &step, int64_t row, const Scope &scope);
+    void run(const NormStep &step, int64_t row, const Scope &scope);
+    void run(const AddStep &step, int64_t row, const Scope &scope);
+    void run(const GateStep &step, int64_t row, const Scope &scope);
+    void run(const PrepareStep &step, int64_t row, const Scope &scope);
+    void run(const AngleStep &step, int64_t row, const Scope &scope);
+    void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
+    void run(const GatherStep &step, int64_t row, const Scope &scope);
 
+    // Row `row` of a value; a local one is of the scope's rows.
+    float *row_of(const Value &value, int64_t row, const Scope &scope) const {
+        std::byte *base = value.local ? scope.local + value.offset * scope.capacity
+                                      : activations_.data() + value.offset * config_.max_tokens;
+        return reinterpret_cast<float *>(base) +
+               (row - (value.local ? scope.begin : 0)) * value.stride;
+    }
+    // A value that is not local.
     float *row_of(const Value &value, int64_t row) const {
-        return reinterpret_cast<float *>(activations_.data() + value.offset) + row * value.stride;
+        return reinterpret_cast<float *>(activations_.data() + value.offset * config_.max_tokens) +
+               row * value.stride;
+    }
+    // Row `row` of prepared rows.
+    std::byte *row_of(const Prepared &rows, int64_t row, size_t row_bytes,
+                      const Scope &scope) const {
+        std::byte *base = rows.local ? scope.local + rows.offset * scope.capacity
+                                     : activations_.data() + rows.offset * config_.max_tokens;
+        return base + (row - (rows.local ? scope.begin : 0)) * int64_t(row_bytes);
+    }
+    size_t row_bytes(const PackedMatrix &matrix) const {
+        return tier_.linear.activation_bytes(matrix.format, 1, matrix.k);
     }
     int64_t row_count(bool selected) const { return selected ? batch_.logits : batch_.tokens; }
     const int32_t *table(int64_t group, int64_t seq) const {
@@ -231,10 +277,10 @@ class Runtime {
     }
     int64_t head_bytes() const { return config_.head_dim * config_.block_size * 2; }
 
-    void check_value(const Value &value, int64_t width, bool selected, const char *what) const;
+    void check_value(const Value &value, int64_t width, const char *what) const;
     void check_matrix(int64_t index) const;
     void check_vector(int64_t index, int64_t size) const;
-    void check_activations(int64_t offset, Format format, int64_t k, bool selected) const;
+    void check_prepared(const Prepared &rows, Format format, int64_t k) const;
     void check_layer(int64_t group, int64_t layer) const;
 
     const Tier &tier_;
@@ -248,10 +294,16 @@ class Runtime {
     std::vector<std::vector<float>> vectors_;
     std::vector<RopeTable> ropes_;
     std::vector<Region> regions_;
-    std::vector<Job> jobs_;            // of this step
-    std::vector<int64_t> job_regions_; // the region of each; -1: the copies
+    std::vector<Job> jobs_;   // of this step
+    std::vector<Span> spans_; // the regions of each; none: the copies
     std::vector<ThreadPool::Time> job_ends_;
+    std::vector<double> chunk_seconds_; // [threads][regions], of this step, while profiling
+    int64_t row_bytes_ = 0;             // a row's, in the arena of all rows
+    int64_t local_row_bytes_ = 0;
+    // With no more rows than this, threads share out columns, not rows, and their arenas are one.
+    const int64_t shared_rows_;
     Memory activations_;
+    Memory local_activations_;
     Memory logits_;
     Memory arena_;
 

@@ -86,8 +86,10 @@ void transfer(Runtime &runtime, const Ints<1> &blocks, ByteRows &rows, bool to_a
 } // namespace
 
 void bind_runtime(nb::module_ &m) {
-    nb::class_<Value>(m, "Value", "A [tokens, width] matrix: byte offset, floats between rows.")
-        .def(nb::init<int64_t, int64_t>(), "offset"_a, "stride"_a);
+    nb::class_<Value>(m, "Value", "kernels/runtime.h")
+        .def(nb::init<int64_t, int64_t, bool>(), "offset"_a, "stride"_a, "local"_a);
+    nb::class_<Prepared>(m, "Prepared", "kernels/runtime.h")
+        .def(nb::init<int64_t, bool>(), "offset"_a, "local"_a);
 
     nb::class_<EmbedStep>(m, "EmbedStep")
         .def(nb::init<int64_t, Value, float>(), "matrix"_a, "out"_a, "scale"_a);
@@ -100,7 +102,7 @@ void bind_runtime(nb::module_ &m) {
         .def(nb::init<Value, Value, Value, int64_t, bool>(), "gate"_a, "up"_a, "out"_a, "width"_a,
              "gelu"_a);
     nb::class_<PrepareStep>(m, "PrepareStep")
-        .def(nb::init<Value, int64_t, int64_t, int64_t>(), "x"_a, "format"_a, "k"_a, "offset"_a);
+        .def(nb::init<Value, int64_t, int64_t, Prepared>(), "x"_a, "format"_a, "k"_a, "out"_a);
     nb::class_<AngleStep>(m, "AngleStep").def(nb::init<int64_t, Value>(), "rope"_a, "out"_a);
     nb::class_<RopeStoreStep>(m, "RopeStoreStep")
         .def(nb::init<Value, Value, Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "k"_a, "v"_a,
@@ -110,7 +112,7 @@ void bind_runtime(nb::module_ &m) {
 
     nb::class_<RowsRegion>(m, "RowsRegion").def(nb::init<std::vector<RowStep>>(), "steps"_a);
     nb::class_<LinearPart>(m, "LinearPart")
-        .def(nb::init<int64_t, int64_t, Value, int64_t>(), "matrix"_a, "activations"_a, "out"_a,
+        .def(nb::init<int64_t, Prepared, Value, int64_t>(), "matrix"_a, "activations"_a, "out"_a,
              "bias"_a);
     nb::class_<LinearRegion>(m, "LinearRegion")
         .def(
@@ -123,7 +125,7 @@ void bind_runtime(nb::module_ &m) {
         .def(nb::init<Value, Value, int64_t, int64_t, float, float>(), "q"_a, "out"_a, "group"_a,
              "layer"_a, "scale"_a, "softcap"_a);
     nb::class_<LogitsRegion>(m, "LogitsRegion")
-        .def(nb::init<int64_t, int64_t, float>(), "matrix"_a, "activations"_a, "softcap"_a);
+        .def(nb::init<int64_t, Prepared, float>(), "matrix"_a, "activations"_a, "softcap"_a);
 
     nb::class_<ThreadPool>(m, "ThreadPool", "kernels/thread_pool.h")
         .def(nb::init<int>(), "threads"_a)
@@ -153,8 +155,8 @@ void bind_runtime(nb::module_ &m) {
         .def_prop_ro("weight_bytes", &Runtime::weight_bytes)
         .def_prop_ro("arena_bytes", &Runtime::arena_bytes)
         .def("activation_bytes",
-             [](const Runtime &runtime, int format, int64_t rows, int64_t k) {
-                 return runtime.tier().linear.activation_bytes(Format(format), rows, k);
+             [](const Runtime &runtime, int format, int64_t k) {
+                 return runtime.tier().linear.activation_bytes(Format(format), 1, k);
              })
         .def("same_activations",
              [](const Runtime &runtime, int a, int b) {
@@ -188,6 +190,7 @@ void bind_runtime(nb::module_ &m) {
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert())
         .def("transfer", &transfer, "blocks"_a.noconvert(), "data"_a.noconvert(), "to_arena"_a)
+        .def_prop_ro("num_jobs", &Runtime::num_jobs)
         .def("set_profiling", &Runtime::set_profiling)
         .def("reset_profile", &Runtime::reset_profile)
         .def("profile", [](const Runtime &runtime) {

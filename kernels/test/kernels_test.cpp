@@ -95,6 +95,19 @@ void test_rows(const Tier &tier) {
         const double inner = std::sqrt(2.0 / M_PI) * (v + 0.044715 * v * v * v);
         expect(tier, "gelu", out[i], 0.5 * v * (1.0 + std::tanh(inner)) * y[i], 2e-6);
     }
+    // Where the exponential is beyond its range, and just before.
+    const Floats edges = {-1e30f, -200.0f, -104.0f, -89.1f, -88.75f, -88.7f, -87.4f, -87.3f,
+                          -0.0f,  87.3f,   87.4f,   88.7f,  88.75f,  89.1f,  200.0f, 1e30f};
+    const Floats ones(edges.size(), 1.0f);
+    Floats gated = ones;
+    row.silu(edges.data(), ones.data(), gated.data(), int64_t(edges.size()));
+    for (size_t i = 0; i < edges.size(); ++i)
+        expect(tier, "silu", gated[i], edges[i] / (1.0 + std::exp(-double(edges[i]))), 1e-6);
+    Floats unknown = {NAN};
+    row.silu(unknown.data(), ones.data(), unknown.data(), 1);
+    if (!std::isnan(unknown[0]))
+        expect(tier, "silu of NaN", 1, 0, 0);
+
     Floats capped = x;
     row.softcap(capped.data(), 2.5f, n);
     for (size_t i = 0; i < x.size(); ++i) {

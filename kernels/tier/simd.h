@@ -98,11 +98,6 @@ inline void store_f16(Vec a, uint16_t *p) {
     const __m256i half = _mm512_cvtps_ph(clamped.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), half);
 }
-// 2^a of whole a in [-126, 127].
-inline Vec exp2_whole(Vec a) {
-    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(a.v), _mm512_set1_epi32(127));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
-}
 // value where a >= bound (false for NaN), other elsewhere.
 inline Vec where_ge(Vec a, Vec bound, Vec value, Vec other) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), other.v, value.v)};
@@ -351,6 +346,25 @@ inline Vec exp_parts(Vec x, Vec &n) {
 
 constexpr float kLowestExp = -87.33654f;
 
+#if defined(__AVX512F__)
+// Scaling by a power of two goes beyond the range by itself, to +inf.
+inline Vec exp_from(Vec x, Vec clamped) {
+    Vec n;
+    const Vec p = exp_parts(clamped, n);
+    const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(kLowestExp), _CMP_NLT_UQ);
+    return {_mm512_maskz_scalef_ps(keep, p.v, n.v)};
+}
+
+// e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above; NaN for NaN.
+inline Vec exp(Vec x) {
+    return exp_from(x, min(Vec::set(89.0f), max(Vec::set(kLowestExp), x)));
+}
+
+// The same for x <= 0, as in a softmax; NaN gives NaN.
+inline Vec exp_of_negative(Vec x) {
+    return exp_from(x, max(Vec::set(kLowestExp), x));
+}
+#else
 // e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above; NaN for NaN.
 inline Vec exp(Vec x) {
     const Vec low = Vec::set(kLowestExp);
@@ -371,6 +385,7 @@ inline Vec exp_of_negative(Vec x) {
     const Vec p = exp_parts(max(low, x), n);
     return where_ge(low, x, Vec::set(0.0f), p * exp2_whole(n));
 }
+#endif
 
 // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^(2u) + 1): absolute error below 2^-22 cap.
 inline Vec softcapped(Vec x, float cap) {

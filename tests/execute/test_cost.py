@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from execute import tiny
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch
-from octavo.execute.cost import CostExecutor, Rates
+from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
-from octavo.model.program import Linear, Logits, PagedAttention
+from octavo.model.program import Linear, Logits, Op, PagedAttention, RmsNorm
 from octavo.sample.params import SamplingParams
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
@@ -48,6 +48,7 @@ spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, 
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
+@settings(deadline=None)
 @given(spans=spans)
 def test_attention_is_counted_as_if_query_by_query(
     family: str, spans: list[tuple[int, int]]
@@ -72,22 +73,67 @@ def test_attention_is_counted_as_if_query_by_query(
     assert counted.ops - without.ops == ops - of_first
 
 
-def test_weights_are_read_once_a_step_and_the_head_only_where_logits_are_wanted() -> None:
+def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> None:
     config = tiny.config()
     compute = program(config)
-    matrices = [op.weight for op in compute.ops if isinstance(op, Linear)]
-    head = next(op.weight for op in compute.ops if isinstance(op, Logits))
+    last = max(i for i, op in enumerate(compute.ops) if isinstance(op, PagedAttention))
 
     def size(role: str) -> int:
         return 2 * int(np.prod(compute.weights[role]))
 
+    def matrices(ops: tuple[Op, ...]) -> int:
+        return sum(size(op.weight) for op in ops if isinstance(op, Linear | Logits))
+
+    def norms(ops: tuple[Op, ...]) -> int:
+        return sum(size(op.weight) for op in ops if isinstance(op, RmsNorm))
+
     one, many = executor().cost(batch([(0, 1)])), executor().cost(batch([(0, 30)]))
     none = executor().cost(batch([(0, 1)], rows=0))
-    assert one.weight_bytes >= sum(map(size, matrices)) + size(head)
-    assert many.weight_bytes - one.weight_bytes == 29 * 2 * config.hidden_size, "embedding rows"
-    assert one.weight_bytes - none.weight_bytes == size(head)
-    linear_ops = sum(size(role) for role in matrices)
-    assert many.ops >= 30 * linear_ops
+    row = 2 * config.hidden_size  # of the embedding
+    assert one.weight_bytes == matrices(compute.ops) + norms(compute.ops) + row
+    assert many.weight_bytes - one.weight_bytes == 29 * row
+    tail = compute.ops[last + 1 :]
+    assert one.weight_bytes - none.weight_bytes == matrices(tail) + norms(tail)
+    assert many.ops >= 30 * matrices(compute.ops[:last]) + matrices(tail)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@settings(deadline=None)
+@given(spans=spans, rows=st.integers(0, 3), copies=st.integers(0, 2))
+def test_the_ops_add_up_to_the_step(
+    family: str, spans: list[tuple[int, int]], rows: int, copies: int
+) -> None:
+    costs = executor(family, Rates(1e9, 2e9, int8_ops_per_second=7e9))
+    step = batch(spans, min(rows, sum(size for _, size in spans)))
+    step.copies = np.zeros((copies, 2), np.int32)
+    ops, total = costs.costs.by_op(step), costs.cost(step)
+    assert len(ops) == len(costs.costs.program.ops)
+    assert sum(op.weight_bytes for op in ops) == total.weight_bytes
+    copied = 2 * copies * costs.layout.block_bytes
+    assert sum(op.kv_bytes for op in ops) + copied == total.kv_bytes
+    assert sum(op.ops for op in ops) == total.ops
+    assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(total.seconds)
+    for op, cost in zip(costs.costs.program.ops, ops, strict=True):
+        assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention)
+
+
+def test_every_kind_of_arithmetic_has_its_peak() -> None:
+    config = tiny.config()
+    compute = program(config)
+    layout = KvLayout.of(config)
+    rates = Rates(1e18, 1e9, int8_ops_per_second=4e9, bf16_ops_per_second=2e9)
+    linear = dict.fromkeys(compute.weights, Arithmetic.INT8)
+    model = CostModel(compute, layout, arithmetic=linear, attention=Arithmetic.BF16)
+    for op, cost in zip(compute.ops, model.by_op(batch([(40, 8)], 8)), strict=True):
+        peak = 1e9
+        if isinstance(op, Linear | Logits):
+            peak = 4e9
+        elif isinstance(op, PagedAttention):
+            peak = 2e9
+        assert cost.seconds(rates) == pytest.approx(cost.ops / peak)
+    assert [Rates(1, 3).peak(kind) for kind in Arithmetic] == [3, 3, 3]
+    with pytest.raises(ValueError, match="positive"):
+        Rates(int8_ops_per_second=0)
 
 
 def test_stored_sizes_replace_the_two_bytes_an_element() -> None:

@@ -16,8 +16,8 @@ from octavo.model.config import ModelConfig
 class Formats:
     """Three kinds of prepared activations, as the real kernels have."""
 
-    def activation_bytes(self, format: int, rows: int, k: int) -> int:
-        return rows * k * 4
+    def activation_bytes(self, format: int, k: int) -> int:
+        return k * 4
 
     def same_activations(self, a: int, b: int) -> bool:
         wide = {WeightFormat.Q4_K, WeightFormat.Q5_K, WeightFormat.Q6_K}
@@ -27,9 +27,7 @@ class Formats:
 def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) -> lower.Plan:
     program = families.program(config)
     every = dict.fromkeys(program.weights, WeightFormat.Q4_0)
-    return lower.lower(
-        program, every | (formats or {}), Formats(), max_tokens=100, max_logits_rows=10
-    )
+    return lower.lower(program, every | (formats or {}), Formats())
 
 
 def test_a_llama_layer_is_ten_regions() -> None:
@@ -108,27 +106,62 @@ def used(work: lower.Work) -> list[lower.Buffer]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_live_values_never_overlap(family: str) -> None:
-    """Between a buffer's first and last use, nobody else's bytes are in its place."""
+    """Between a buffer's first and last use, nobody else's bytes are in its place.
+
+    In the arena of all rows, "between" is widened to the stretches of regions at either end, in
+    which threads are not at the same place. A local buffer is used in one stretch only.
+    """
     result = plan(tiny.config(family))
     spans: dict[int, tuple[lower.Buffer, list[int]]] = {}
     for index, region in enumerate(result.regions):
         for buffer in used(region.work):
             spans.setdefault(id(buffer), (buffer, []))[1].append(index)
-    total = 0
+
+    def meeting(index: int) -> bool:
+        """Whether all threads meet before this region."""
+        here, before = result.regions[index], result.regions[index - 1]
+        alone = any(isinstance(r.work, lower.Attention | lower.Logits) for r in (here, before))
+        return alone or here.selected != before.selected
+
+    def stretch(index: int) -> tuple[int, int]:
+        first, last = index, index + 1
+        while first > 0 and not meeting(first):
+            first -= 1
+        while last < len(result.regions) and not meeting(last):
+            last += 1
+        return first, last - 1
+
+    def lifetime(buffer: lower.Buffer, uses: list[int]) -> tuple[int, int]:
+        if buffer.local:
+            assert stretch(uses[0]) == stretch(uses[-1])
+            return uses[0], uses[-1]
+        return stretch(uses[0])[0], stretch(uses[-1])[1]
+
     for (a, a_uses), (b, b_uses) in combinations(spans.values(), 2):
-        if max(a_uses[0], b_uses[0]) <= min(a_uses[-1], b_uses[-1]):
-            assert a.offset + a.bytes <= b.offset or b.offset + b.bytes <= a.offset
+        (a_first, a_last), (b_first, b_last) = lifetime(a, a_uses), lifetime(b, b_uses)
+        if a.local == b.local and max(a_first, b_first) <= min(a_last, b_last):
+            assert a.offset + a.row_bytes <= b.offset or b.offset + b.row_bytes <= a.offset
+    totals = {True: 0, False: 0}
     for buffer, uses in spans.values():
         assert buffer.first <= uses[0]
         assert uses[-1] <= buffer.last
         assert buffer.offset % lower.ALIGNMENT == 0
-        assert buffer.offset + buffer.bytes <= result.arena_bytes
-        total += buffer.bytes
-    assert result.arena_bytes < total / 4
+        arena = result.local_row_bytes if buffer.local else result.row_bytes
+        assert buffer.offset + buffer.row_bytes <= arena
+        totals[buffer.local] += buffer.row_bytes
+    assert result.local_row_bytes < totals[True] / 4
+    assert result.row_bytes < totals[False] / 2
 
 
 def test_a_value_that_nobody_wrote_is_refused() -> None:
     program = families.program(tiny.config())
     cut = type(program)(program.config, program.ops[1:], program.widths, program.weights)
     with pytest.raises(ValueError, match="reads x before anything writes it"):
-        lower.lower(cut, {}, Formats(), max_tokens=4, max_logits_rows=4)
+        lower.lower(cut, {}, Formats())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_op_is_in_one_region(family: str) -> None:
+    config = tiny.config(family)
+    ops = [op for region in plan(config).regions for op in region.ops]
+    assert ops == list(range(len(families.program(config).ops)))

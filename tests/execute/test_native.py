@@ -10,7 +10,8 @@ import pytest
 from execute import reference, tiny
 from execute.driving import Driver
 from octavo.checkpoint.base import CheckpointError, WeightFormat
-from octavo.execute.native import NativeExecutor
+from octavo.execute.cost import Arithmetic
+from octavo.execute.native import MERGE, NativeExecutor, arithmetic_of
 from octavo.kv.layout import KvLayout
 from octavo.model import families
 from octavo.model.config import Layer, ModelConfig, Rope
@@ -319,6 +320,25 @@ def test_profile_times_every_region() -> None:
     driver = Driver(tiny.checkpoint(tiny.config()), threads=2)
     driver.executor.start_profile()
     driver.run(tokens_of(tiny.config(), 20))
-    profile = dict(driver.executor.profile())
-    assert {"attn_q+attn_k+attn_v", "attention", "ffn_gate+ffn_up", "logits"} <= profile.keys()
-    assert all(seconds > 0 for name, seconds in profile.items() if name != "attention merge")
+    profile = driver.executor.profile()
+    names = {region.name for region in profile}
+    assert {"attn_q+attn_k+attn_v", "attention", "ffn_gate+ffn_up", "logits"} <= names
+    assert all(region.seconds > 0 for region in profile if region.name != MERGE)
+    # Every op of the program in one region, once, and in order.
+    ops = families.program(tiny.config()).ops
+    assert [op for region in profile for op in region.ops] == list(range(len(ops)))
+    assert 0 < driver.executor.num_meetings <= len(profile)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_its_cost_model_has_the_weights_it_holds(family: str) -> None:
+    for format in (WeightFormat.Q4_0, WeightFormat.Q8_0, WeightFormat.BF16):
+        driver = Driver(tiny.checkpoint(tiny.config(family), format))
+        assert driver.executor.costs.weight_bytes == driver.executor.weight_bytes
+
+
+def test_what_multiplies_a_format() -> None:
+    assert arithmetic_of(WeightFormat.Q4_K, "generic") is Arithmetic.INT8
+    assert arithmetic_of(WeightFormat.BF16, "avx512_bf16") is Arithmetic.BF16
+    assert arithmetic_of(WeightFormat.BF16, "avx512") is Arithmetic.FP32
+    assert arithmetic_of(WeightFormat.F16, "avx512_bf16") is Arithmetic.FP32

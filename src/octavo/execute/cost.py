@@ -1,7 +1,9 @@
-"""An executor that computes nothing and says how long it would have taken.
+"""What a step costs, and an executor that computes nothing and says how long it would have taken.
 
-It counts the bytes and operations of a Program for a Batch. The engine on top of it, with a
-virtual clock, is the simulator: the scheduler and the cache are the real ones.
+`CostModel` counts the bytes and operations of a Program for a Batch, op by op: the one place where
+anything is counted that is called a limit, a share of it, or a prediction. `CostExecutor` makes a
+duration of them. The engine on top of it, with a virtual clock, is the simulator: the scheduler and
+the cache are the real ones.
 
 The duration is a roofline an op: the longer of its memory time and its arithmetic time
 (Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead.
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
 from math import inf
 from typing import NamedTuple
@@ -34,17 +37,56 @@ from octavo.model.program import (
 )
 
 
+class Arithmetic(StrEnum):
+    """The units that an op's multiplications run on, each with its own peak."""
+
+    INT8 = "int8"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
     """What a machine does in a second. The default is infinitely fast."""
 
     bytes_per_second: float = inf  # memory, read or written
-    ops_per_second: float = inf  # a multiply-add is two
+    ops_per_second: float = inf  # in fp32; a multiply-add is two
     step_overhead: float = 0.0  # seconds
+    int8_ops_per_second: float | None = None  # None: as fp32
+    bf16_ops_per_second: float | None = None
 
     def __post_init__(self) -> None:
-        if self.bytes_per_second <= 0 or self.ops_per_second <= 0 or self.step_overhead < 0:
+        peaks = [self.peak(arithmetic) for arithmetic in Arithmetic]
+        if min(self.bytes_per_second, *peaks) <= 0 or self.step_overhead < 0:
             raise ValueError(f"rates must be positive and the overhead not negative: {self}")
+
+    def peak(self, arithmetic: Arithmetic) -> float:
+        """Operations a second."""
+        own = {
+            Arithmetic.INT8: self.int8_ops_per_second,
+            Arithmetic.BF16: self.bf16_ops_per_second,
+        }.get(arithmetic)
+        return self.ops_per_second if own is None else own
+
+    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
+        """The roofline's time for so many bytes and operations."""
+        return max(moved / self.bytes_per_second, computed / self.peak(arithmetic))
+
+
+class OpCost(NamedTuple):
+    """What one op moves and computes in a step."""
+
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+    arithmetic: Arithmetic
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    def seconds(self, rates: Rates) -> float:
+        return rates.seconds(self.bytes, self.ops, self.arithmetic)
 
 
 class StepCost(NamedTuple):
@@ -57,20 +99,127 @@ class StepCost(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """Ops alike: ``fixed`` bytes a step, then bytes and operations a token (or a logits row)."""
+    """An op that is the same in any context: ``fixed`` bytes a step, then bytes and operations a
+    token (or a row that wants logits).
+    """
 
     fixed_bytes: int
     row_bytes: int
     row_ops: int
-    of_logits: bool
+    selected: bool  # only for rows that want logits
+    arithmetic: Arithmetic
+
+    def cost(self, tokens: int, rows: int) -> OpCost:
+        n = rows if self.selected else tokens
+        moved = self.fixed_bytes + n * self.row_bytes if n else 0
+        return OpCost(moved, 0, n * self.row_ops, self.arithmetic)
+
+
+class CostModel:
+    """Counts a Program's bytes and operations for a batch.
+
+    ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
+    element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
+    ``attention`` is the same for attention. Activations are taken to stay in the processor's
+    caches, and after the last attention only rows that want logits are computed.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layout: KvLayout,
+        *,
+        weight_bytes: Mapping[str, int] | None = None,
+        arithmetic: Mapping[str, Arithmetic] | None = None,
+        attention: Arithmetic = Arithmetic.FP32,
+    ) -> None:
+        self.program = program
+        config = program.config
+        self._stored = weight_bytes or {}
+        self._arithmetic = arithmetic or {}
+        self._attention = attention
+        self._block_bytes = layout.block_bytes
+        self._kv_token_bytes = 2 * config.num_kv_heads * config.head_dim * layout.element_bytes
+        self._attention_ops = 4 * config.num_heads * config.head_dim  # a key, for one query
+        self._terms = self._count()
+        self._dense = Counter(term for term in self._terms if isinstance(term, _Term))
+        self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, each once."""
+        return sum(map(self._size, self.program.weights))
+
+    def by_op(self, batch: Batch) -> list[OpCost]:
+        """The cost of each of the program's ops, in their order; block copies belong to none."""
+        tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        spans = _spans(batch)
+        attention = {window: self._attend(spans, window) for window in self._windows}
+        return [
+            term.cost(tokens, rows) if isinstance(term, _Term) else attention[term.window]
+            for term in self._terms
+        ]
+
+    def dense(self, tokens: int, rows: int) -> list[tuple[OpCost, int]]:
+        """Costs of all ops but attention, and how many there are of each."""
+        return [(term.cost(tokens, rows), count) for term, count in self._dense.items()]
+
+    def attention(self, batch: Batch) -> list[tuple[OpCost, int]]:
+        """The same of attention."""
+        spans = _spans(batch)
+        return [(self._attend(spans, window), count) for window, count in self._windows.items()]
+
+    def copied_bytes(self, batch: Batch) -> int:
+        return 2 * len(batch.copies) * self._block_bytes
+
+    def _attend(self, spans: _Spans, window: int | None) -> OpCost:
+        starts, ends = spans
+        keys = _visible(ends, window) - _visible(starts, window)
+        first = 0 if window is None else np.maximum(0, starts - window + 1)
+        # What is seen is read once, and the new is written.
+        moved = int((ends - first + ends - starts).sum()) * self._kv_token_bytes
+        return OpCost(0, moved, int(keys.sum()) * self._attention_ops, self._attention)
+
+    def _elements(self, role: str) -> int:
+        return int(np.prod(self.program.weights[role], dtype=np.int64))
+
+    def _size(self, role: str) -> int:
+        return self._stored.get(role, 2 * self._elements(role))
+
+    def _count(self) -> list[_Term | PagedAttention]:
+        """A term for each op; attention, which depends on the context, stays as it is."""
+        program, terms = self.program, list[_Term | PagedAttention]()
+        attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
+        last_attention = max(attends, default=0)
+        for i, op in enumerate(program.ops):
+            fixed, row, ops, arithmetic = 0, 0, 0, Arithmetic.FP32
+            match op:
+                case PagedAttention():
+                    terms.append(op)
+                    continue
+                case Embed(weight):
+                    row = self._size(weight) // program.weights[weight][0]
+                case Linear(_, weight, _, bias):
+                    fixed = self._size(weight) + (self._size(bias) if bias else 0)
+                    ops = 2 * self._elements(weight)
+                    arithmetic = self._arithmetic.get(weight, arithmetic)
+                case Logits(_, weight):
+                    fixed, ops = self._size(weight), 2 * self._elements(weight)
+                    arithmetic = self._arithmetic.get(weight, arithmetic)
+                case RmsNorm(x, weight):
+                    fixed, ops = self._size(weight), 4 * program.widths[x]
+                case GatedActivation(gate):
+                    ops = 10 * program.widths[gate]
+                case Add(x):
+                    ops = program.widths[x]
+                case RopeAndStoreKv(q, k):
+                    ops = 6 * (program.widths[q] + program.widths[k])
+            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic))
+        return terms
 
 
 class CostExecutor:
-    """Implements Executor without memory or arithmetic.
-
-    ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
-    element. Activations are taken to stay in the processor's caches.
-    """
+    """Implements Executor without memory or arithmetic; arguments as of `CostModel`."""
 
     def __init__(
         self,
@@ -82,38 +231,27 @@ class CostExecutor:
         max_tokens: int = 512,
         max_logits_rows: int = 256,
         weight_bytes: Mapping[str, int] | None = None,
+        arithmetic: Mapping[str, Arithmetic] | None = None,
+        attention: Arithmetic = Arithmetic.FP32,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
         self.rates = rates
+        self.costs = CostModel(
+            program, layout, weight_bytes=weight_bytes, arithmetic=arithmetic, attention=attention
+        )
         self._free = rates == Rates()
-        config = program.config
-        self._kv_token_bytes = 2 * config.num_kv_heads * config.head_dim * layout.element_bytes
-        self._attention_ops = 4 * config.num_heads * config.head_dim  # a key, for one query
-        self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
-        self._terms = _terms(program, weight_bytes or {})
         self._dense = lru_cache(maxsize=65536)(self._dense_cost)
 
     def cost(self, batch: Batch) -> StepCost:
         """Bytes, operations and seconds of one step."""
-        weight_bytes, ops, seconds = self._dense(batch.num_tokens, len(batch.logits_rows))
-        offsets = batch.seq_offsets
-        sizes = np.diff(offsets).astype(np.int64)
-        starts = batch.positions[offsets[:-1]].astype(np.int64)
-        ends = starts + sizes
-        kv_bytes = 0
-        for window, layers in self._windows.items():
-            keys = _visible(ends, window) - _visible(starts, window)
-            first = 0 if window is None else np.maximum(0, starts - window + 1)
-            moved = int((ends - first + sizes).sum()) * self._kv_token_bytes
-            computed = int(keys.sum()) * self._attention_ops
-            seconds += layers * self._time(moved, computed)
-            kv_bytes += layers * moved
-            ops += layers * computed
-        kv_bytes += 2 * len(batch.copies) * self.layout.block_bytes
-        return StepCost(weight_bytes, kv_bytes, ops, seconds + self.rates.step_overhead)
+        weight_bytes, _, ops, seconds = self._dense(batch.num_tokens, len(batch.logits_rows))
+        _, kv_bytes, more_ops, more_seconds = self._sum(self.costs.attention(batch))
+        kv_bytes += self.costs.copied_bytes(batch)
+        seconds += more_seconds + self.rates.step_overhead
+        return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
 
     def execute(self, batch: Batch) -> StepResult:
         return StepResult(None, 0.0 if self._free else self.cost(batch).seconds)
@@ -127,20 +265,26 @@ class CostExecutor:
     def close(self) -> None:
         pass
 
-    def _time(self, moved: int, computed: int) -> float:
-        return max(moved / self.rates.bytes_per_second, computed / self.rates.ops_per_second)
+    def _dense_cost(self, tokens: int, rows: int) -> StepCost:
+        return self._sum(self.costs.dense(tokens, rows))
 
-    def _dense_cost(self, tokens: int, rows: int) -> tuple[int, int, float]:
-        """Weight bytes, operations and seconds of all ops but attention."""
-        total_bytes, total_ops, seconds = 0, 0, 0.0
-        for term, count in self._terms.items():
-            n = rows if term.of_logits else tokens
-            if n:
-                moved, computed = term.fixed_bytes + n * term.row_bytes, n * term.row_ops
-                total_bytes += count * moved
-                total_ops += count * computed
-                seconds += count * self._time(moved, computed)
-        return total_bytes, total_ops, seconds
+    def _sum(self, costs: list[tuple[OpCost, int]]) -> StepCost:
+        return StepCost(
+            sum(count * cost.weight_bytes for cost, count in costs),
+            sum(count * cost.kv_bytes for cost, count in costs),
+            sum(count * cost.ops for cost, count in costs),
+            sum(count * cost.seconds(self.rates) for cost, count in costs),
+        )
+
+
+_Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _spans(batch: Batch) -> _Spans:
+    """The first position of each sequence's tokens and the one after the last."""
+    offsets = batch.seq_offsets
+    starts = batch.positions[offsets[:-1]].astype(np.int64)
+    return starts, starts + np.diff(offsets)
 
 
 def _visible(position: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
@@ -148,34 +292,3 @@ def _visible(position: npt.NDArray[np.int64], window: int | None) -> npt.NDArray
     inside = position if window is None else np.minimum(position, window)
     beyond = position - inside
     return inside * (inside + 1) // 2 + beyond * (window or 0)
-
-
-def _terms(program: Program, stored: Mapping[str, int]) -> Counter[_Term]:
-    def elements(role: str) -> int:
-        return int(np.prod(program.weights[role], dtype=np.int64))
-
-    def size(role: str) -> int:
-        return stored.get(role, 2 * elements(role))
-
-    terms: Counter[_Term] = Counter()
-    for op in program.ops:
-        match op:
-            case Embed(weight):
-                rows = program.weights[weight][0]
-                terms[_Term(0, size(weight) // rows, 0, False)] += 1
-            case Linear(_, weight, _, bias):
-                extra = size(bias) if bias else 0
-                terms[_Term(size(weight) + extra, 0, 2 * elements(weight), False)] += 1
-            case Logits(_, weight):
-                terms[_Term(size(weight), 0, 2 * elements(weight), True)] += 1
-            case RmsNorm(x, weight):
-                terms[_Term(size(weight), 0, 4 * program.widths[x], False)] += 1
-            case GatedActivation(gate):
-                terms[_Term(0, 0, 10 * program.widths[gate], False)] += 1
-            case Add(x):
-                terms[_Term(0, 0, program.widths[x], False)] += 1
-            case RopeAndStoreKv(q, k):
-                terms[_Term(0, 0, 6 * (program.widths[q] + program.widths[k]), False)] += 1
-            case PagedAttention():
-                pass  # depends on the context: counted from the batch
-    return terms

@@ -6,6 +6,9 @@ as one region, row by row. On the way:
 
 - linear layers that share an input become one region, and share its prepared form;
 - a linear layer whose output is only added to the residual stream accumulates into it;
+- with many rows, threads share them out instead of a layer's columns, and each takes its own
+  through the regions between one attention and the next without meeting the others: values that
+  live there only are kept for a few rows a thread, in its cache;
 - after the last attention, only the rows that want logits are computed;
 - values whose lifetimes do not overlap share memory, and element-wise ops work in place.
 
@@ -29,18 +32,22 @@ FLOAT_BYTES = 4
 class Formats(Protocol):
     """What lowering must know about a tier's linear kernels (kernels/linear.h)."""
 
-    def activation_bytes(self, format: int, rows: int, k: int) -> int: ...
+    def activation_bytes(self, format: int, k: int) -> int: ...
 
     def same_activations(self, a: int, b: int) -> bool: ...
 
 
 @dataclass(slots=True, eq=False)
 class Buffer:
-    """A span of the activation arena, used by regions ``first`` … ``last``."""
+    """A span of every row's bytes in an activation arena, used by regions ``first`` … ``last``.
 
-    bytes: int
+    A local one is used within one stretch only, so each thread has its own, of a few rows.
+    """
+
+    row_bytes: int
     first: int
     last: int
+    local: bool = False
     offset: int = -1
 
 
@@ -151,11 +158,15 @@ class Region(NamedTuple):
     name: str
     selected: bool  # over the rows that want logits only
     work: Work
+    ops: tuple[int, ...] = ()  # of the program, that it computes
 
 
 class Plan(NamedTuple):
+    """``row_bytes`` and ``local_row_bytes``: what a row takes in either kind of arena."""
+
     regions: list[Region]
-    arena_bytes: int
+    row_bytes: int
+    local_row_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +219,9 @@ def lower(
     program: model.Program,
     formats: dict[str, WeightFormat],
     kernels: Formats,
-    *,
-    max_tokens: int,
-    max_logits_rows: int,
 ) -> Plan:
     """``formats`` gives every matrix weight's format."""
-    return _Lowering(program, formats, kernels, max_tokens, max_logits_rows).run()
+    return _Lowering(program, formats, kernels).run()
 
 
 class _Lowering:
@@ -222,12 +230,9 @@ class _Lowering:
         program: model.Program,
         formats: dict[str, WeightFormat],
         kernels: Formats,
-        max_tokens: int,
-        max_logits_rows: int,
     ) -> None:
         self.formats = formats
         self.kernels = kernels
-        self.max_rows = {False: max_tokens, True: max_logits_rows}
         self.head_dim = program.config.head_dim
         self.uses, self.widths = _single_assignment(program)
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
@@ -248,8 +253,16 @@ class _Lowering:
             i += self._lower(i)
             if not self.selected and i > last_attention:
                 self._select(i)
-        arena = _place(self.buffers)
-        return Plan(self.regions, arena)
+        stretches = _stretches(self.regions)
+        for buffer in self.buffers:
+            begin, end = stretches[buffer.first], stretches[buffer.last]
+            row_wise = isinstance(self.regions[buffer.first].work, Rows | Linears)
+            buffer.local = begin == end and row_wise
+            if not buffer.local:
+                # Threads are at different places of a stretch at the same time.
+                buffer.first, buffer.last = begin[0], end[-1]
+        sizes = [_place([b for b in self.buffers if b.local is local]) for local in (False, True)]
+        return Plan(self.regions, *sizes)
 
     # Regions
 
@@ -263,10 +276,12 @@ class _Lowering:
         self.regions.append(Region("", self.selected, work))
         return work.steps
 
-    def _step(self, name: str, step: RowStep) -> None:
+    def _step(self, name: str, step: RowStep, *ops: int) -> None:
         steps = self._rows()
         region = self.regions[-1]
-        self.regions[-1] = region._replace(name=f"{region.name} {name}".strip())
+        self.regions[-1] = region._replace(
+            name=f"{region.name} {name}".strip(), ops=region.ops + ops
+        )
         steps.append(step)
         for part in step:
             if isinstance(part, View):
@@ -275,9 +290,13 @@ class _Lowering:
                 part.last = len(self.regions) - 1
 
     def _region(
-        self, name: str, work: Linears | Attention | Logits, used: Iterable[Buffer]
+        self,
+        name: str,
+        work: Linears | Attention | Logits,
+        used: Iterable[Buffer],
+        ops: Iterable[int],
     ) -> None:
-        self.regions.append(Region(name, self.selected, work))
+        self.regions.append(Region(name, self.selected, work, tuple(ops)))
         for buffer in used:
             buffer.last = len(self.regions) - 1
 
@@ -293,8 +312,7 @@ class _Lowering:
 
     def _new_view(self, width: int) -> View:
         stride = -(-width // 16) * 16
-        rows = self.max_rows[self.selected]
-        return View(self._new_buffer(rows * stride * FLOAT_BYTES), width, stride)
+        return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
 
     def _dies(self, value: int, index: int) -> bool:
         return self.last_use.get(value, -1) <= index
@@ -319,9 +337,8 @@ class _Lowering:
             if prepared == value and self.kernels.same_activations(format, other):
                 return buffer
         k = self.widths[value]
-        rows = self.max_rows[self.selected]
         self._rows()
-        buffer = self._new_buffer(self.kernels.activation_bytes(format, rows, k))
+        buffer = self._new_buffer(self.kernels.activation_bytes(format, k))
         self._step("prepare", Prepare(self.views[value], format, buffer))
         self.prepared.append((value, format, buffer))
         return buffer
@@ -347,32 +364,32 @@ class _Lowering:
         match op:
             case model.Embed():
                 self._rows()
-                self._step("embed", Embed(op.weight, self._new_value(i), op.scale))
+                self._step("embed", Embed(op.weight, self._new_value(i), op.scale), i)
             case model.RmsNorm():
                 self._rows()
                 x = self.views[reads[0]]
                 out = self._in_place(i, reads[0])
-                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps))
+                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps), i)
             case model.Add():
                 self._rows()
                 x, y = self.views[reads[0]], self.views[reads[1]]
-                self._step("add", Add(x, y, self._in_place(i, *reads)))
+                self._step("add", Add(x, y, self._in_place(i, *reads)), i)
             case model.GatedActivation():
                 self._rows()
                 gate, up = self.views[reads[0]], self.views[reads[1]]
-                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation))
+                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation), i)
             case model.RopeAndStoreKv():
                 self._rope(i, op)
             case model.PagedAttention():
                 q, out = self.views[reads[0]], self._new_after_rows(i)
                 work = Attention(q, out, op.layer, op.scale, op.softcap)
                 name = "attention" if op.window is None else "attention (window)"
-                self._region(name, work, (q.buffer, out.buffer))
+                self._region(name, work, (q.buffer, out.buffer), (i,))
             case model.Linear():
                 return self._linears(i)
             case model.Logits():
                 buffer = self._prepare(reads[0], self.formats[op.weight])
-                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,))
+                self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,), (i,))
         return 1
 
     def _rope(self, i: int, op: model.RopeAndStoreKv) -> None:
@@ -381,7 +398,7 @@ class _Lowering:
             self.angles[op.rope] = self._new_view(2 * op.rope.dim)
             self._step("angles", Angles(op.rope, self.angles[op.rope]))
         q, k, v = (self.views[value] for value in self.uses[i].reads)
-        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer))
+        self._step("rope", RopeStore(q, k, v, self.angles[op.rope], op.rope, op.layer), i)
         self.views[self.uses[i].writes[0]] = q
 
     def _new_after_rows(self, i: int) -> View:
@@ -432,7 +449,30 @@ class _Lowering:
             parts.append(LinearPart(op.weight, buffer, out, op.bias))
         name = "+".join(part.weight.rpartition(".")[2] for part in parts)
         used = [part.activations for part in parts] + [part.out.buffer for part in parts]
-        self._region(name, Linears(parts, accumulate), used)
+        indices = [j for j, _ in ops]
+        if accumulate:
+            indices.append(indices[-1] + 1)  # the addition
+        self._region(name, Linears(parts, accumulate), used, indices)
+
+
+def _stretches(regions: list[Region]) -> list[range]:
+    """For each region the stretch that it belongs to.
+
+    A stretch is consecutive row-wise and linear regions over the same rows: a thread can take some
+    rows through all of it without meeting the others. Any other region is one by itself.
+    """
+    stretches: list[range] = []
+    for i, region in enumerate(regions):
+        joins = i > 0 and regions[i - 1].selected == region.selected
+        joins &= all(
+            isinstance(each.work, Rows | Linears) for each in regions[max(0, i - 1) : i + 1]
+        )
+        first = stretches[-1].start if joins else i
+        stretches.append(range(first, i + 1))
+    for i in reversed(range(len(stretches) - 1)):
+        if stretches[i + 1].start == stretches[i].start:
+            stretches[i] = stretches[i + 1]
+    return stretches
 
 
 def _place(buffers: list[Buffer]) -> int:
@@ -443,9 +483,9 @@ def _place(buffers: list[Buffer]) -> int:
     placed: list[Buffer] = []
 
     def size(buffer: Buffer) -> int:
-        return -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+        return -(-buffer.row_bytes // ALIGNMENT) * ALIGNMENT
 
-    for buffer in sorted(buffers, key=lambda buffer: -buffer.bytes):
+    for buffer in sorted(buffers, key=lambda buffer: -buffer.row_bytes):
         offset = 0
         for other in sorted(placed, key=lambda other: other.offset):
             if other.last < buffer.first or buffer.last < other.first:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from octavo import _native
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.execute import lower
 from octavo.execute.batch import Batch, Int32, StepResult
+from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Activation, Rope
@@ -21,6 +23,7 @@ from octavo.model.program import Program
 logger = logging.getLogger(__name__)
 
 KV_DTYPES = ("auto", "fp16", "bf16")
+MERGE = "attention merge"  # kernels/runtime.cpp
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -30,8 +33,24 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa))
 
 
+def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
+    """What a tier multiplies a matrix of this format with."""
+    if format not in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
+        return Arithmetic.INT8
+    bf16 = format is WeightFormat.BF16 and isa == "avx512_bf16"
+    return Arithmetic.BF16 if bf16 else Arithmetic.FP32
+
+
 def _tier_name(isa: str | None) -> str:
     return os.environ.get("OCTAVO_ISA", "") if isa is None else isa
+
+
+class RegionTime(NamedTuple):
+    """What the threads do between two meetings, or what one does in turn for some of the rows."""
+
+    name: str
+    ops: tuple[int, ...]  # of the program, that it computes: indices
+    seconds: float
 
 
 class NativeExecutor:
@@ -88,8 +107,21 @@ class NativeExecutor:
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
-        _Loading(runtime, checkpoint, program, layout).load(max_tokens, max_logits_rows)
+        self._regions = _Loading(runtime, checkpoint, program, layout).load(
+            max_tokens, max_logits_rows
+        )
         self.weight_bytes: int = runtime.weight_bytes
+        weights = {role: checkpoint.weights[role] for role in program.weights}
+        bf16_attention = kv_dtype == "bf16" and self.isa == "avx512_bf16"
+        self.costs = CostModel(
+            program,
+            layout,
+            weight_bytes={role: held_bytes(weight, isa) for role, weight in weights.items()},
+            arithmetic={
+                role: arithmetic_of(weight.format, self.isa) for role, weight in weights.items()
+            },
+            attention=Arithmetic.BF16 if bf16_attention else Arithmetic.FP32,
+        )
         self._runtime: _native.Runtime | None = runtime
 
     @property
@@ -134,12 +166,20 @@ class NativeExecutor:
         self._open.reset_profile()
         self._open.set_profiling(True)
 
-    def profile(self) -> list[tuple[str, float]]:
-        """(ops of a region, seconds since `start_profile`, all layers together), longest first."""
-        seconds: dict[str, float] = {}
-        for name, spent in self._open.profile():
-            seconds[name] = seconds.get(name, 0.0) + spent
-        return sorted(seconds.items(), key=lambda item: -item[1])
+    def profile(self) -> list[RegionTime]:
+        """The seconds since `start_profile` of every region, in the order they run in."""
+        regions = iter(self._regions)
+        times = []
+        for name, seconds in self._open.profile():
+            # The runtime adds the merges of split attention, which are part of no op's own region.
+            ops = () if name == MERGE else next(regions).ops
+            times.append(RegionTime(name, ops, seconds))
+        return times
+
+    @property
+    def num_meetings(self) -> int:
+        """How many times the threads met in the last step."""
+        return self._open.num_jobs
 
     def close(self) -> None:
         """Gives back threads and memory. Logits handed out before keep theirs until they go."""
@@ -176,7 +216,8 @@ class _Loading:
             )
         return weight
 
-    def load(self, max_tokens: int, max_logits_rows: int) -> None:
+    def load(self, max_tokens: int, max_logits_rows: int) -> list[lower.Region]:
+        """Returns the regions, in the order they run in."""
         formats: dict[str, WeightFormat] = {}
         matrices = [weight for weight in self.weights.values() if len(weight.shape) == 2]
         self.runtime.allocate_weights(
@@ -191,16 +232,11 @@ class _Loading:
                 )
             else:
                 self.vectors[role] = self.runtime.add_vector(_floats(weight).tolist())
-        plan = lower.lower(
-            self.program,
-            formats,
-            self.runtime,
-            max_tokens=max_tokens,
-            max_logits_rows=max_logits_rows,
-        )
-        self.runtime.allocate_activations(plan.arena_bytes)
+        plan = lower.lower(self.program, formats, self.runtime)
+        self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         for region in plan.regions:
             self.runtime.add_region(region.name, region.selected, self._work(region.work))
+        return plan.regions
 
     def _rope(self, rope: Rope) -> int:
         if rope not in self.ropes:
@@ -224,7 +260,7 @@ class _Loading:
                     [
                         _native.LinearPart(
                             self.matrices[part.weight],
-                            part.activations.offset,
+                            _prepared(part.activations),
                             _value(part.out),
                             -1 if part.bias is None else self.vectors[part.bias],
                         )
@@ -236,7 +272,7 @@ class _Loading:
                 place = self.layout.place(layer)
                 return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
             case lower.Logits(weight, activations, softcap):
-                return _native.LogitsRegion(self.matrices[weight], activations.offset, softcap)
+                return _native.LogitsRegion(self.matrices[weight], _prepared(activations), softcap)
 
     def _step(self, step: lower.RowStep) -> _native.RowStep:
         match step:
@@ -252,7 +288,7 @@ class _Loading:
                 gelu = activation is Activation.GELU_TANH
                 return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
             case lower.Prepare(x, format, buffer):
-                return _native.PrepareStep(_value(x), format, x.width, buffer.offset)
+                return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer))
             case lower.Angles(rope, out):
                 return _native.AngleStep(self._rope(rope), _value(out))
             case lower.RopeStore(q, k, v, angles, rope, layer):
@@ -269,7 +305,11 @@ class _Loading:
 
 
 def _value(view: lower.View) -> _native.Value:
-    return _native.Value(view.buffer.offset, view.stride)
+    return _native.Value(view.buffer.offset, view.stride, view.buffer.local)
+
+
+def _prepared(buffer: lower.Buffer) -> _native.Prepared:
+    return _native.Prepared(buffer.offset, buffer.local)
 
 
 def _floats(weight: Weight) -> npt.NDArray[np.float32]:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -24,9 +24,12 @@ from octavo.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
 from octavo.bench.load.stream import error_message
 from octavo.bench.load.vocabulary import (
     COMMON,
+    FEWEST_WORDS,
+    NO_TOKENS,
     Ids,
     LocalTokenizer,
     ServerTokenizer,
+    Tokens,
     Vocabulary,
     Words,
 )
@@ -42,6 +45,7 @@ DATASETS = (
 )  # fmt: skip
 TRACES = ("trace", "timed_trace", "azure", "mooncake")
 _SYNTHETIC = ("random", "prefix_repetition")
+_TEXTS = ("custom", "sharegpt")
 DEFAULT_PROMPTS = 1000
 
 
@@ -171,8 +175,9 @@ class _Benchmark:
     async def run(self) -> dict[str, Any]:
         settings = self._settings
         self._model_id, self._model_name = await self._model()
-        vocabulary, tokenizer_id, count = await self._vocabulary()
-        samples = self._samples(count)
+        tokens = await self._tokens()
+        vocabulary = await self._vocabulary(tokens)
+        samples = self._samples(tokens.count)
 
         def request(sample: Sample) -> bytes:
             prompt = vocabulary.prompt(sample, settings.seed)
@@ -200,7 +205,7 @@ class _Benchmark:
         run = await load.run()
         progress.close(run)
         self._judge(run, samples)
-        return self._result(run, samples, tokenizer_id, date)
+        return self._result(run, samples, tokens.name, date)
 
     # --- what is asked -------------------------------------------------------------------------
 
@@ -237,58 +242,44 @@ class _Benchmark:
             ) from None
         return first, settings.served_model_name or first
 
-    async def _vocabulary(self) -> tuple[Vocabulary, str | None, Callable[[str], int]]:
-        """How prompts are spelled, the tokenizer's name, and a count of a text's tokens."""
+    async def _tokens(self) -> Tokens:
+        """The tokenizer that was given, else the server's, else none."""
         settings = self._settings
-        want_ids = settings.prompt_format == "ids"
-        ids: list[int] = []
         if settings.tokenizer is not None:
-            local = _local_tokenizer(settings.tokenizer)
-            ids, special, name = local.ids, local.special, settings.tokenizer
+            return _local_tokenizer(settings.tokenizer).tokens(settings.tokenizer)
+        if settings.dataset_name in _TEXTS:
+            return NO_TOKENS  # the texts are there, and the server counts them
+        try:
+            return await ServerTokenizer(self._client, "/tokenize", self._model_name).tokens()
+        except OSError as error:
+            raise LoadError(f"{settings.url}{error}") from None
+        except ValueError as error:
+            if settings.prompt_format == "ids":
+                raise LoadError(f"--prompt-format ids: {error}; give --tokenizer") from None
+            self._notices.append(f"{error} and there is no --tokenizer")
+            return NO_TOKENS
 
-            def count(text: str) -> int:
-                return len(local.encode(text)) + local.special
-
-            words: Callable[[], list[str]] = local.words
-        else:
-            name, special = None, 0
-            server = ServerTokenizer(self._client, "/tokenize", self._model_name)
-            found: list[str] = []
-            if settings.dataset_path is None or settings.dataset_name in TRACES:
-                try:
-                    found, ids = await server.words()
-                    special = await server.special()
-                    name = "/tokenize"
-                except ValueError:
-                    if want_ids:
-                        raise LoadError(
-                            "--prompt-format ids: the server has no /tokenize; give --tokenizer"
-                        ) from None
-                    self._notices.append(
-                        "no tokenizer (the server has no /tokenize; give --tokenizer): prompts are "
-                        "common words, their lengths about what was asked"
-                    )
-
-            words = lambda: found or list(COMMON)  # noqa: E731
-
-            def count(text: str) -> int:
-                return len(text.split())
-
-        if settings.dataset_name in ("custom", "sharegpt"):
-            return Words(["-"]), name, count
-        if ids and not settings.chat and settings.prompt_format != "text":
-            refusal = "" if want_ids else await self._refuses_ids(ids[-4:])
+    async def _vocabulary(self, tokens: Tokens) -> Vocabulary:
+        """Token ids where they can be sent, else words."""
+        settings = self._settings
+        if settings.dataset_name in _TEXTS:
+            return Words(COMMON)
+        if tokens.ids and not settings.chat and settings.prompt_format != "text":
+            refusal = ""
+            if settings.prompt_format == "auto":
+                refusal = await self._refuses_ids(tokens.ids[-4:])
             if not refusal:
-                return Ids(ids), name, count
+                return Ids(tokens.ids)
             self._notices.append(f"prompts are text: the server takes no token ids ({refusal})")
-        usable = words()
-        if len(usable) < 16:
-            raise LoadError(f"{name}: too few words are one token each to make text prompts of")
-        return Words(usable, special), name, count
+        words = tokens.words()
+        if len(words) < FEWEST_WORDS:
+            self._notices.append("prompts are common words: their lengths are about what was asked")
+            words = COMMON
+        return Words(words, tokens.special)
 
-    async def _refuses_ids(self, ids: list[int]) -> str:
+    async def _refuses_ids(self, ids: Sequence[int]) -> str:
         """What the server says to a prompt of a few token ids, if it does not take it."""
-        body = self._body(ids, 1) | {"stream": False}
+        body = self._body(list(ids), 1) | {"stream": False}
         body.pop("stream_options", None)
         answer = await self._client.get(
             "POST", self._path, msgspec.json.encode(body), self._settings.request_timeout_sec

@@ -12,7 +12,7 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -118,25 +118,28 @@ class Client:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(timeout, sink.fail, "no answer in time", f"within {timeout:g} s")
         connection = None
+        lost = False
         try:
             while True:
-                connection = self._idle.pop() if self._idle else None
-                kept = connection is not None
-                if connection is None:
-                    connection = await self._connect(timeout)
-                connection.send(request, sink)
+                kept = bool(self._idle) and not lost
+                connection = self._idle.pop() if kept else await self._connect(timeout)
+                connection.send(request, sink, kept)
                 await sink.ended
-                if not (kept and connection.lost_before_answer):
+                lost = connection.lost is sink
+                if not lost:
                     return
                 # The server closed a kept connection just as it was taken again.
-                self._idle.clear()
                 sink.ended = loop.create_future()
-        except (TimeoutError, OSError, ssl.SSLError) as error:
+                if loop.time() >= timer.when():
+                    sink.fail("no answer in time", f"within {timeout:g} s")
+                    return
+        except OSError as error:
             sink.fail(*_connect_error(error))
         finally:
             timer.cancel()
-            if connection is not None and connection.sink is not None:
-                connection.close()  # cancelled, timed out or not wanted
+            # Once answered, the connection may already be another request's.
+            if connection is not None and connection.sink is sink:
+                connection.close()
 
     async def get(self, method: str, path: str, body: bytes = b"", timeout: float = 30) -> Body:
         answer = Body()
@@ -193,16 +196,18 @@ class _Connection(asyncio.Protocol):
     def __init__(self, client: Client) -> None:
         self._client = client
         self.sink: Sink | None = None
-        self.lost_before_answer = False
+        self.lost: Sink | None = None  # whose request can be sent again
+        self._kept = False
         self._answered = self._framed = self._headers_read = False
         self._now = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport: Any = transport
+        self._transport = cast(asyncio.Transport, transport)
         self._client.opened(self)
 
-    def send(self, request: bytes, sink: Sink) -> None:
+    def send(self, request: bytes, sink: Sink, kept: bool) -> None:
+        """``kept``: the connection has answered before, and may be closed already."""
+        self._kept = kept
         self._parser = httptools.HttpResponseParser(self)
         self._answered = self._framed = self._headers_read = False
         self.sink = sink
@@ -233,7 +238,10 @@ class _Connection(asyncio.Protocol):
         if error is None and self._headers_read and not self._framed:
             sink.end()  # a body that ends with its connection
             return
-        self.lost_before_answer = not self._answered
+        if self._kept and not self._answered and not sink.ended.done():
+            self.lost = sink
+            sink.ended.set_result(None)
+            return
         when = "in the middle of an answer" if self._answered else "before an answer"
         sink.fail(f"connection closed {when}", str(error or "by the server"))
 
@@ -266,8 +274,8 @@ class _Connection(asyncio.Protocol):
         sink.end()
 
 
-def _connect_error(error: Exception) -> tuple[str, str]:
-    if isinstance(error, asyncio.TimeoutError):
+def _connect_error(error: OSError) -> tuple[str, str]:
+    if isinstance(error, TimeoutError):
         return "no connection in time", ""
     if isinstance(error, ssl.SSLError):
         return "TLS failed", str(error)

@@ -58,7 +58,7 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     line("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"])
     line("Peak concurrent requests", result["max_concurrent_requests"])
     line("Total token throughput (tok/s)", result["total_token_throughput"])
-    for name in metrics:
+    for name in metrics if result["completed"] else ():
         short, title = LATENCIES[name]
         section(title)
         line(f"Mean {short} (ms)", result[f"mean_{name}_ms"])

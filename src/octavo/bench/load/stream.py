@@ -75,7 +75,7 @@ class _Usage(msgspec.Struct):
 class _Event(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    error: msgspec.Raw | None = None
+    error: msgspec.Raw = msgspec.Raw(b"")
 
 
 _decode = msgspec.json.Decoder(_Event).decode
@@ -135,7 +135,7 @@ class Answer:
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             self.fail("malformed event", f"{error}: {data[:100].decode(errors='replace')}")
             return False
-        if event.error is not None:
+        if bytes(event.error) not in (b"", b"null"):
             self.fail("error event in the stream", error_message(bytes(event.error)))
             return False
         if event.usage is not None:

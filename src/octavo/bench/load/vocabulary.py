@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -54,6 +54,28 @@ war warm was watch water way week weight well went were west what wheel when whe
 white who whole why will wind with wonder wood word work world would write year young your
 """
 COMMON = tuple(COMMON_TEXT.split())
+
+
+FEWEST_WORDS = 64  # to make texts of
+
+
+def _count_words(text: str) -> int:
+    return len(text.split())
+
+
+class Tokens(NamedTuple):
+    """What is known of a tokenizer: ids that stand for text, words that are one token each (made
+    when called for), tokens it puts around a text, and how many it makes of one.
+    """
+
+    name: str | None
+    ids: Sequence[int]
+    words: Callable[[], Sequence[str]]
+    special: int
+    count: Callable[[str], int]
+
+
+NO_TOKENS = Tokens(None, (), tuple, 0, _count_words)
 
 
 class Vocabulary(Protocol):
@@ -121,6 +143,12 @@ class LocalTokenizer:
         self.ids = [i for i in range(backend.get_vocab_size()) if i not in special]
         self._text = lambda i: backend.decode([i])
 
+    def tokens(self, name: str) -> Tokens:
+        def count(text: str) -> int:
+            return len(self.encode(text)) + self.special
+
+        return Tokens(name, self.ids, self.words, self.special, count)
+
     def words(self, most: int = 4096) -> list[str]:
         """Words of the vocabulary that are one token wherever they stand."""
         texts = dict.fromkeys(self._text(i).strip() for i in self.ids)
@@ -141,29 +169,28 @@ class ServerTokenizer:
         self._client, self._path, self._model = client, path, model
 
     async def encode(self, text: str, *, special: bool = False) -> list[int]:
-        """Raises `ValueError` where the server has none."""
+        """Raises `ValueError` where the server has none, `OSError` where it does not answer."""
         for request in (
             {"model": self._model, "prompt": text, "add_special_tokens": special},
             {"content": text, "add_special": special},
         ):
             answer = await self._client.get("POST", self._path, msgspec.json.encode(request))
-            if answer.reason or answer.status != 200:
+            if answer.reason:
+                raise OSError(f"/tokenize: {answer.reason} {answer.detail}".rstrip())
+            if answer.status != 200:
                 continue
             try:
-                ids = msgspec.json.decode(answer.content, type=_Tokens).tokens
+                ids = msgspec.json.decode(answer.content, type=_Answer).tokens
             except msgspec.MsgspecError:
                 continue
             if ids:
                 return ids
         raise ValueError("the server has no /tokenize")
 
-    async def special(self) -> int:
-        """How many special tokens the server puts around a text."""
-        return len(await self.encode("the", special=True)) - len(await self.encode("the"))
-
-    async def words(self) -> tuple[list[str], list[int]]:
-        """Those of `COMMON` that are one token wherever they stand, and their token ids."""
-        await self.encode("the")  # one question before many
+    async def tokens(self) -> Tokens:
+        """Words are those of `COMMON` that are one token wherever they stand; ids all they have."""
+        plain = await self.encode("the")  # one question before many
+        special = len(await self.encode("the", special=True)) - len(plain)
         gate = asyncio.Semaphore(16)
 
         async def twice(word: str) -> list[int]:
@@ -171,9 +198,10 @@ class ServerTokenizer:
                 return await self.encode(f"{word} {word}")
 
         found = await asyncio.gather(*(twice(word) for word in COMMON))
-        single = {word: ids for word, ids in zip(COMMON, found, strict=True) if len(ids) == 2}
-        return list(single), sorted({token for ids in single.values() for token in ids})
+        words = [word for word, ids in zip(COMMON, found, strict=True) if len(ids) == 2]
+        ids = sorted({token for ids in found for token in ids})
+        return Tokens(self._path, ids, lambda: words, special, _count_words)
 
 
-class _Tokens(msgspec.Struct):
+class _Answer(msgspec.Struct):
     tokens: list[int]

@@ -50,12 +50,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from _models import MADE, made, models
-from _peers import llama_cpp
+from _peers import llama_cpp, openvino
 from _peers.base import Figure, Peer, Settings, Task, Unavailable, Workload, label
 from _peers.octavo import Octavo
-from _peers.openvino import OpenVino
 from _peers.results import OURS, Sample, summarize, table
 from _peers.serving import serve
+from octavo import checkpoint
 
 PEERS = ("llama.cpp", "ik_llama.cpp", "openvino")
 CLOSE = 0.9  # of the best: candidates that are probed a second time
@@ -172,9 +172,9 @@ def engines(task: Task, args: argparse.Namespace) -> Iterator[list[Peer]]:
     makers: dict[str, Callable[[], Peer]] = {
         "llama.cpp": lambda: llama_cpp.LlamaCpp(task, args.llama_cpp),
         "ik_llama.cpp": lambda: llama_cpp.IkLlamaCpp(task, args.ik_llama_cpp),
-        "openvino": lambda: OpenVino(task, args.openvino),
+        "openvino": lambda: openvino.OpenVino(task, args.openvino),
     }
-    peers = [Octavo(task, args.python), *(makers[name]() for name in args.peers)]
+    peers = [Octavo(task), *(makers[name]() for name in args.peers)]
     try:
         yield peers
     finally:
@@ -188,6 +188,7 @@ def compare(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     given = {key: getattr(args, key) for key in Lengths._fields if getattr(args, key) is not None}
     task = Task(
         model=model.resolve(),
+        vocab=checkpoint.load(model).config.vocab_size,
         threads=args.threads,
         sequences=max(args.sequences),
         input=args.input,
@@ -234,7 +235,6 @@ def main() -> int:
     parser.add_argument("--llama-cpp", metavar="DIR", help="folder with llama.cpp's programs")
     parser.add_argument("--ik-llama-cpp", metavar="DIR", help="folder with ik_llama.cpp's programs")
     parser.add_argument("--openvino", metavar="PYTHON", help="Python that has openvino-genai")
-    parser.add_argument("--python", default=sys.executable, help="Python that has octavo")
     parser.add_argument(
         "--what", nargs="+", choices=["kernels", "serve"], default=["kernels", "serve"]
     )
@@ -272,7 +272,8 @@ def main() -> int:
     if not args.peers:
         print("no peer to compare with: Octavo alone")
 
-    versions = {name: llama_cpp.version(flags[name]) for name in args.peers if name != "openvino"}
+    ask = {"openvino": openvino.version}
+    versions = {name: ask.get(name, llama_cpp.version)(flags[name]) for name in args.peers}
     report: dict[str, Any] = {
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 Settings = dict[str, str]  # of one engine, by the names of its own options; printed as k=v
 
 
@@ -32,6 +35,7 @@ class Task:
     """The work that every engine does on a model alike. Lengths are in tokens."""
 
     model: Path
+    vocab: int
     threads: int
     prompt: int  # of a prefill
     context: int  # before the first decode step that counts
@@ -41,6 +45,10 @@ class Task:
     output: int
     requests: int  # that each client sends, one after the other
     stream: bool
+
+    def tokens(self, rng: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.int64]:
+        """Random ones from the middle of the vocabulary, where no special tokens are."""
+        return rng.integers(self.vocab // 4, self.vocab * 3 // 4, shape)
 
 
 class Figure(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -13,9 +14,8 @@ from _peers.base import Figure, Peer, Settings, Task, Workload
 class Octavo(Peer):
     name = "octavo"
 
-    def __init__(self, task: Task, python: str) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__(task)
-        self._python = python
         self._worker: worker.Worker | None = None
 
     def candidates(self, workload: Workload) -> list[Settings]:
@@ -23,12 +23,12 @@ class Octavo(Peer):
 
     def kernel(self, workload: Workload, settings: Settings) -> Figure:
         if self._worker is None:
-            self._worker = worker.Worker(self._python, "_peers.octavo", self.task, {})
+            self._worker = worker.Worker(sys.executable, "_peers.octavo", self.task, {})
         return self._worker.measure(workload)
 
     def server(self, clients: int, settings: Settings) -> Callable[[int], list[str]]:
         def command(port: int) -> list[str]:
-            octavo = [self._python, "-c", "from octavo.cli import main; main()", "serve"]
+            octavo = [sys.executable, "-c", "from octavo.cli import main; main()", "serve"]
             out = [*octavo, str(self.task.model), "--port", str(port)]
             return [*out, "--threads", str(self.task.threads), "--served-model-name", "model"]
 
@@ -44,7 +44,6 @@ def main() -> None:
     """The worker's side."""
     import numpy as np
 
-    import octavo
     from octavo import checkpoint as checkpoints
     from octavo.execute.batch import Batch
     from octavo.execute.native import NativeExecutor
@@ -71,13 +70,12 @@ def main() -> None:
     checkpoint.release()
     tables = np.arange(groups * slots * blocks, dtype=np.int32).reshape(groups, slots, blocks)
     rng = np.random.default_rng(0)
-    vocab = checkpoint.config.vocab_size
 
     def step(chosen: range, start: int, length: int) -> float:
         """Runs tokens start … start + length - 1 of each chosen slot; seconds taken."""
         total = length * len(chosen)
         batch = Batch(
-            token_ids=rng.integers(10, vocab, total).astype(np.int32),
+            token_ids=task.tokens(rng, (total,)).astype(np.int32),
             positions=np.tile(np.arange(start, start + length, dtype=np.int32), len(chosen)),
             seq_offsets=np.arange(0, total + 1, length, dtype=np.int32),
             seq_slots=np.array(chosen, np.int32),
@@ -100,7 +98,7 @@ def main() -> None:
         times = [step(range(count), task.context + i, 1) for i in range(task.steps)]
         return count * task.steps / sum(times)
 
-    worker.answer(octavo.__version__, measure)
+    worker.answer(measure)
 
 
 if __name__ == "__main__":

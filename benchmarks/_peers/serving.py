@@ -75,7 +75,7 @@ async def load(
             firsts.append(first)
             latencies.append(time.perf_counter() - began)
 
-    prompts = rng.integers(1000, 40000, (clients, task.requests, task.input)).tolist()
+    prompts = task.tokens(rng, (clients, task.requests, task.input)).tolist()
     began = time.perf_counter()
     await asyncio.gather(*(client(p) for p in prompts))
     wall = time.perf_counter() - began

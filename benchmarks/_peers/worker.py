@@ -2,7 +2,7 @@
 
 It is asked by a line of JSON on its standard input, a workload, and answers with one on its
 standard output, ``{"tokens_per_second": …}``. Its first line, once the model is loaded, is
-``{"ready": version}``.
+``{"ready": true}``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Worker:
             )
         except OSError as error:
             raise Unavailable(f"{python}: {error.strerror}") from None
-        self.version = str(self._read()["ready"])
+        self._read()
 
     def measure(self, workload: Workload) -> Figure:
         assert self._process.stdin is not None
@@ -73,9 +73,9 @@ def arguments() -> tuple[Task, Settings]:
     return Task(**{**task, "model": Path(task["model"])}), json.loads(sys.argv[2])
 
 
-def answer(version: str, measure: Callable[[str, int], float]) -> None:
+def answer(measure: Callable[[str, int], float]) -> None:
     """The other end: measures what is asked until the input ends."""
-    print(json.dumps({"ready": version}), flush=True)
+    print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         kind, count = json.loads(line)
         print(json.dumps({"tokens_per_second": measure(kind, count)}), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from _peers.base import Figure, Peer, Settings, Task, Unavailable, Workload, lab
 from _peers.llama_cpp import IkLlamaCpp, LlamaCpp
 from _peers.octavo import Octavo
 from _peers.results import Sample, summarize, table
+from checkpoint.gguf_writer import tiny_llama
 
 ENGINES = ("octavo", "a", "b")
 PREFILL, DECODE, SERVE = Workload("prefill", 1), Workload("decode", 8), Workload("serve", 16)
@@ -97,8 +99,8 @@ def test_a_faster_machine_changes_no_ratio(rates: dict[str, list[float]], factor
 # --- the run --------------------------------------------------------------------------------------
 
 TASK = Task(
-    model=Path("model.gguf"), threads=2, prompt=512, context=128, steps=32, sequences=32,
-    input=128, output=64, requests=2, stream=False,
+    model=Path("model.gguf"), vocab=1000, threads=2, prompt=512, context=128, steps=32,
+    sequences=32, input=128, output=64, requests=2, stream=False,
 )  # fmt: skip
 
 
@@ -201,7 +203,7 @@ def test_a_worker_that_dies_says_why(tmp_path: Path) -> None:
     """A file that is none: the worker's process ends, and its last words are the reason."""
     broken = tmp_path / "broken.gguf"
     broken.write_bytes(b"not a GGUF file, but long enough to look at")
-    peer = Octavo(Task(**{**TASK.__dict__, "model": broken}), sys.executable)
+    peer = Octavo(Task(**{**TASK.__dict__, "model": broken}))
     with pytest.raises(Unavailable, match="not with the magic"):
         peer.kernel(PREFILL, {})
     peer.close()
@@ -218,3 +220,23 @@ def test_ik_llama_cpps_table_is_read(tmp_path: Path) -> None:
     )
     program.chmod(0o755)
     assert IkLlamaCpp(TASK, str(tmp_path)).kernel(DECODE, {"fa": "on"}).tokens_per_second == 512.25
+
+
+def test_the_command_measures_and_writes_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama().write(tmp_path / "tiny.gguf")
+    out = tmp_path / "out.json"
+    lengths = "--prompt 16 --context 8 --steps 2 --sequences 1 2 --input 8 --output 4 --requests 1"
+    command = f"peers.py --model {model} --peers openvino {lengths} --clients 2 --rounds 1"
+    monkeypatch.setattr(sys, "argv", [*command.split(), "--json", str(out)])
+    assert peers.main() == 0
+    assert "openvino is left out: --openvino does not say where it is" in capsys.readouterr().out
+    report = json.loads(out.read_text())
+    assert report["not_given"] == ["openvino"]
+    rows = report["models"]["tiny"]["workloads"]
+    assert list(rows) == ["prefill", "decode-1", "decode-2", "serve-2"]
+    for row in rows.values():
+        assert row["octavo"] > 0
+        assert row["ratio_to_best_peer"] is None
+    assert report["models"]["tiny"]["left_out"] == []

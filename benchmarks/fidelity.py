@@ -128,6 +128,7 @@ def octavo_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
         num_blocks=blocks * groups,
         max_tokens=chunk,
         max_logits_rows=chunk,
+        logits_slice=chunk,
         max_seqs=1,
         max_blocks_per_seq=blocks,
         threads=2,

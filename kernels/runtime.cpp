@@ -36,6 +36,7 @@ void check_range(const char *name, int64_t value, int64_t low, int64_t high) {
 const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("max_tokens", config.max_tokens, 1, 1 << 24);
     check_range("max_logits_rows", config.max_logits_rows, 1, config.max_tokens);
+    check_range("logits_slice", config.logits_slice, 1, config.max_logits_rows);
     check_range("max_seqs", config.max_seqs, 1, 1 << 20);
     check_range("max_blocks_per_seq", config.max_blocks_per_seq, 1, 1 << 24);
     check_range("num_blocks", config.num_blocks, 1, INT32_MAX);
@@ -77,7 +78,7 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
                    config.block_size * 2),
       shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
       shared_rows_(kChunkRows * config.threads),
-      logits_(size_t(config.max_logits_rows * config.vocab_size) * sizeof(float)),
+      logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
       tile_tokens_(std::max<int64_t>(1, kTileRows * config.num_kv_heads / config.num_heads)),
       split_below_(4 * config.threads), token_seqs_(size_t(config.max_tokens)),
@@ -387,6 +388,7 @@ void Runtime::make_tiles() {
 void Runtime::step(const StepBatch &batch) {
     validate(batch);
     batch_ = batch;
+    first_logits_ = 0;
     make_tiles();
     plan_jobs();
     const ThreadPool::Time start =
@@ -407,6 +409,26 @@ void Runtime::step(const StepBatch &batch) {
     pool_.run(jobs_.data(), int64_t(jobs_.size()), work, profiling_ ? job_ends_.data() : nullptr);
     if (profiling_)
         account(start);
+}
+
+void Runtime::compute_logits(int64_t first) {
+    check_range("row of logits", first, 0, batch_.logits - 1);
+    first_logits_ = first;
+    for (Region &region : regions_) {
+        const auto *logits = std::get_if<LogitsRegion>(&region.work);
+        if (logits == nullptr)
+            continue;
+        const ThreadPool::Time start =
+            profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
+        const Job job = job_of(*logits, logits_rows());
+        const auto work = [&](int64_t, int, int64_t begin, int64_t end) {
+            run(*logits, begin, end);
+        };
+        ThreadPool::Time end;
+        pool_.run(&job, 1, work, profiling_ ? &end : nullptr);
+        if (profiling_)
+            region.seconds += std::chrono::duration<double>(end - start).count();
+    }
 }
 
 // Adds the times of the jobs to their regions'. Regions done without meeting share their job's time
@@ -486,7 +508,7 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         run(*attention, thread, begin, end);
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
-        run(*logits, scope.end, begin, end);
+        run(*logits, begin, end);
     } else {
         merge(std::get<AttentionRegion>(regions_[index - 1].work), begin, end);
     }
@@ -662,10 +684,12 @@ Job Runtime::job_of(const LogitsRegion &region, int64_t) const {
     return Job{blocks, grain_for(blocks, pool_.size())};
 }
 
-void Runtime::run(const LogitsRegion &region, int64_t rows, int64_t begin, int64_t end) {
+void Runtime::run(const LogitsRegion &region, int64_t begin, int64_t end) {
     const PackedMatrix &matrix = matrices_[size_t(region.matrix)];
-    const std::byte *activations =
-        activations_.data() + region.activations.offset * config_.max_tokens;
+    const int64_t rows = logits_rows();
+    const std::byte *activations = activations_.data() +
+                                   region.activations.offset * config_.max_tokens +
+                                   first_logits_ * int64_t(row_bytes(matrix));
     tier_.linear.matmul(matrix, activations, rows, 0, rows, begin, end, logits(),
                         config_.vocab_size, false);
     if (region.softcap == 0.0f)

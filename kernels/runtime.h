@@ -2,6 +2,7 @@
 // batch by a thread pool, in one call.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <variant>
 #include <vector>
@@ -16,6 +17,7 @@ struct RuntimeConfig {
     int threads;
     int64_t max_tokens;
     int64_t max_logits_rows;
+    int64_t logits_slice; // rows whose logits are held at a time
     int64_t max_seqs;
     int64_t max_blocks_per_seq;
     int64_t num_blocks;
@@ -172,8 +174,14 @@ class Runtime {
 
     // Throws std::invalid_argument naming what is wrong with the batch; nothing has run then.
     void step(const StepBatch &batch);
-    // [logits, vocab_size] of the last step.
+    // Logits [rows, vocab_size] of as many of the wanted rows, from `first` on, as a slice holds;
+    // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
+    // not want.
+    void compute_logits(int64_t first);
     float *logits() const { return reinterpret_cast<float *>(logits_.data()); }
+    int64_t logits_rows() const {
+        return std::min(config_.logits_slice, batch_.logits - first_logits_);
+    }
 
     // Of the last step: how many times the threads met.
     int64_t num_jobs() const { return int64_t(jobs_.size()); }
@@ -227,7 +235,7 @@ class Runtime {
     void run_chunk(const Span &span, int thread, const Scope &scope);
     void run(const RowsRegion &region, const Scope &scope, int64_t begin, int64_t end);
     void run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end);
-    void run(const LogitsRegion &region, int64_t rows, int64_t begin, int64_t end);
+    void run(const LogitsRegion &region, int64_t begin, int64_t end);
     void run(const AttentionRegion &region, int thread, int64_t begin, int64_t end);
     void merge(const AttentionRegion &region, int64_t begin, int64_t end);
 
@@ -305,6 +313,7 @@ class Runtime {
     Memory activations_;
     Memory local_activations_;
     Memory logits_;
+    int64_t first_logits_ = 0; // the row that logits_ begins with
     Memory arena_;
 
     // Attention's work space: states of partitions that wait to be merged, and each thread's own.

@@ -63,6 +63,7 @@ def main() -> None:
         num_blocks=groups * slots * blocks,
         max_tokens=max(task.prompt, task.context, slots),
         max_logits_rows=slots,
+        logits_slice=slots,
         max_seqs=slots,
         max_blocks_per_seq=blocks,
         threads=task.threads,

@@ -27,6 +27,13 @@ void check_size(const char *name, size_t size, size_t expected) {
                                 " entries, not " + std::to_string(expected));
 }
 
+// Rows of logits, in the runtime's own memory.
+nb::object logits(Runtime &runtime) {
+    const size_t shape[2] = {size_t(runtime.logits_rows()), size_t(runtime.config().vocab_size)};
+    return nb::cast(
+        nb::ndarray<nb::numpy, float, nb::ndim<2>>(runtime.logits(), 2, shape, nb::find(runtime)));
+}
+
 nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &positions,
                 const Ints<1> &seq_offsets, const Ints<1> &seq_slots, const Ints<3> &block_tables,
                 const Ints<1> &logits_rows, const Ints<2> &copies) {
@@ -54,9 +61,7 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
         nb::gil_scoped_release release;
         runtime.step(batch);
     }
-    const size_t shape[2] = {logits_rows.size(), size_t(config.vocab_size)};
-    return nb::cast(
-        nb::ndarray<nb::numpy, float, nb::ndim<2>>(runtime.logits(), 2, shape, nb::find(runtime)));
+    return logits(runtime);
 }
 
 // Copies blocks between the arena and `rows`, a block a row.
@@ -134,21 +139,21 @@ void bind_runtime(nb::module_ &m) {
         .def(
             "__init__",
             [](Runtime *self, const std::string &isa, int threads, int64_t max_tokens,
-               int64_t max_logits_rows, int64_t max_seqs, int64_t max_blocks_per_seq,
-               int64_t num_blocks, int64_t vocab_size, std::vector<int64_t> windows,
-               int64_t layers_per_group, int64_t block_size, int64_t num_heads,
-               int64_t num_kv_heads, int64_t head_dim, bool bf16) {
+               int64_t max_logits_rows, int64_t logits_slice, int64_t max_seqs,
+               int64_t max_blocks_per_seq, int64_t num_blocks, int64_t vocab_size,
+               std::vector<int64_t> windows, int64_t layers_per_group, int64_t block_size,
+               int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, bool bf16) {
                 new (self) Runtime(find_tier(isa),
-                                   RuntimeConfig{threads, max_tokens, max_logits_rows, max_seqs,
-                                                 max_blocks_per_seq, num_blocks, vocab_size,
-                                                 std::move(windows), layers_per_group, block_size,
-                                                 num_heads, num_kv_heads, head_dim,
+                                   RuntimeConfig{threads, max_tokens, max_logits_rows, logits_slice,
+                                                 max_seqs, max_blocks_per_seq, num_blocks,
+                                                 vocab_size, std::move(windows), layers_per_group,
+                                                 block_size, num_heads, num_kv_heads, head_dim,
                                                  bf16 ? HalfKind::BF16 : HalfKind::F16});
             },
-            nb::kw_only(), "isa"_a, "threads"_a, "max_tokens"_a, "max_logits_rows"_a, "max_seqs"_a,
-            "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "windows"_a,
-            "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
-            "bf16"_a)
+            nb::kw_only(), "isa"_a, "threads"_a, "max_tokens"_a, "max_logits_rows"_a,
+            "logits_slice"_a, "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a,
+            "windows"_a, "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a,
+            "head_dim"_a, "bf16"_a)
         .def_prop_ro("pool", &Runtime::pool)
         .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
         .def_prop_ro("block_bytes", &Runtime::block_bytes)
@@ -189,6 +194,16 @@ void bind_runtime(nb::module_ &m) {
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert())
+        .def(
+            "logits",
+            [](Runtime &runtime, int64_t first) {
+                {
+                    nb::gil_scoped_release release;
+                    runtime.compute_logits(first);
+                }
+                return logits(runtime);
+            },
+            "first"_a)
         .def("transfer", &transfer, "blocks"_a.noconvert(), "data"_a.noconvert(), "to_arena"_a)
         .def_prop_ro("num_jobs", &Runtime::num_jobs)
         .def("set_profiling", &Runtime::set_profiling)

@@ -151,6 +151,7 @@ class Runtime:
         threads: int,
         max_tokens: int,
         max_logits_rows: int,
+        logits_slice: int,
         max_seqs: int,
         max_blocks_per_seq: int,
         num_blocks: int,
@@ -192,6 +193,7 @@ class Runtime:
         logits_rows: npt.NDArray[np.int32],
         copies: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.float32]: ...
+    def logits(self, first: int) -> npt.NDArray[np.float32]: ...
     def transfer(
         self, blocks: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], to_arena: bool
     ) -> None: ...

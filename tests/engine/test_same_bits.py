@@ -10,7 +10,7 @@ a cache, and every logits row is compared byte for byte.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -22,6 +22,7 @@ import pytest
 
 import octavo.checkpoint
 from execute import tiny
+from octavo import _native
 from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
@@ -32,6 +33,7 @@ from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Float32, Sampled, SamplerState
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
@@ -76,6 +78,7 @@ class Setting:
     max_model_len: int = 400
     kv_dtype: str = "fp16"
     isa: str | None = None  # None: the best this machine has
+    logits_slice: int | None = None
 
 
 @dataclass
@@ -98,21 +101,30 @@ class Trace:
             self.record = delta.record
 
 
-class Recorder:
-    """Observes an engine and keeps every request's logits."""
+class Recorder(NativeSampler):
+    """Draws for an engine, observes it and keeps every request's logits."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int, isa: str, pool: _native.ThreadPool) -> None:
+        super().__init__(vocab_size, isa, pool)
         self.traces: dict[str, Trace] = {}
+        self.drawn_from: dict[int, bytes] = {}  # by the state's id, of this step
 
     def of(self, request_id: str) -> Trace:
         return self.traces.setdefault(request_id, Trace())
 
-    def on_step(self, step: Step) -> None:
-        logits = step.result.logits
+    def sample(
+        self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
+    ) -> Sampled:
         assert logits is not None
-        for seq, row in zip(step.scheduled.samples, step.scheduled.sample_rows, strict=True):
+        for row, state in zip(rows, states, strict=True):
+            self.drawn_from[id(state)] = logits[row].tobytes()
+        return super().sample(logits, rows, states)
+
+    def on_step(self, step: Step) -> None:
+        for seq in step.scheduled.samples:
             trace = self.of(seq.owner.request.request_id)
-            trace.rows.setdefault(seq.choice, []).append(logits[row].tobytes())
+            row = self.drawn_from.pop(id(seq.output.sampler))
+            trace.rows.setdefault(seq.choice, []).append(row)
 
     def on_end(self, record: RequestRecord) -> None:
         pass
@@ -152,16 +164,17 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_logits_rows=limits.logits_rows,
         max_seqs=limits.max_num_seqs,
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
+        logits_slice=setting.logits_slice,
         threads=setting.threads,
         kv_dtype=setting.kv_dtype,
         isa=setting.isa,
     )
     vocab = checkpoint.config.vocab_size
-    recorder = Recorder()
+    recorder = Recorder(vocab, executor.isa, executor.pool)
     engine = Engine(
         executor,
         scheduler,
-        NativeSampler(vocab, executor.isa, executor.pool),
+        recorder,
         RealClock(),
         vocab_size=vocab,
         eos_token_ids={EOS},
@@ -233,6 +246,7 @@ def drawn_setting(
         max_model_len=longest,
         kv_dtype=rng.choice(("fp16", "bf16")),
         isa=rng.choice((None, None, None, "generic")),
+        logits_slice=rng.choice((None, 1, 3)),
     )
 
 

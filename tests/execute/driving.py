@@ -52,6 +52,7 @@ class Driver:
             num_blocks=num_blocks,
             max_tokens=self.MAX_TOKENS,
             max_logits_rows=self.MAX_TOKENS,
+            logits_slice=self.MAX_TOKENS,
             max_seqs=self.MAX_SEQS,
             max_blocks_per_seq=self.MAX_BLOCKS,
             threads=threads,

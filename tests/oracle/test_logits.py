@@ -55,6 +55,7 @@ class Runner:
             num_blocks=groups * blocks,
             max_tokens=chunk,
             max_logits_rows=chunk,
+            logits_slice=chunk,
             max_seqs=1,
             max_blocks_per_seq=blocks,
         )

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.engine.clock import Clock
 from octavo.engine.detokenize import Released
+from octavo.engine.draw import draw
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
 from octavo.sample.params import InvalidParameter, SamplingParams
@@ -24,7 +25,7 @@ from octavo.schedule.request import (
     RequestRecord,
 )
 from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import RequestState, Sequence, Status
+from octavo.schedule.sequence import RequestState, Status
 
 logger = logging.getLogger(__name__)
 
@@ -279,12 +280,8 @@ class Engine:
             return deltas
         try:
             result = self.executor.execute(scheduled.batch)
-            sampled = self.sampler.sample(
-                result.logits,
-                scheduled.sample_rows,
-                [seq.output.sampler for seq in scheduled.samples],
-            )
-            failures = self._score_prompts(scheduled, result)
+            states = [seq.output.sampler for seq in scheduled.samples]
+            sampled, scores = draw(self.sampler, scheduled, states, result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
             self._recover(scheduled, error, deltas)
@@ -293,7 +290,12 @@ class Engine:
         now = self.clock.now()
         for observer in self.observers:
             observer.on_step(Step(scheduled, result, sampled, started, now))
-        failures += [(scheduled.samples[index], why) for index, why in sampled.errors.items()]
+        failures = [(scheduled.samples[index], why) for index, why in sampled.errors.items()]
+        for span, score in scores.items():
+            if isinstance(score, str):
+                failures.append((span.seq, score))
+            else:
+                span.seq.output.prompt_logprobs += score
         for seq, why in failures:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         self.scheduler.commit(scheduled, sampled.token_ids)
@@ -310,32 +312,9 @@ class Engine:
         for seq in scheduled.sequences + scheduled.samples:
             output: _Output = seq.output
             output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
-            if output.prompt_logprobs is not None:
-                del output.prompt_logprobs[1 + seq.num_scored :]
         if not self.scheduler.retry_alone(scheduled):
             for seq in scheduled.sequences:
                 self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
-
-    def _score_prompts(
-        self, scheduled: Scheduled, result: StepResult
-    ) -> list[tuple[Sequence, str]]:
-        """Collect the prompt logprobs of this step's chunks for the request's first delta.
-
-        Returns the sequences whose logits have none, and why.
-        """
-        failures = []
-        for seq, row, position, size in scheduled.prompt_rows:
-            request = seq.owner.request
-            try:
-                seq.output.prompt_logprobs += self.sampler.prompt_logprobs(
-                    result.logits,
-                    range(row, row + size),
-                    request.prompt_token_ids[position : position + size],
-                    request.params.prompt_logprobs or 0,
-                )
-            except ValueError as error:
-                failures.append((seq, str(error)))
-        return failures
 
     def _deliver(
         self, scheduled: Scheduled, sampled: Sampled, now: float, deltas: list[Delta]

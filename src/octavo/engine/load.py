@@ -14,6 +14,7 @@ from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.memory import available_memory
+from octavo.execute.batch import slice_rows
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
@@ -174,9 +175,10 @@ def plan_cache(
 
 
 def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
-    """Bytes of the largest step's activations and logits, in 32-bit floats."""
+    """Bytes of the largest step's activations and held logits, in 32-bit floats."""
     activations = max_tokens * sum(compute.widths.values())
-    return 4 * (activations + max_logits_rows * compute.config.vocab_size)
+    vocab_size = compute.config.vocab_size
+    return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
 
 
 def _longest(layout: KvLayout, num_blocks: int, wanted: int) -> int:

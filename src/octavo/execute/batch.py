@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -36,14 +37,25 @@ class Batch:
         return len(self.token_ids)
 
 
-class StepResult(NamedTuple):
-    """``logits`` is [L, vocab] and belongs to the executor: valid until the next execute.
+def slice_rows(max_logits_rows: int, vocab_size: int) -> int:
+    """Rows of logits that are held at a time: 32 MiB of them, and no fewer than 32.
 
-    None from the cost executor, which computes no numbers.
+    The head's weights are read once a slice, which for so many rows is hidden by the arithmetic.
+    """
+    return min(max_logits_rows, max(32, (32 << 20) // (4 * vocab_size)))
+
+
+class StepResult(NamedTuple):
+    """``logits`` is [rows, vocab] and belongs to the executor: valid until it computes again.
+
+    None from the cost executor, which computes no numbers. A large vocabulary times many sequences
+    is more memory than an executor may want to hold: then these are the first of the L rows only,
+    and ``logits_from(row)`` computes as many from that row on, in the same memory.
     """
 
     logits: Float32 | None
     duration: float  # seconds: measured (native) or predicted (cost)
+    logits_from: Callable[[int], Float32] | None = None
 
 
 class Executor(Protocol):

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from octavo import _native
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.execute import lower
-from octavo.execute.batch import Batch, Int32, StepResult
+from octavo.execute.batch import Batch, Int32, StepResult, slice_rows
 from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvLayout
@@ -56,7 +56,8 @@ class RegionTime(NamedTuple):
 class NativeExecutor:
     """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
 
-    ``threads`` None: as many as the process may use. ``isa`` forces an instruction-set tier
+    ``threads`` None: as many as the process may use. ``logits_slice``: rows of logits held at a
+    time (None: `slice_rows`). ``isa`` forces an instruction-set tier
     ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else the best this CPU has.
     Weights are copied, so the checkpoint's file may be unmapped afterwards. Raises
     `CheckpointError` for weights that do not fit the program and `ValueError` for settings that
@@ -74,6 +75,7 @@ class NativeExecutor:
         max_logits_rows: int,
         max_seqs: int,
         max_blocks_per_seq: int,
+        logits_slice: int | None = None,
         threads: int | None = None,
         isa: str | None = None,
         kv_dtype: str = "auto",
@@ -93,6 +95,7 @@ class NativeExecutor:
             threads=self.threads,
             max_tokens=max_tokens,
             max_logits_rows=max_logits_rows,
+            logits_slice=logits_slice or slice_rows(max_logits_rows, config.vocab_size),
             max_seqs=max_seqs,
             max_blocks_per_seq=max_blocks_per_seq,
             num_blocks=num_blocks,
@@ -151,7 +154,7 @@ class NativeExecutor:
             batch.logits_rows,
             batch.copies,
         )
-        return StepResult(logits, time.perf_counter() - start)
+        return StepResult(logits, time.perf_counter() - start, self._open.logits)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         data = np.empty((len(blocks), self.layout.block_bytes), np.uint8)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from load_servers import HEAD, Asked, chunk, good, serving_script, token, usage, whole
 
-from conftest import HEAD, Asked, Serve, chunk, good, token, usage, whole
 from octavo.bench.load import benchmark as module
 from octavo.bench.load.arrivals import Ramp
 from octavo.bench.load.benchmark import LoadError, Settings, benchmark
@@ -30,8 +30,8 @@ def settings(url: str, **changes: Any) -> Settings:
     return Settings(**(defaults | changes))
 
 
-async def test_vllms_result(scripted: Serve) -> None:
-    async with scripted(good) as server:
+async def test_vllms_result() -> None:
+    async with serving_script(good) as server:
         result = await benchmark(
             settings(
                 server.url, goodput={"ttft": 60000.0}, max_concurrency=2, label="l",
@@ -74,14 +74,14 @@ async def test_vllms_result(scripted: Serve) -> None:
     }  # fmt: skip
 
 
-async def test_connections_are_kept(scripted: Serve) -> None:
-    async with scripted(good) as server:
+async def test_connections_are_kept() -> None:
+    async with serving_script(good) as server:
         result = await benchmark(settings(server.url, max_concurrency=2, num_prompts=20))
         assert result["completed"] == 20
         assert server.connections <= 2
 
 
-async def test_a_kept_connection_that_was_closed_is_replaced(scripted: Serve) -> None:
+async def test_a_kept_connection_that_was_closed_is_replaced() -> None:
     answers = 0
 
     async def once(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
@@ -92,19 +92,19 @@ async def test_a_kept_connection_that_was_closed_is_replaced(scripted: Serve) ->
         else:
             await good(reader, writer, asked)
 
-    async with scripted(once) as server:
+    async with serving_script(once) as server:
         result = await benchmark(settings(server.url, max_concurrency=1, num_prompts=5))
         assert (result["completed"], result["failures"]) == (5, [])
 
 
-async def test_chat(scripted: Serve) -> None:
+async def test_chat() -> None:
     async def chat(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         writer.write(HEAD)
         for delta in ('{"role":"assistant","content":""}', '{"content":"a"}', '{"content":"b"}'):
             writer.write(chunk(b'data: {"choices":[{"delta":%s}]}\n\n' % delta.encode()))
         writer.write(chunk(usage(14, 2)) + chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    async with scripted(chat) as server:
+    async with serving_script(chat) as server:
         result = await benchmark(settings(server.url, backend="openai-chat", num_prompts=2))
     asked = server.generations[0]
     assert asked.path == "/v1/chat/completions"
@@ -116,11 +116,11 @@ async def test_chat(scripted: Serve) -> None:
     assert any("4 tokens of 6" in notice for notice in result["notices"])
 
 
-async def test_without_usage_events_are_counted_and_it_is_said(scripted: Serve) -> None:
+async def test_without_usage_events_are_counted_and_it_is_said() -> None:
     async def silent(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         writer.write(HEAD + chunk(token() + token() + b"data: [DONE]\n\n") + b"0\r\n\r\n")
 
-    async with scripted(silent) as server:
+    async with serving_script(silent) as server:
         result = await benchmark(settings(server.url))
     assert result["total_output_tokens"] == 12
     assert result["total_input_tokens"] == 48
@@ -149,7 +149,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-async def test_a_server_that_fails_half_the_time(scripted: Serve, case: str) -> None:
+async def test_a_server_that_fails_half_the_time(case: str) -> None:
     data, reason, detail = BAD[case]
     count = 0
 
@@ -164,7 +164,7 @@ async def test_a_server_that_fails_half_the_time(scripted: Serve, case: str) -> 
             await writer.drain()
             writer.close()
 
-    async with scripted(half) as server:
+    async with serving_script(half) as server:
         # Connections of their own: with a kept one a hang-up is taken for its old age.
         result = await benchmark(settings(server.url, headers={"connection": "close"}))
     assert (result["completed"], result["failed"]) == (3, 3)
@@ -175,41 +175,41 @@ async def test_a_server_that_fails_half_the_time(scripted: Serve, case: str) -> 
     assert result["total_output_tokens"] == 9
 
 
-async def test_a_server_that_never_answers(scripted: Serve) -> None:
+async def test_a_server_that_never_answers() -> None:
     async def never(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         if len(server.generations) % 2:
             await good(reader, writer, asked)
         else:
             await reader.read(1)
 
-    async with scripted(never) as server:
+    async with serving_script(never) as server:
         result = await benchmark(settings(server.url, request_timeout_sec=0.3, max_concurrency=2))
     assert (result["completed"], result["failed"]) == (3, 3)
     assert [failure["reason"] for failure in result["failures"]] == ["no answer in time"]
 
 
-async def test_a_body_that_ends_with_its_connection(scripted: Serve) -> None:
+async def test_a_body_that_ends_with_its_connection() -> None:
     async def old(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         writer.write(b"HTTP/1.0 200 OK\r\n\r\n" + token() + token("b", "stop"))
         await writer.drain()
         writer.close()
 
-    async with scripted(old) as server:
+    async with serving_script(old) as server:
         result = await benchmark(settings(server.url))
     assert (result["completed"], result["total_output_tokens"]) == (6, 12)
 
 
-async def test_an_interim_answer_is_not_the_answer(scripted: Serve) -> None:
+async def test_an_interim_answer_is_not_the_answer() -> None:
     async def interim(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         writer.write(b"HTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n")
         await good(reader, writer, asked)
 
-    async with scripted(interim) as server:
+    async with serving_script(interim) as server:
         assert (await benchmark(settings(server.url)))["completed"] == 6
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-async def test_answers_in_small_pieces(scripted: Serve, size: int) -> None:
+async def test_answers_in_small_pieces(size: int) -> None:
     async def dribble(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         data = HEAD + chunk(token("é")) + chunk(token("b", "stop"))
         data += chunk(usage(8, 2) + b"data: [DONE]\n\n") + b"0\r\n\r\n"
@@ -219,7 +219,7 @@ async def test_answers_in_small_pieces(scripted: Serve, size: int) -> None:
             if begin % 50 == 0:
                 await asyncio.sleep(0)
 
-    async with scripted(dribble) as server:
+    async with serving_script(dribble) as server:
         result = await benchmark(settings(server.url, num_prompts=2, save_detailed=True))
     assert result["generated_texts"] == ["éb", "éb"]
     assert result["total_output_tokens"] == 4
@@ -228,7 +228,7 @@ async def test_answers_in_small_pieces(scripted: Serve, size: int) -> None:
 # --- the schedule --------------------------------------------------------------------------------
 
 
-async def test_arrivals_do_not_wait_for_answers(scripted: Serve) -> None:
+async def test_arrivals_do_not_wait_for_answers() -> None:
     release = asyncio.Event()
 
     async def waits_for_all(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
@@ -237,22 +237,20 @@ async def test_arrivals_do_not_wait_for_answers(scripted: Serve) -> None:
         await release.wait()
         await good(reader, writer, asked)
 
-    async with scripted(waits_for_all) as server:
+    async with serving_script(waits_for_all) as server:
         result = await benchmark(settings(server.url, request_rate=200.0))
     assert (result["completed"], result["max_concurrent_requests"]) == (6, 6)
     assert result["request_rate"] == 200.0
     assert set(result["lateness"]) == {"mean_ms", "p99_ms", "max_ms", "late_share"}
 
 
-async def test_requests_leave_in_the_order_and_at_the_times_of_a_trace(
-    scripted: Serve, tmp_path: Path
-) -> None:
+async def test_requests_leave_in_the_order_and_at_the_times_of_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:00:00.0,5,1\n2023-11-16 18:00:02.0,6,2\n2023-11-16 18:00:04.0,7,3\n"
     )
-    async with scripted(good) as server:
+    async with serving_script(good) as server:
         result = await benchmark(
             settings(
                 server.url, dataset_name="trace", dataset_path=path, num_prompts=None,
@@ -267,13 +265,13 @@ async def test_requests_leave_in_the_order_and_at_the_times_of_a_trace(
     assert any("1 of 3 prompts cut to 6" in notice for notice in result["notices"])
 
 
-async def test_waiting_for_a_turn_is_queue_time_not_latency(scripted: Serve) -> None:
+async def test_waiting_for_a_turn_is_queue_time_not_latency() -> None:
     async def slow(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         await asyncio.sleep(0.05)
         await good(reader, writer, asked)
 
     names = ("e2el", "client_queue_time", "e2el_including_client_queue")
-    async with scripted(slow) as server:
+    async with serving_script(slow) as server:
         result = await benchmark(
             settings(server.url, num_prompts=4, max_concurrency=1, metrics=names)
         )
@@ -285,7 +283,7 @@ async def test_waiting_for_a_turn_is_queue_time_not_latency(scripted: Serve) -> 
     )
 
 
-async def test_ctrl_c_reports_what_has_been(scripted: Serve) -> None:
+async def test_ctrl_c_reports_what_has_been() -> None:
     async def third_interrupts(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         if len(server.generations) < 3:
             await good(reader, writer, asked)
@@ -295,7 +293,7 @@ async def test_ctrl_c_reports_what_has_been(scripted: Serve) -> None:
         signal.raise_signal(signal.SIGINT)
         await reader.read(1)
 
-    async with scripted(third_interrupts) as server:
+    async with serving_script(third_interrupts) as server:
         result = await benchmark(settings(server.url, max_concurrency=1))
     assert result["interrupted"]
     assert (result["completed"], result["failed"], result["unfinished"]) == (2, 0, 1)
@@ -304,8 +302,8 @@ async def test_ctrl_c_reports_what_has_been(scripted: Serve) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-async def test_a_ramp_is_in_the_result(scripted: Serve) -> None:
-    async with scripted(good) as server:
+async def test_a_ramp_is_in_the_result() -> None:
+    async with serving_script(good) as server:
         result = await benchmark(settings(server.url, ramp=Ramp("linear", 100.0, 400.0)))
     assert result["completed"] == 6
     assert (result["ramp_up_strategy"], result["ramp_up_end_rps"]) == ("linear", 400.0)
@@ -319,8 +317,8 @@ async def test_nobody_there() -> None:
         await benchmark(settings("http://127.0.0.1:1"))
 
 
-async def test_a_server_that_becomes_ready(scripted: Serve) -> None:
-    async with scripted(good) as server:
+async def test_a_server_that_becomes_ready() -> None:
+    async with serving_script(good) as server:
         url = server.url
     with pytest.raises(LoadError, match="connection refused"):
         await benchmark(settings(url, ready_check_timeout_sec=0.1))
@@ -339,11 +337,9 @@ async def test_a_server_that_becomes_ready(scripted: Serve) -> None:
     assert result["completed"] == 6
 
 
-async def test_a_server_without_a_list_of_models(
-    scripted: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("conftest.MODELS", b'{"data": []}')
-    async with scripted(good) as server:
+async def test_a_server_without_a_list_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("load_servers.MODELS", b'{"data": []}')
+    async with serving_script(good) as server:
         with pytest.raises(LoadError, match="give --model"):
             await benchmark(settings(server.url))
         result = await benchmark(settings(server.url, model="a/b", served_model_name="c"))
@@ -351,16 +347,14 @@ async def test_a_server_without_a_list_of_models(
     assert server.generations[0].json["model"] == "c"
 
 
-async def test_ids_where_the_endpoint_refuses_them_become_text(
-    scripted: Serve, tokenizer_json: Path
-) -> None:
+async def test_ids_where_the_endpoint_refuses_them_become_text(tokenizer_json: Path) -> None:
     async def texts_only(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         if isinstance(asked.json["prompt"], list):
             writer.write(whole("400 Bad Request", b'{"error":{"message":"text, please"}}'))
         else:
             await good(reader, writer, asked)
 
-    async with scripted(texts_only) as server:
+    async with serving_script(texts_only) as server:
         result = await benchmark(
             settings(server.url, prompt_format="auto", tokenizer=str(tokenizer_json))
         )
@@ -447,14 +441,14 @@ def test_what_is_no_header_is_refused(header: tuple[str, str]) -> None:
         Client(Target.of("http://h"), dict([header]))
 
 
-async def test_tls(scripted: Serve, tmp_path: Path) -> None:
+async def test_tls(tmp_path: Path) -> None:
     if not shutil.which("openssl"):
         pytest.skip("no openssl here to make a certificate with")
     command = "openssl req -x509 -newkey rsa:2048 -nodes -keyout key -out cert -subj /CN=localhost"
     subprocess.run(command.split(), cwd=tmp_path, check=True, capture_output=True)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "cert", tmp_path / "key")
-    async with scripted(good) as server:
+    async with serving_script(good) as server:
         listener = await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=context)
         url = f"https://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
         with pytest.raises(LoadError, match="TLS failed"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import shutil
 import signal
@@ -263,6 +264,30 @@ async def test_requests_leave_in_the_order_and_at_the_times_of_a_trace(tmp_path:
     assert starts == sorted(starts)
     assert starts[2] - starts[0] >= 0.19
     assert any("1 of 3 prompts cut to 6" in notice for notice in result["notices"])
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 400, 1 << 20])
+async def test_requests_made_ahead_stay_in_order(
+    monkeypatch: pytest.MonkeyPatch, ahead: int
+) -> None:
+    monkeypatch.setattr("octavo.bench.load.run._AHEAD", ahead)
+    async with serving_script(good) as server:
+        result = await benchmark(settings(server.url, max_concurrency=1, random_range_ratio=0.8))
+        lengths = [len(asked.json["prompt"].split()) for asked in server.generations]
+    assert lengths == result["input_lens"]
+    assert len(lengths) == 6
+    assert len(set(lengths)) > 1
+
+
+@pytest.mark.parametrize("tty", [True, False])
+async def test_progress_is_for_terminals(monkeypatch: pytest.MonkeyPatch, tty: bool) -> None:
+    shown = io.StringIO()
+    monkeypatch.setattr(shown, "isatty", lambda: tty)
+    monkeypatch.setattr("octavo.bench.load.report.sys.stderr", shown)
+    async with serving_script(good) as server:
+        await benchmark(settings(server.url, progress=True))
+    assert ("6/6 ended, 0 in flight" in shown.getvalue()) is tty
+    assert bool(shown.getvalue()) is tty
 
 
 async def test_waiting_for_a_turn_is_queue_time_not_latency() -> None:

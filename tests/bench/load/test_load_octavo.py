@@ -62,6 +62,17 @@ async def test_its_figures_agree_with_the_servers(backend: str) -> None:
         assert result["notices"] == []
 
 
+async def test_prompts_that_the_server_has_seen_before_are_noticed() -> None:
+    engine, _ = real_engine()
+    async with started(engine), listening(engine) as url:
+        first = await benchmark(settings(url, max_concurrency=1))
+        again = await benchmark(settings(url, max_concurrency=1))
+        other = await benchmark(settings(url, max_concurrency=1, seed=1))
+    assert first["total_cached_tokens"] == other["total_cached_tokens"] == 0
+    assert again["total_cached_tokens"] == 12 * 32  # of 40, whole blocks of 16
+    assert any("384 of 480 prompt tokens came from" in notice for notice in again["notices"])
+
+
 async def test_shared_prefixes_are_found_in_the_cache() -> None:
     engine, _ = real_engine()
     async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as http:
@@ -170,6 +181,30 @@ async def test_the_command_prints_and_saves(tmp_path: Path) -> None:
             await run("--base-url", url, *common, "--append-result", "--result-filename",
                       str(tmp_path / "all"))  # fmt: skip
         assert [json.loads(line)["completed"] for line in (tmp_path / "all").open()] == [4, 4]
+
+
+async def test_ctrl_c_prints_the_result_so_far() -> None:
+    import os
+    import signal
+    import sys
+
+    engine = FakeEngine(pause=0.05)
+    async with listening(engine) as url:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from octavo.cli import main; main()", "bench", "serve",
+            "--base-url", url, "--num-prompts", "50", "--random-input-len", "8",
+            "--random-output-len", "4", "--max-concurrency", "2",
+            stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        while len(engine.submitted) < 6:
+            await asyncio.sleep(0.02)
+        os.kill(child.pid, signal.SIGINT)
+        out, _ = await child.communicate()
+    assert child.returncode == 130
+    found = re.search(r"Unfinished requests \(interrupted\): +(\d+)", out.decode())
+    assert found is not None
+    assert 0 < int(found[1]) <= 2
+    assert "Mean TTFT" in out.decode()
 
 
 async def test_nobody_there_is_one_line() -> None:

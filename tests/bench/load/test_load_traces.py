@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.bench.load.datasets import (
+    PREFIXES,
+    SUFFIXES,
     DatasetError,
     Part,
     custom,
@@ -306,4 +308,4 @@ def test_taking_more_than_there_are() -> None:
     assert take(samples, 2, seed=0, shuffle=False, oversample=True) == samples[:2]
     assert len(take(samples, 7, seed=0, shuffle=True, oversample=True)) == 7
     assert len(take(samples, 7, seed=0, shuffle=True, oversample=False)) == 3
-    assert samples[0].parts == (Part(0, 1), Part(3, 1))
+    assert samples[0].parts == (Part(PREFIXES, 1), Part(SUFFIXES, 1))

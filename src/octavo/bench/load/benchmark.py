@@ -384,6 +384,12 @@ class _Benchmark:
                 f"the server counted {counted} prompt tokens where {asked} were asked for"
                 + (" (the chat template's are among them)" if settings.chat else "")
             )
+        cached = sum(record.cached_tokens or 0 for record in done)
+        if cached and settings.dataset_name == "random" and not settings.random_prefix_len:
+            notices.append(
+                f"{cached} of {counted} prompt tokens came from the server's cache: it has seen "
+                "these prompts before (another --seed makes others)"
+            )
         wanted = sum(samples[record.index].output_len for record in done)
         made = sum(record.output_tokens for record in done)
         if made < wanted:

@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+# Datasets have keys of their own, so that one run leaves nothing in a server's cache for another.
+RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE = (kind << 64 for kind in range(1, 6))
 UNIT = 512  # tokens are drawn in units of this many, so that a cut part is a prefix of the whole
 
 
@@ -68,7 +70,11 @@ def random_prompts(
     inputs = _lengths(rng, input_len, range_ratio, count)
     outputs = _lengths(rng, output_len, range_ratio, count)
     return [
-        Sample(prefix_len + length, max(1, output), (Part(0, prefix_len), Part(1 + index, length)))
+        Sample(
+            prefix_len + length,
+            max(1, output),
+            (Part(RANDOM, prefix_len), Part(RANDOM + 1 + index, length)),
+        )
         for index, (length, output) in enumerate(zip(inputs, outputs, strict=True))
     ]
 
@@ -95,7 +101,10 @@ def prefix_repetition(
         Sample(
             prefix_len + suffix_len,
             output_len,
-            (Part(prefix, prefix_len), Part(num_prefixes + prefix * each + index, suffix_len)),
+            (
+                Part(PREFIXES + prefix, prefix_len),
+                Part(SUFFIXES + prefix * each + index, suffix_len),
+            ),
         )
         for prefix in range(num_prefixes)
         for index in range(each)

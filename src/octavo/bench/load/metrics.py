@@ -36,6 +36,7 @@ class Record:
     latency: float = 0.0
     itl: list[float] = field(default_factory=list)
     queue_time: float = 0.0
+    cached_tokens: int | None = None  # of the prompt, where the server says so
     text: str = ""
     reason: str = ""
     detail: str = ""
@@ -103,11 +104,13 @@ def summarise(
     total_input = sum(record.prompt_len for record in done)
     total_output = sum(record.output_tokens for record in done)
     good = sum(_good(record, goodput) for record in done)
+    cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
     result: dict[str, Any] = {
         "duration": duration,
         "completed": len(done),
         "failed": len(records) - len(done),
         "total_input_tokens": total_input,
+        "total_cached_tokens": sum(cached) if cached else None,
         "total_output_tokens": total_output,
         "request_throughput": len(done) / duration,
         "request_goodput": good / duration if goodput else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import Any, TextIO
@@ -50,6 +51,8 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
         line("Request rate configured (RPS)", result["request_rate"])
     line("Benchmark duration (s)", result["duration"])
     line("Total input tokens", result["total_input_tokens"])
+    if result["total_cached_tokens"] is not None:
+        line("Cached input tokens", result["total_cached_tokens"])
     line("Total generated tokens", result["total_output_tokens"])
     line("Request throughput (req/s)", result["request_throughput"])
     if result["request_goodput"] is not None:
@@ -82,17 +85,24 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     shown = [*metrics, "throughput", "peak_output"]
     shown += ["goodput"] if result["request_goodput"] is not None else []
     for name in [*shown, "differs_from_vllm"]:
-        title = LATENCIES[name][0] if name in LATENCIES else name.replace("_", " ")
-        lines.append(f"  {title}: {DEFINITIONS[name]}")
+        title = (
+            LATENCIES[name][0]
+            if name in LATENCIES
+            else name.replace("_", " ").replace("vllm", "vLLM")
+        )
+        lines += textwrap.wrap(
+            f"{title}: {DEFINITIONS[name]}", 98, initial_indent="  ", subsequent_indent="    "
+        )
     return "\n".join(lines)
 
 
 class Progress:
     """One line on a terminal that is written over; on anything else nothing."""
 
-    def __init__(self, total: int, stream: TextIO = sys.stderr, *, enabled: bool = True) -> None:
-        self._total, self._stream = total, stream
-        self._enabled = enabled and stream.isatty()
+    def __init__(self, total: int, *, enabled: bool = True) -> None:
+        self._total = total
+        self._stream: TextIO = sys.stderr
+        self._enabled = enabled and self._stream.isatty()
         self._begin = time.perf_counter()
 
     def __call__(self, run: Run) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from octavo.bench.load.stream import Answer
 
 LATE = 0.010  # seconds behind its time after which a request counts as late
 LATE_SHARE = 0.01  # more late requests than this, and the load was not what was asked
+_AHEAD = 64 << 20  # bytes of requests made before they are sent
+_SPARE = 0.005  # seconds before a request's time in which no other is made
 BUSY = 0.8  # of a core: beyond it the generator's own delay is in the figures
 
 
@@ -63,6 +67,8 @@ class Load:
     keep_text: bool = False
     progress: Callable[[Run], None] = lambda run: None
     _run: Run = field(default_factory=Run)
+    _begin: float = 0.0
+    _processor: float = 0.0
 
     async def warm(self, count: int) -> list[Answer]:
         """The first request ``count`` times; not measured."""
@@ -93,7 +99,7 @@ class Load:
 
         with suppress(NotImplementedError, RuntimeError, ValueError):  # not the main thread
             loop.add_signal_handler(signal.SIGINT, interrupt)
-        processor, begin = time.process_time(), time.perf_counter()
+        self._started()
         try:
             await whole
         except asyncio.CancelledError:
@@ -104,27 +110,35 @@ class Load:
                 loop.remove_signal_handler(signal.SIGINT)
             gc.unfreeze()
         self._run.records.sort(key=lambda record: record.index)
-        self._run.duration = time.perf_counter() - begin
-        self._run.cpu = (time.process_time() - processor) / self._run.duration
+        self._run.duration = time.perf_counter() - self._begin
+        self._run.cpu = (time.process_time() - self._processor) / self._run.duration
         return self._run
+
+    def _started(self) -> None:
+        self._begin, self._processor = time.perf_counter(), time.process_time()
 
     async def _drive(self) -> None:
         gate = asyncio.Semaphore(self.max_concurrency) if self.max_concurrency else None
         tasks: set[asyncio.Task[None]] = set()
         showing = asyncio.ensure_future(self._show())
-        begin = time.perf_counter()
+        ahead = _Ahead(self.samples, self.request)
+        ahead.fill(math.inf)
+        self._started()
+        begin = self._begin
         try:
-            for sample, arrival in zip(self.samples, self.arrivals, strict=True):
-                data = self.request(sample)  # before its time has come
+            for index, (sample, arrival) in enumerate(
+                zip(self.samples, self.arrivals, strict=True)
+            ):
+                ahead.fill(begin + arrival - _SPARE)
+                data = ahead.take()
                 while (early := begin + arrival - time.perf_counter()) > 0.0005:
                     await asyncio.sleep(early)
                 now = time.perf_counter()
                 self._run.lateness.append(max(0.0, now - begin - arrival))
-                index = len(self._run.lateness) - 1
                 task = asyncio.ensure_future(self._one(index, sample, data, gate, now))
                 tasks.add(task)
                 task.add_done_callback(tasks.discard)
-                if len(self._run.lateness) % 16 == 0:
+                if index % 16 == 15:
                     await asyncio.sleep(0)  # a burst must not keep answers waiting
             while tasks:
                 await asyncio.wait(tasks)
@@ -173,6 +187,7 @@ class Load:
                 if answer.prompt_tokens is None
                 else answer.prompt_tokens,
                 output_tokens=tokens or answer.events,
+                cached_tokens=answer.cached_tokens,
                 ttft=answer.ttft,
                 latency=answer.latency,
                 itl=answer.itl,
@@ -187,6 +202,31 @@ class Load:
         while True:
             self.progress(self._run)
             await asyncio.sleep(0.5)
+
+
+class _Ahead:
+    """Requests made before their time has come, up to `_AHEAD` bytes."""
+
+    def __init__(self, samples: Sequence[Sample], request: Callable[[Sample], bytes]) -> None:
+        self._samples = iter(samples)
+        self._request = request
+        self._made: deque[bytes] = deque()
+        self._bytes = 0
+
+    def fill(self, until: float) -> None:
+        while self._bytes < _AHEAD and time.perf_counter() < until:
+            sample = next(self._samples, None)
+            if sample is None:
+                return
+            self._made.append(self._request(sample))
+            self._bytes += len(self._made[-1])
+
+    def take(self) -> bytes:
+        if not self._made:
+            return self._request(next(self._samples))
+        data = self._made.popleft()
+        self._bytes -= len(data)
+        return data
 
 
 def _allow_connections(count: int) -> None:

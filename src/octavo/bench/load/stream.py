@@ -67,8 +67,13 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
     completion_tokens: int | None = None
 
 
@@ -90,9 +95,9 @@ class Answer:
     """
 
     __slots__ = (
-        "_body", "_done", "_events", "_finished", "_last", "_text", "detail", "ended", "events",
-        "itl", "latency", "output_tokens", "prompt_tokens", "queue_time", "reason", "start",
-        "status", "ttft",
+        "_body", "_done", "_events", "_finished", "_last", "_text", "cached_tokens", "detail",
+        "ended", "events", "itl", "latency", "output_tokens", "prompt_tokens", "queue_time",
+        "reason", "start", "status", "ttft",
     )  # fmt: skip
 
     def __init__(self, *, keep_text: bool = False) -> None:
@@ -101,6 +106,7 @@ class Answer:
         self.events = 0  # with a token
         self.prompt_tokens: int | None = None  # as the server counts
         self.output_tokens: int | None = None
+        self.cached_tokens: int | None = None
         self.status = 0
         self.reason = ""
         self.detail = ""
@@ -139,6 +145,8 @@ class Answer:
             self.fail("error event in the stream", error_message(bytes(event.error)))
             return False
         if event.usage is not None:
+            if event.usage.prompt_tokens_details is not None:
+                self.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
             if event.usage.prompt_tokens is not None:
                 self.prompt_tokens = event.usage.prompt_tokens
             if event.usage.completion_tokens is not None:

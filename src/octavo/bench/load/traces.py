@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from octavo.bench.load.datasets import (
+    AZURE,
+    MOONCAKE,
     UNIT,
     DatasetError,
     Part,
@@ -167,7 +169,7 @@ def _azure(path: Path) -> Iterator[Sample]:
             if not (text.isascii() and text.isdigit() and int(text[:10]) <= _LONGEST):
                 raise DatasetError(f"{path}:{number}: {name} is {text[:40]!r}, not a length")
             lengths.append(int(text))
-        yield Sample(lengths[0], lengths[1], (Part(number, lengths[0]),), arrival=arrival)
+        yield Sample(lengths[0], lengths[1], (Part(AZURE + number, lengths[0]),), arrival=arrival)
 
 
 def _mooncake(path: Path) -> Iterator[Sample]:
@@ -187,7 +189,7 @@ def _mooncake(path: Path) -> Iterator[Sample]:
                 f"{path}:{number}: {len(ids)} hash_ids, but {prompt} tokens are "
                 f"{-(-prompt // BLOCK)} blocks of {BLOCK}"
             )
-        parts = [Part(key, BLOCK) for key in ids] or [Part(number, 1)]
+        parts = [Part(MOONCAKE + key, BLOCK) for key in ids] or [Part(AZURE + number, 1)]
         yield Sample(prompt, output, _cut(parts, prompt), arrival=time / 1000)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import math
 import shutil
 import signal
@@ -395,6 +396,37 @@ async def test_ids_where_the_endpoint_refuses_them_become_text(tokenizer_json: P
             await benchmark(settings(server.url, prompt_format="ids"))
 
 
+async def test_files_of_prompts(tmp_path: Path, tokenizer_json: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "one two"}\n{"prompt": "three", "output_tokens": 2}\n')
+    talks = tmp_path / "talks.json"
+    turn = {"value": "bal bal bal bal bal"}
+    talks.write_text(json.dumps([{"conversations": [turn, turn]}, {"conversations": []}]))
+    async with serving_script(good) as server:
+        result = await benchmark(
+            settings(
+                server.url, dataset_name="custom", dataset_path=lines, custom_output_len=4,
+                disable_shuffle=True, max_concurrency=1, num_prompts=5, prompt_format="auto",
+            )
+        )  # fmt: skip
+        prompts = [asked.json["prompt"] for asked in server.generations]
+        assert prompts[:2] == ["one two", "three"]
+        assert len(prompts) == 5
+        assert set(prompts) == {"one two", "three"}
+        assert [asked.json["max_tokens"] for asked in server.generations] == [4] * 5
+        assert "ignore_eos" not in server.generations[0].json
+        assert result["total_output_tokens"] == 20
+        server.asked.clear()
+        await benchmark(
+            settings(
+                server.url, dataset_name="sharegpt", dataset_path=talks, no_oversample=True,
+                tokenizer=str(tokenizer_json), prompt_format="auto",
+            )
+        )  # fmt: skip
+    (asked,) = server.generations
+    assert (asked.json["prompt"], asked.json["max_tokens"]) == ("bal bal bal bal bal", 5)
+
+
 @pytest.fixture
 def tokenizer_json(tmp_path: Path) -> Path:
     """Words of a few letters, and letters for all others."""
@@ -427,6 +459,11 @@ def tokenizer_json(tmp_path: Path) -> Path:
             {"dataset_name": "azure", "dataset_path": Path("x"), "request_rate": 4.0},
             "its own arrivals",
         ),
+        (
+            {"dataset_name": "azure", "dataset_path": Path("x"), "burstiness": 0.5},
+            "its own arrivals",
+        ),
+        ({"window": Window(max_input_len=5)}, "are for traces"),
     ],
 )
 def test_what_does_not_go_together_is_refused(changes: dict[str, Any], about: str) -> None:

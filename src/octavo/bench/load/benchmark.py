@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +17,7 @@ import msgspec
 from octavo.bench.load import datasets, traces
 from octavo.bench.load.arrivals import Ramp, arrival_times
 from octavo.bench.load.client import Client, Target
-from octavo.bench.load.datasets import DatasetError, Sample
+from octavo.bench.load.datasets import Sample
 from octavo.bench.load.metrics import PER_REQUEST, summarise
 from octavo.bench.load.report import DEFINITIONS, Progress
 from octavo.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
@@ -47,9 +47,6 @@ TRACES = ("trace", "timed_trace", "azure", "mooncake")
 _SYNTHETIC = ("random", "prefix_repetition")
 _TEXTS = ("custom", "sharegpt")
 DEFAULT_PROMPTS = 1000
-
-
-__all__ = ["DatasetError", "LoadError", "Settings", "benchmark"]
 
 
 class LoadError(Exception):
@@ -131,8 +128,13 @@ class Settings:
                 "--logprobs is of completions; for chat: "
                 """--extra-body '{"logprobs": true, "top_logprobs": 2}'"""
             )
-        if self.dataset_name in TRACES and (not math.isinf(self.request_rate) or self.ramp):
-            raise ValueError("a trace has its own arrivals: use --trace-speedup to change its rate")
+        if self.dataset_name in TRACES:
+            if not math.isinf(self.request_rate) or self.ramp or self.burstiness != 1:
+                raise ValueError(
+                    "a trace has its own arrivals: use --trace-speedup to change its rate"
+                )
+        elif replace(self.window, most=None) != traces.Window():
+            raise ValueError("--trace-…, --max-input-len and --max-output-len are for traces")
 
     @property
     def chat(self) -> bool:
@@ -175,9 +177,12 @@ class _Benchmark:
     async def run(self) -> dict[str, Any]:
         settings = self._settings
         self._model_id, self._model_name = await self._model()
-        tokens = await self._tokens()
+        try:
+            tokens = await self._tokens()
+            samples = self._samples(tokens.count)
+        except ValueError as error:
+            raise LoadError(str(error)) from None
         vocabulary = await self._vocabulary(tokens)
-        samples = self._samples(tokens.count)
 
         def request(sample: Sample) -> bytes:
             prompt = vocabulary.prompt(sample, settings.seed)

@@ -143,7 +143,8 @@ def summarise(
         result[f"std_{name}_ms"] = float(milliseconds.std())
         for percentile in percentiles:
             value = float(np.percentile(milliseconds, percentile))
-            result[f"p{percentile:g}_{name}_ms"] = value
+            word = int(percentile) if percentile == int(percentile) else percentile
+            result[f"p{word}_{name}_ms"] = value
     return result
 
 

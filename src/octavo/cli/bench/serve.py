@@ -346,11 +346,10 @@ def command(
     import uvloop
 
     from octavo.bench.load import benchmark, report
-    from octavo.checkpoint.base import CheckpointError
 
     try:
         result = uvloop.run(benchmark.benchmark(asked))
-    except (benchmark.LoadError, benchmark.DatasetError, CheckpointError, ValueError) as error:
+    except benchmark.LoadError as error:
         typer.echo(f"octavo: {error}", err=True)
         raise typer.Exit(1) from None
     short = benchmark.without_requests(result)

@@ -142,7 +142,8 @@ int64_t Runtime::add_vector(std::vector<float> values) {
     return int64_t(vectors_.size()) - 1;
 }
 
-int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies) {
+int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
+                          double magnitude) {
     check_range("rope dim", dim, 2, config_.head_dim);
     if (dim % 2 != 0 || int64_t(frequencies.size()) * 2 != dim) {
         refuse("rope dim " + text(dim) + " with " + text(int64_t(frequencies.size())) +
@@ -150,17 +151,17 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
     }
     RopeTable rope{dim, interleaved, {}, {}};
     const int64_t positions = config_.max_blocks_per_seq * config_.block_size;
-    const auto fill = [&](std::vector<double> &table, int64_t count, int64_t step) {
+    const auto fill = [&](std::vector<double> &table, int64_t count, int64_t step, double scale) {
         table.reserve(size_t(count * dim));
         for (int64_t i = 0; i < count; ++i) {
             for (const double frequency : frequencies) {
-                table.push_back(std::cos(double(i * step) * frequency));
-                table.push_back(std::sin(double(i * step) * frequency));
+                table.push_back(scale * std::cos(double(i * step) * frequency));
+                table.push_back(scale * std::sin(double(i * step) * frequency));
             }
         }
     };
-    fill(rope.coarse, (positions + kFine - 1) / kFine, kFine);
-    fill(rope.fine, kFine, 1);
+    fill(rope.coarse, (positions + kFine - 1) / kFine, kFine, magnitude);
+    fill(rope.fine, kFine, 1, 1.0);
     ropes_.push_back(std::move(rope));
     return int64_t(ropes_.size()) - 1;
 }

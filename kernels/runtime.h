@@ -166,8 +166,10 @@ class Runtime {
     void allocate_weights(size_t bytes);
     int64_t add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n, int64_t k);
     int64_t add_vector(std::vector<float> values);
-    // A rotation of the leading `dim` elements of a head by position * frequencies[i].
-    int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies);
+    // A rotation of the leading `dim` elements of a head by position * frequencies[i], which also
+    // multiplies them by `magnitude`.
+    int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
+                     double magnitude);
     // Bytes that a row takes in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
     void add_region(Region region);

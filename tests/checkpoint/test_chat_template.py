@@ -34,8 +34,7 @@ def test_what_templates_see() -> None:
     template = JinjaChatTemplate(
         "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m['content'] }}{% endfor %}"
         "{{ eos_token }}{% if add_generation_prompt %}>{% endif %}{{ enable_thinking }}",
-        bos_token="<s>",
-        eos_token="</s>",
+        {"bos_token": "<s>", "eos_token": "</s>"},
     )
     assert template.render(USER) == "<s><user>hi</s>>"
     assert template.render(USER, add_generation_prompt=False) == "<s><user>hi</s>"

@@ -44,8 +44,17 @@ GEMMA3 = replace(
     attention_softcap=50.0,
     layers=(Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e6, 16, interleaved=False))),
 )
+WINDOWS = (Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e4, 16, interleaved=False)))
 CONFIGS = {
     "llama": LLAMA,
+    "qwen2": replace(LLAMA, family="qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v"})),
+    "qwen3": replace(LLAMA, family="qwen3"),
+    "gemma2": replace(GEMMA3, family="gemma2", layers=WINDOWS),
+    "phi3": replace(LLAMA, family="phi3", layers=WINDOWS),
+    "granite": replace(
+        LLAMA, family="granite", embedding_scale=12.0, residual_scale=0.25, logits_scale=0.125
+    ),
+    "olmo2": replace(LLAMA, family="olmo2"),
     "llama untied": replace(LLAMA, tied_embeddings=False),
     "llama with biases": replace(LLAMA, biases=frozenset({"attn_q", "attn_k", "ffn_down"})),
     "gemma3": GEMMA3,
@@ -72,13 +81,14 @@ def check(compute: Program) -> None:
         match op:
             case Embed():
                 weight(op.weight, config.vocab_size, widths[op.out])
-                assert op.scale == config.embedding_scale
+                assert op.scale == config.embedding_scale / config.residual_scale
             case RmsNorm():
                 read(op.x)
                 weight(op.weight, op.group or widths[op.x])
                 assert widths[op.out] == widths[op.x]
                 assert widths[op.x] % (op.group or 1) == 0
-                assert op.eps == config.norm_eps
+                assert op.eps == config.norm_eps / config.residual_scale**2
+                assert op.scale == (config.logits_scale if op.weight == "output_norm" else 1.0)
             case Linear():
                 read(op.x)
                 weight(op.weight, widths[op.out], widths[op.x])
@@ -163,7 +173,7 @@ def test_biases_are_those_of_the_config() -> None:
 
 
 def test_unknown_family_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'mamba' is not supported; supported are llama, gemma3"):
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported are llama, qwen2"):
         program(replace(LLAMA, family="mamba"))
 
 

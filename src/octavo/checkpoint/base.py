@@ -46,12 +46,23 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]  # outermost first
     data: npt.NDArray[np.uint8]
 
+    def split(self, rows: list[int]) -> list[Weight]:
+        """Views of consecutive rows; ``rows`` add up to all of them."""
+        row_bytes = self.data.nbytes // self.shape[0]
+        parts, first = [], 0
+        for count in rows:
+            data = self.data[first * row_bytes : (first + count) * row_bytes]
+            parts.append(self._replace(shape=(count, *self.shape[1:]), data=data))
+            first += count
+        return parts
+
 
 class Tokenizer(Protocol):
     """Text to token ids and back. Thread-safe."""
 
     vocab_size: int
     bos_token_id: int | None
+    kind: str  # how tokens are spelled, for people
     eos_token_ids: frozenset[int]  # every token that ends a turn, resolved once at load
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -85,6 +96,8 @@ class ChatTemplateError(ValueError):
 class Checkpoint:
     """A model ready to be loaded. ``weights`` maps the Program's roles to stored weights.
 
+    ``path`` is a GGUF file or a Hugging Face folder, ``file_bytes`` what its weights' files take.
+
     ``release`` gives memory back once the weights have been repacked: the file's pages, and what
     loading left behind. The weights stay readable, from the file again.
     """
@@ -95,3 +108,4 @@ class Checkpoint:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     release: Callable[[], None] = field(default=lambda: None, repr=False)
+    file_bytes: int = 0

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from struct import Struct
 
@@ -28,23 +29,23 @@ START_SECONDS = 20.0  # for the process to start: importing on a machine busy lo
 class JinjaChatTemplate:
     """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe; renders one at a time.
 
+    ``tokens`` are the checkpoint's special tokens by name (``bos_token``, ``eos_token``, …).
     ``seconds`` (of wall time), ``memory`` (bytes of address space) and ``characters`` (of output)
-    limit one rendering. Templates see ``messages``, ``bos_token``, ``eos_token``,
-    ``add_generation_prompt`` and whatever else is passed, as JSON values.
+    limit one rendering. Templates see ``messages``, ``tokens``, ``add_generation_prompt`` and
+    whatever else is passed, as JSON values.
     """
 
     def __init__(
         self,
         source: str,
+        tokens: Mapping[str, str] | None = None,
         *,
-        bos_token: str = "",
-        eos_token: str = "",
         seconds: float = 2.0,
         memory: int = 512 << 20,
         characters: int = 8 << 20,
     ) -> None:
         self.source = source
-        self._tokens = {"bos_token": bos_token, "eos_token": eos_token}
+        self._tokens = {"bos_token": "", "eos_token": ""} | dict(tokens or {})
         self._limits = {"seconds": seconds, "memory": memory, "characters": characters}
         self._seconds = seconds
         self._worker: _Worker | None = None

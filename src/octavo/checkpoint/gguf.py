@@ -10,8 +10,6 @@ metadata only, and tensors are views.
 from __future__ import annotations
 
 import mmap
-import os
-import stat
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -23,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import CheckpointError, Weight, WeightFormat
+from octavo.checkpoint.files import map_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # 1 had 32-bit counts and was gone within weeks
@@ -130,7 +129,7 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._data = self._map()
+        self._data = map_file(path, _HEADER.size, "GGUF")
         self._size = len(self._data)
         self._bytes = np.frombuffer(self._data, dtype=np.uint8)
         self._arrays = 0  # in arrays, so far
@@ -185,26 +184,6 @@ class GgufFile:
         self._data.madvise(mmap.MADV_DONTNEED)
 
     # ── Parsing ─────────────────────────────────────────────────────────────────────────────────
-
-    def _map(self) -> mmap.mmap:
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError as error:
-            self.fail(f"cannot be opened: {error.strerror}")
-        try:
-            status = os.fstat(fd)
-            if not stat.S_ISREG(status.st_mode):
-                self.fail("is not a regular file")
-            if status.st_size < _HEADER.size:
-                self.fail(
-                    f"has {status.st_size} bytes, fewer than a GGUF header's {_HEADER.size}: "
-                    "not a GGUF file, or a truncated download"
-                )
-            return mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            self.fail(f"cannot be mapped: {error.strerror}")
-        finally:
-            os.close(fd)
 
     def _parse(self) -> None:
         magic, version, num_tensors, num_keys = _HEADER.unpack_from(self._data)

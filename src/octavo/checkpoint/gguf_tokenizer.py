@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from octavo import _native
 from octavo.checkpoint.gguf import GgufFile, StringArray
 from octavo.checkpoint.tokenizer import (
+    END_OF_TURN,
     SPACE,
     BpeTokenizer,
     byte_level_bytes,
@@ -54,18 +55,6 @@ CUTS: dict[str, Cut] = {
 }
 
 MAX_TOKEN = 512  # characters; real vocabularies stay far below
-
-# Tokens that end a turn in the chat formats in use, for files that name only one of them.
-END_OF_TURN = (
-    "<|im_end|>",
-    "<|endoftext|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<|end_of_text|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|END_OF_TURN_TOKEN|>",
-)
 
 
 def gguf_tokenizer(file: GgufFile, vocab_size: int) -> BpeTokenizer:
@@ -188,6 +177,8 @@ class _Reader:
         eos = [self.token_id(name) for name in ("eos", "eot", "eom")]
         added = {*control, *user_defined}
         turns = [i for text in END_OF_TURN if (i := backend.token_to_id(text)) in added]
+        bos = self.token_id("bos")
+        add_bos = self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos)
         add_eos = self.file.get("tokenizer.ggml.add_eos_token", bool, False)
         return BpeTokenizer(
             backend,
@@ -195,10 +186,10 @@ class _Reader:
             to_bytes=to_bytes,
             control=[*control, *self.of_type(UNKNOWN)],
             verbatim=user_defined,
-            bos_token_id=self.token_id("bos"),
-            add_bos=self.file.get("tokenizer.ggml.add_bos_token", bool, add_bos),
+            bos_token_id=bos,
+            before=[bos] if add_bos and bos is not None else [],
+            after=[eos[0]] if add_eos and eos[0] is not None else [],
             eos_token_ids=[i for i in (*eos, *turns) if i is not None],
-            append_token_id=eos[0] if add_eos else None,
             strip_leading_space=leading_space,
         )
 

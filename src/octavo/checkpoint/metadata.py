@@ -14,8 +14,8 @@ import numpy as np
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.gguf import GgufFile
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
-from octavo.model.families import FAMILIES
 
+ARCHITECTURES = ("llama", "gemma3")
 MAX_LAYERS = 512
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1/sqrt(head_dim)
@@ -24,8 +24,8 @@ GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1/sqrt(head_
 def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
-    if architecture not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
     return _Reader(file, architecture).config()
 

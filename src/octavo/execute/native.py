@@ -248,7 +248,7 @@ class _Loading:
             if rope.factors:
                 frequencies = frequencies / np.asarray(rope.factors)
             self.ropes[rope] = self.runtime.add_rope(
-                rope.dim, rope.interleaved, frequencies.tolist()
+                rope.dim, rope.interleaved, frequencies.tolist(), rope.magnitude
             )
         return self.ropes[rope]
 
@@ -281,10 +281,12 @@ class _Loading:
         match step:
             case lower.Embed(weight, out, scale):
                 return _native.EmbedStep(self.matrices[weight], _value(out), scale)
-            case lower.Norm(x, weight, out, group, eps):
-                return _native.NormStep(
-                    _value(x), self.vectors[weight], _value(out), x.width, group, eps
-                )
+            case lower.Norm(x, weight, out, group, eps, scale):
+                vector = self.vectors[weight]
+                if scale != 1.0:
+                    scaled = _floats(self.weights[weight]) * np.float32(scale)
+                    vector = self.runtime.add_vector(scaled.tolist())
+                return _native.NormStep(_value(x), vector, _value(out), x.width, group, eps)
             case lower.Add(x, y, out):
                 return _native.AddStep(_value(x), _value(y), _value(out), x.width)
             case lower.Gate(gate, up, out, activation):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
@@ -15,17 +15,51 @@ class Activation(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class LongRope:
+    """Other divisors when sequences may be longer than in training (Ding et al., 2024)."""
+
+    original: int  # tokens of context in training
+    factors: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicNtk:
+    """A base that grows with the length, from the context of training on (as `transformers`)."""
+
+    original: int  # tokens of context in training
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary position embedding of one layer kind (Su et al., 2021).
 
-    The angle of dimension pair i at position p is ``p * scale * theta**(-2i/dim) / factors[i]``.
+    The angle of dimension pair i at position p is ``p * scale * theta**(-2i/dim) / factors[i]``;
+    the rotated dimensions are multiplied by ``magnitude``. Where scaling depends on how long a
+    sequence is (``by_length``), `for_length` says what holds.
     """
 
     theta: float
     dim: int  # leading dimensions of each head that are rotated
     interleaved: bool  # pairs (2i, 2i+1) (GGUF "norm") or (i, i+dim/2) ("neox")
     scale: float = 1.0  # position scale: 1/factor for linear scaling
-    factors: tuple[float, ...] = ()  # per-pair divisors (Llama-3), dim/2 of them, or none
+    factors: tuple[float, ...] = ()  # per-pair divisors (Llama-3, YaRN), dim/2 of them, or none
+    magnitude: float = 1.0  # of queries and keys alike (YaRN, LongRoPE)
+    by_length: LongRope | DynamicNtk | None = None
+
+    def for_length(self, length: int) -> Rope:
+        """The rotation for an engine whose longest sequence has ``length`` tokens.
+
+        It is fixed once: a key already in the cache must not depend on what comes after it.
+        """
+        match self.by_length:
+            case LongRope(original, factors) if length > original:
+                return replace(self, factors=factors, by_length=None)
+            case DynamicNtk(original, factor) if length > original:
+                growth = factor * length / original - (factor - 1.0)
+                theta = self.theta * growth ** (self.dim / (self.dim - 2))
+                return replace(self, theta=theta, by_length=None)
+        return replace(self, by_length=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +94,8 @@ class ModelConfig:
     embedding_scale: float = 1.0
     attention_softcap: float = 0.0  # cap * tanh(x / cap); 0 = none
     logits_softcap: float = 0.0
+    residual_scale: float = 1.0  # multiplies what a layer's halves add to the residual stream
+    logits_scale: float = 1.0
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
 
@@ -84,7 +120,7 @@ class ModelConfig:
             )
         if not 0.0 < self.norm_eps < 1.0:
             raise ValueError(f"norm_eps is {self.norm_eps}, outside 0 to 1")
-        for name in ("attention_scale", "embedding_scale"):
+        for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             value = getattr(self, name)
             if not 0.0 < value < inf:
                 raise ValueError(f"{name} is {value}, not a positive number")
@@ -98,14 +134,32 @@ class ModelConfig:
             rope = layer.rope
             if not 2 <= rope.dim <= self.head_dim or rope.dim % 2:
                 raise ValueError(f"layer {index}: rope dim {rope.dim} does not fit the head")
-            if not (0.0 < rope.theta < inf and 0.0 < rope.scale < inf):
-                raise ValueError(
-                    f"layer {index}: rope theta {rope.theta} and scale {rope.scale} "
-                    "are not both positive numbers"
-                )
-            if not all(0.0 < factor < inf for factor in rope.factors):
-                raise ValueError(f"layer {index}: a rope factor is not a positive number")
-            if rope.factors and len(rope.factors) != rope.dim // 2:
-                raise ValueError(
-                    f"layer {index}: {len(rope.factors)} rope factors for {rope.dim // 2} pairs"
-                )
+            for name in ("theta", "scale", "magnitude"):
+                value = getattr(rope, name)
+                if not 0.0 < value < inf:
+                    raise ValueError(f"layer {index}: rope {name} {value} is not a positive number")
+            later: tuple[float, ...] = ()
+            match rope.by_length:
+                case LongRope(original, later):
+                    if original < 1:
+                        raise ValueError(f"layer {index}: rope original context {original}")
+                case DynamicNtk(original, factor):
+                    if original < 1 or not 1.0 <= factor < inf or rope.dim < 4:
+                        raise ValueError(
+                            f"layer {index}: dynamic rope of {rope.dim} dimensions grows by "
+                            f"{factor} from {original} tokens on"
+                        )
+            for factors in (rope.factors, later):
+                if not all(0.0 < factor < inf for factor in factors):
+                    raise ValueError(f"layer {index}: a rope factor is not a positive number")
+                if factors and len(factors) != rope.dim // 2:
+                    raise ValueError(
+                        f"layer {index}: {len(factors)} rope factors for {rope.dim // 2} pairs"
+                    )
+
+    def for_length(self, length: int) -> ModelConfig:
+        """The same model with the rotary positions of sequences of up to ``length`` tokens."""
+        if all(layer.rope.by_length is None for layer in self.layers):
+            return self
+        layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)
+        return replace(self, layers=tuple(layers))

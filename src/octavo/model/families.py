@@ -4,21 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.model import gemma3, llama
+from octavo.model import gemma2, gemma3, granite, llama, olmo2, qwen3
 from octavo.model.config import ModelConfig
 from octavo.model.program import Program
 
 FAMILIES: dict[str, Callable[[ModelConfig], Program]] = {
     "llama": llama.program,
+    "qwen2": llama.program,
+    "qwen3": qwen3.program,
+    "gemma2": gemma2.program,
     "gemma3": gemma3.program,
+    "phi3": llama.program,
+    "granite": granite.program,
+    "olmo2": olmo2.program,
 }
 
 
-def program(config: ModelConfig) -> Program:
-    """The Program of a model. Raises `ValueError` when its family is not supported."""
+def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
+    """The Program of a model, for sequences of up to ``max_model_len`` tokens (None: its context).
+
+    The length matters only to rotary positions that depend on it (`Rope.for_length`). Raises
+    `ValueError` when the family is not supported.
+    """
     if config.family not in FAMILIES:
         supported = ", ".join(FAMILIES)
         raise ValueError(
             f"model family {config.family!r} is not supported; supported are {supported}"
         )
-    return FAMILIES[config.family](config)
+    return FAMILIES[config.family](config.for_length(max_model_len or config.context_length))

@@ -25,7 +25,9 @@ class Embed:
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """out = x / sqrt(mean(x²) + eps) * weight, over groups of ``group`` elements (0 = whole row).
+    """out = x / sqrt(mean(x²) + eps) * (scale * weight), over groups of ``group`` elements.
+
+    A group of 0 is the whole row.
 
     With ``group`` = head_dim it is the per-head q/k norm; the weight then has ``group`` elements.
     """
@@ -35,6 +37,7 @@ class RmsNorm:
     out: str
     eps: float
     group: int = 0
+    scale: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

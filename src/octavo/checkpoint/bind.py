@@ -1,0 +1,67 @@
+"""Stored tensors by the roles of a Program: exactly those, in exactly its shapes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+
+from octavo.checkpoint.base import CheckpointError, Weight, WeightFormat
+
+_SHOWN = 8  # most names an error lists
+
+
+def bind(
+    path: str, stored: dict[str, Weight], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Weight]:
+    """``stored`` by role, what has none by its own name. Vectors become F32 (exactly).
+
+    Raises `CheckpointError` naming what is missing, left over, or of another shape.
+    """
+    if missing := sorted(shapes.keys() - stored.keys()):
+        raise CheckpointError(f"{path}: has no tensor for {listed(missing)}")
+    if unused := sorted(stored.keys() - shapes.keys()):
+        raise CheckpointError(
+            f"{path}: has tensors that this model family does not use: {listed(unused)}"
+        )
+    weights = {}
+    for role, shape in shapes.items():
+        weight = stored[role]
+        if weight.shape != shape:
+            raise CheckpointError(
+                f"{path}: tensor {weight.name!r} has shape {list(weight.shape)}; "
+                f"the model's metadata asks for {list(shape)}"
+            )
+        try:
+            weights[role] = vector(weight) if len(shape) == 1 else weight
+        except ValueError as error:
+            raise CheckpointError(f"{path}: {error}") from None
+    return weights
+
+
+def vector(weight: Weight) -> Weight:
+    """Norm weights and biases, widened to F32 (exactly) so that executors read one format."""
+    if weight.format is WeightFormat.F32:
+        return weight
+    if weight.format is WeightFormat.F16:
+        wide = weight.data.view("<f2").astype("<f4")
+    elif weight.format is WeightFormat.BF16:
+        wide = (weight.data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
+    else:
+        raise ValueError(
+            f"tensor {weight.name!r} is a vector of type {weight.format.name}, not a float's"
+        )
+    wide.flags.writeable = False
+    return weight._replace(format=WeightFormat.F32, data=wide.view(np.uint8))
+
+
+def listed(names: list[str]) -> str:
+    """Names for an error message, the first few of many."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def trim_heap() -> None:
+    """Building a tokenizer leaves tens of megabytes that the C library keeps for later."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)

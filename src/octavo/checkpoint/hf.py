@@ -1,0 +1,162 @@
+"""Opens a Hugging Face model folder: config, tensors by role, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+
+from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
+from octavo.checkpoint.bind import bind, trim_heap, vector
+from octavo.checkpoint.chat_template import JinjaChatTemplate
+from octavo.checkpoint.files import read_file
+from octavo.checkpoint.hf_config import model_config
+from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
+from octavo.checkpoint.hf_tokenizer import TOKENIZER_CONFIG, hf_tokenizer, special_tokens
+from octavo.model.config import ModelConfig
+from octavo.model.families import program
+
+TEMPLATE = "chat_template.jinja"
+MAX_TEMPLATE = 1 << 20  # bytes
+
+_TOP = {
+    "model.embed_tokens.weight": "token_embd",
+    "model.norm.weight": "output_norm",
+    "lm_head.weight": "output",
+}
+_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.([\w.]+)\.(weight|bias)")
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# Where it follows attention in truth, as its name says, and is not the feed-forward's own norm.
+_AFTER_ATTENTION = ("gemma2", "gemma3", "olmo2")
+# Matrices that are several in one, and the outputs' order.
+_FUSED = {
+    "self_attn.qkv_proj": ("attn_q", "attn_k", "attn_v"),
+    "mlp.gate_up_proj": ("ffn_gate", "ffn_up"),
+}
+# Frequencies that old files carry along; they follow from config.json.
+_COMPUTED = ".rotary_emb.inv_freq"
+
+
+def load_folder(path: Path) -> Checkpoint:
+    """Raises `CheckpointError` naming the file and what is wrong with it."""
+    folder = HfFolder(path)
+    stored = HfWeights(folder)
+    config = model_config(folder, stored.place)
+    weights = _bind(stored, config)
+    tokenizer = hf_tokenizer(folder, config.vocab_size)
+    return Checkpoint(
+        path,
+        config,
+        weights,
+        tokenizer,
+        _chat_template(folder),
+        release=lambda: _release(stored),
+        file_bytes=stored.file_bytes,
+    )
+
+
+def _release(stored: HfWeights) -> None:
+    stored.release()
+    trim_heap()
+
+
+def _bind(stored: HfWeights, config: ModelConfig) -> dict[str, Weight]:
+    folder = stored.folder
+    shapes = program(config).weights
+    weights: dict[str, Weight] = {}
+    for name in stored.place:
+        if name.endswith(_COMPUTED):
+            continue
+        for role, weight in _roles(stored, name, shapes, config.family):
+            if role in weights:
+                folder.fail(stored.place[name], f"has {role} both fused and by itself: {name!r}")
+            weights[role] = weight
+    if config.tied_embeddings and "output" in weights:
+        # Some writers store the head that they share. It is no other, or the file contradicts.
+        head, embedding = weights.pop("output"), weights.get("token_embd")
+        if embedding is None or not _same(head, embedding):
+            folder.fail(
+                CONFIG,
+                f"tie_word_embeddings is true, but {head.name!r} is not the embedding's matrix",
+            )
+    if not config.tied_embeddings and "output" not in weights:
+        folder.fail(CONFIG, "tie_word_embeddings is false, but there is no tensor 'lm_head.weight'")
+    bound = bind(str(folder.path), weights, shapes)
+    if config.family in ("gemma2", "gemma3"):
+        bound = {role: _plus_one(w) if role.endswith("norm") else w for role, w in bound.items()}
+    return bound
+
+
+def _roles(
+    stored: HfWeights, name: str, shapes: dict[str, tuple[int, ...]], family: str
+) -> list[tuple[str, Weight]]:
+    """What a tensor is in the Program: one role, several rows of roles, or its own name if none."""
+    weight = stored.weight(name)
+    if name in _TOP:
+        return [(_TOP[name], weight)]
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return [(name, weight)]
+    layer, part, kind = int(match[1]), match[2], match[3]
+    prefix, ending = f"layers.{layer}.", ".bias" if kind == "bias" else ""
+    if part == "post_attention_layernorm" and family in _AFTER_ATTENTION:
+        return [(prefix + "post_attention_norm" + ending, weight)]
+    if part in _PARTS:
+        return [(prefix + _PARTS[part] + ending, weight)]
+    if part not in _FUSED:
+        return [(name, weight)]
+    parts = [prefix + each + ending for each in _FUSED[part]]
+    if any(role not in shapes for role in parts):
+        return [(name, weight)]
+    rows = [shapes[role][0] for role in parts]
+    if not weight.shape or weight.shape[0] != sum(rows):
+        stored.folder.fail(
+            stored.place[name],
+            f"tensor {name!r} has shape {list(weight.shape)}; config.json asks for {rows} rows",
+        )
+    return list(zip(parts, weight.split(rows), strict=True))
+
+
+def _same(a: Weight, b: Weight) -> bool:
+    return a.format is b.format and a.shape == b.shape and bool(np.array_equal(a.data, b.data))
+
+
+def _plus_one(weight: Weight) -> Weight:
+    """Gemma stores its norms' weights less one."""
+    data = vector(weight).data.view("<f4") + np.float32(1.0)
+    data.flags.writeable = False
+    return weight._replace(data=data.view(np.uint8))
+
+
+def _chat_template(folder: HfFolder) -> ChatTemplate | None:
+    """The template in a file of its own, else the one in tokenizer_config.json."""
+    if folder.has(TEMPLATE):
+        try:
+            source: object = read_file(folder.path / TEMPLATE, MAX_TEMPLATE).decode()
+        except UnicodeDecodeError:
+            folder.fail(TEMPLATE, "is not UTF-8")
+    else:
+        source = folder.json_if_any(TOKENIZER_CONFIG).get("chat_template")
+        if isinstance(source, list):  # several, by name
+            named = [each for each in source if isinstance(each, dict)]
+            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        folder.fail(TOKENIZER_CONFIG, f"chat_template is a {type(source).__name__}, not a string")
+    return JinjaChatTemplate(source, special_tokens(folder))

@@ -1,0 +1,122 @@
+"""A Hugging Face model folder: its JSON files, and its tensors over one or several shards.
+
+Files of a folder: ``config.json`` and ``generation_config.json``; ``model.safetensors``, or shards
+listed by ``model.safetensors.index.json``; ``tokenizer.json`` and what lies beside it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NoReturn
+
+from octavo.checkpoint.base import CheckpointError, Weight
+from octavo.checkpoint.bind import listed
+from octavo.checkpoint.files import json_object, read_file
+from octavo.checkpoint.safetensors import SafetensorsFile
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+MAX_JSON = 4 << 20  # bytes, of a configuration
+MAX_INDEX = 64 << 20
+MAX_SHARDS = 4096
+
+
+def is_hf_folder(path: Path) -> bool:
+    return path.is_dir() and (path / CONFIG).exists()
+
+
+class HfFolder:
+    """Reads what is asked for. Any fault raises `CheckpointError` naming the file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def fail(self, name: str, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self.path / name}: {reason}")
+
+    def has(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def json(self, name: str, most: int = MAX_JSON) -> dict[str, Any]:
+        path = self.path / name
+        return json_object(path, read_file(path, most))
+
+    def json_if_any(self, name: str) -> dict[str, Any]:
+        return self.json(name) if self.has(name) else {}
+
+
+class HfWeights:
+    """The folder's tensors, by their own names."""
+
+    def __init__(self, folder: HfFolder) -> None:
+        self.folder = folder
+        if folder.has(WEIGHTS):
+            self.files = {WEIGHTS: SafetensorsFile(folder.path / WEIGHTS)}
+            self.place = dict.fromkeys(self.files[WEIGHTS].tensors, WEIGHTS)
+        elif folder.has(INDEX):
+            self._open_shards(self._index())
+        else:
+            self._fail_without_weights()
+
+    def weight(self, name: str) -> Weight:
+        return self.files[self.place[name]].weight(name)
+
+    def release(self) -> None:
+        for file in self.files.values():
+            file.release()
+
+    @property
+    def file_bytes(self) -> int:
+        return sum((self.folder.path / name).stat().st_size for name in self.files)
+
+    def _index(self) -> dict[str, str]:
+        """Which file each tensor is in. (``total_size`` counts shared tensors twice or not, as the
+        writer pleased; the shards' own headers say what is whole.)"""
+        places = self.folder.json(INDEX, MAX_INDEX).get("weight_map")
+        if not isinstance(places, dict) or not places:
+            self.folder.fail(INDEX, "has no weight_map")
+        for tensor, name in places.items():
+            if not isinstance(name, str) or not _plain(name):
+                self.folder.fail(
+                    INDEX, f"tensor {tensor!r} is in {name!r}, which names no safetensors file here"
+                )
+        if len(set(places.values())) > MAX_SHARDS:
+            self.folder.fail(INDEX, f"names more than {MAX_SHARDS} files")
+        return places
+
+    def _open_shards(self, places: dict[str, str]) -> None:
+        self.files = {
+            name: SafetensorsFile(self.folder.path / name) for name in sorted(set(places.values()))
+        }
+        found: dict[str, str] = {}
+        for name, file in self.files.items():
+            for tensor in file.tensors:
+                if tensor in found:
+                    self.folder.fail(name, f"tensor {tensor!r} is in {found[tensor]} as well")
+                if tensor not in places:
+                    self.folder.fail(name, f"tensor {tensor!r} is not listed by {INDEX}")
+                if places[tensor] != name:
+                    self.folder.fail(
+                        name, f"has tensor {tensor!r}, which {INDEX} says is in {places[tensor]}"
+                    )
+                found[tensor] = name
+        if missing := sorted(places.keys() - found.keys()):
+            self.folder.fail(INDEX, f"lists tensors that no file has: {listed(missing)}")
+        self.place = found
+
+    def _fail_without_weights(self) -> NoReturn:
+        here = sorted(path.name for path in self.folder.path.iterdir() if path.is_file())
+        weights = [name for name in here if name.endswith((".safetensors", ".bin", ".pth", ".pt"))]
+        raise CheckpointError(
+            f"{self.folder.path}: has neither {WEIGHTS} nor {INDEX}"
+            + (f", only {listed(weights)}" if weights else "")
+            + ("; pickled weights are not read, convert them to safetensors"
+               if weights and not any(name.endswith(".safetensors") for name in weights) else "")
+        )  # fmt: skip
+
+
+def _plain(name: str) -> bool:
+    """Whether it is the name of a safetensors file in the folder itself."""
+    return name.endswith(".safetensors") and name == Path(name).name and "\0" not in name

@@ -26,6 +26,9 @@ enum class Format : int32_t {
 // vector lanes are outputs and an element's sum runs over k in one fixed order.
 inline constexpr int64_t kColumns = 16;
 
+// Prepared activation rows that lie interleaved.
+inline constexpr int64_t kPanel = 8;
+
 struct PackedMatrix {
     Format format;
     int64_t n = 0;
@@ -44,17 +47,18 @@ struct LinearKernels {
     void (*pack)(Format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
                  int64_t block_begin, int64_t block_end);
 
-    // Bytes of `rows` activation rows of width k prepared for matrices of this format (8-bit with
-    // a scale a group for the quantized formats; f32 otherwise). Prepared rows must lie on a
-    // 64-byte boundary.
+    // Bytes of `rows` activation rows of width k prepared for matrices of this format: 8-bit with a
+    // scale a group for the quantized formats; bf16 for BF16 where the tier multiplies that; else
+    // fp32. Proportional to `rows`. Prepared rows must lie on a 64-byte boundary.
     size_t (*activation_bytes)(Format, int64_t rows, int64_t k);
 
     // Whether two formats take the same prepared activations (so that q, k and v share them).
     bool (*same_activations)(Format, Format);
 
     // Prepares rows [row_begin, row_end) of x (row stride ldx floats) into dst, laid out for `rows`
-    // rows. Each row's result depends on that row alone. Distinct ranges may run on distinct
-    // threads.
+    // rows: panels of kPanel, each interleaved, so that rows from a multiple of kPanel on lie as
+    // they would without those above. Each row's result depends on that row alone. Distinct ranges
+    // may run on distinct threads.
     void (*prepare)(Format, const float *x, int64_t ldx, int64_t rows, int64_t k, std::byte *dst,
                     int64_t row_begin, int64_t row_end);
 

@@ -14,9 +14,9 @@ namespace {
 constexpr int64_t kFine = 64;     // positions in the fine part of a rope table
 constexpr int64_t kTileRows = 64; // queries (of one head) that attention takes at once
 // Rows that a thread takes through a stretch at once (what they need stays in its own cache), in
-// units of the linear kernels' tile.
+// units of the linear kernels' panels.
 constexpr int64_t kChunkRows = 32;
-constexpr int64_t kRowUnit = 8;
+constexpr int64_t kRowUnit = kPanel;
 
 [[noreturn]] void refuse(const std::string &message) {
     throw std::invalid_argument(message);
@@ -590,8 +590,9 @@ void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
 void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {
     const auto format = Format(step.format);
     const size_t bytes = tier_.linear.activation_bytes(format, 1, step.k);
-    tier_.linear.prepare(format, row_of(step.x, row, scope), step.x.stride, 1, step.k,
-                         row_of(step.out, row, bytes, scope), 0, 1);
+    tier_.linear.prepare(
+        format, row_of(step.x, scope.begin, scope), step.x.stride, scope.end - scope.begin, step.k,
+        row_of(step.out, scope.begin, bytes, scope), row - scope.begin, row - scope.begin + 1);
 }
 
 void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {

@@ -14,7 +14,7 @@
 #include <random>
 #include <stdexcept>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 namespace octavo {
@@ -181,44 +181,120 @@ void test_dequantize(const LinearKernels &kernels, const Matrix &m) {
     }
 }
 
-// Against the reference: with activations rounded alike, within the rounding of fp32 sums; without,
-// within half a step of 1/127 of each group's largest activation.
-void test_against_reference(const Matrix &m, const std::vector<float> &x,
-                            const std::vector<float> &out, int64_t rows) {
+bool is_fixed(Format format) {
+    return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K;
+}
+
+// A 4-bit group's dequantized weights if all its quants were q.
+float with_quants(Format format, const std::byte *block, int64_t part, int q) {
+    std::vector<std::byte> copy(block, block + format_info(format).block_bytes);
+    const size_t header = format == Format::Q4_0 ? 2 : format == Format::Q4_1 ? 4 : 16;
+    std::memset(copy.data() + header, q * 17, copy.size() - header);
+    std::vector<float> out(static_cast<size_t>(format_info(format).block_values));
+    reference::dequantize(format, copy.data(), format_info(format).block_values, out.data());
+    return out[static_cast<size_t>(part * 32)];
+}
+
+// What the fixed-point sums of column c may be off by for a rounded row x, by the error of each
+// integer (kernels/tier/linear_layout.h): half a unit for a row's scales A and scaled sums S, one
+// for a column's scales D, two for its mins M.
+double fixed_point_error(const Matrix &m, int64_t c, const float *w, const float *x) {
+    const Format format = m.packed.format;
+    const int64_t k = m.packed.k, block_groups = format_info(format).block_values / 32;
+    const std::byte *row = m.file.data() + static_cast<size_t>(c) * reference::row_bytes(format, k);
+    std::vector<double> d, min; // w = d (q - 8) + min
+    double largest = 0;
+    for (int64_t g = 0; g < k / 32; ++g) {
+        const std::byte *block = row + g / block_groups * format_info(format).block_bytes;
+        const int64_t part = g % block_groups;
+        min.push_back(with_quants(format, block, part, 8));
+        d.push_back(with_quants(format, block, part, 9) - min.back());
+        const double from_k = 64.0 * std::fabs(half_to_float(load_as<uint16_t>(block))) +
+                              8.0 * std::fabs(half_to_float(load_as<uint16_t>(block + 2)));
+        largest = std::max({largest, std::fabs(d.back()), std::fabs(min.back()) / 8,
+                            format == Format::Q4_K ? from_k : 0.0});
+    }
+    double error = 0;
+    for (int64_t begin = 0; begin < k / 32; begin += 8) {
+        const int64_t end = std::min(begin + 8, k / 32);
+        float max = 0;
+        for (int64_t i = begin * 32; i < end * 32; ++i)
+            max = std::max(max, std::fabs(x[i]));
+        const double unit = largest * max / 127 / 1024; // of the totals, at most
+        for (int64_t g = begin; g < end; ++g) {
+            const double scale = d[static_cast<size_t>(g)], base = min[static_cast<size_t>(g)];
+            float group_max = 0;
+            for (int64_t i = g * 32; i < g * 32 + 32; ++i)
+                group_max = std::max(group_max, std::fabs(x[i]));
+            double dot = 0, sum = 0; // of the integers; of the numbers
+            for (int64_t i = g * 32; i < g * 32 + 32; ++i) {
+                const double q = scale == 0 ? 8 : (static_cast<double>(w[i]) - base) / scale;
+                dot += group_max == 0 ? 0 : q * static_cast<double>(x[i]) / group_max * 127;
+                sum += static_cast<double>(x[i]);
+            }
+            error += unit * (1.02 * (std::fabs(dot) + 1) + 1);
+            if (format != Format::Q4_0)
+                error +=
+                    0.51 * std::fabs(base) * max / 127 / 2 + 2.02 * std::fabs(sum) * largest / 512;
+        }
+    }
+    return error;
+}
+
+float to_bf16(float x) {
+    uint32_t bits = load_as<uint32_t>(&x);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u;
+    return load_as<float>(&bits);
+}
+
+// Against the reference: with activations rounded alike, within the rounding of fp32 and
+// fixed-point sums; without, within half a step of 1/127 of each group's largest activation, or a
+// bf16 number's.
+void test_against_reference(const LinearKernels &kernels, const Matrix &m,
+                            const std::vector<float> &x, const std::vector<float> &out,
+                            int64_t rows) {
     const int64_t n = m.packed.n, k = m.packed.k;
     const std::vector<float> w = m.weights();
     const auto count = static_cast<size_t>(rows * n);
     std::vector<double> expected(count), magnitude(count);
     std::vector<float> rounded = x;
     const bool quantized = format_info(m.packed.format).quantized;
+    const bool bf16 = !quantized && !kernels.same_activations(Format::F32, m.packed.format);
     if (quantized)
         reference::round_activations(x.data(), rows * k, rounded.data());
+    if (bf16)
+        std::transform(x.begin(), x.end(), rounded.begin(), to_bf16);
     reference::matmul(rounded.data(), w.data(), rows, n, k, expected.data(), magnitude.data());
     // A format's min and scale terms may be larger than the weight they cancel to.
     const double terms = static_cast<double>(quantized ? k / 32 + 8 : k);
+    std::vector<double> rounding(count);
     for (size_t i = 0; i < count; ++i) {
-        const double bound = 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
-        CHECK(std::fabs(out[i] - expected[i]) <= bound,
+        rounding[i] = 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
+        if (is_fixed(m.packed.format))
+            rounding[i] += fixed_point_error(m, static_cast<int64_t>(i) % n,
+                                             w.data() + static_cast<int64_t>(i) % n * k,
+                                             rounded.data() + static_cast<int64_t>(i) / n * k);
+        CHECK(std::fabs(out[i] - expected[i]) <= rounding[i],
               "%s %ld x %ld x %ld at %zu: %.9g instead of %.9g, bound %g",
               format_name(m.packed.format), rows, n, k, i, static_cast<double>(out[i]), expected[i],
-              bound);
+              rounding[i]);
     }
-    if (!quantized)
+    if (!quantized && !bf16)
         return;
     reference::matmul(x.data(), w.data(), rows, n, k, expected.data(), magnitude.data());
     for (int64_t r = 0; r < rows; ++r)
         for (int64_t c = 0; c < n; ++c) {
-            double bound = 0;
-            for (int64_t g = 0; g < k; g += 32) {
-                float max = 0;
-                for (int64_t i = g; i < g + 32; ++i)
-                    max = std::max(max, std::fabs(x[static_cast<size_t>(r * k + i)]));
-                for (int64_t i = g; i < g + 32; ++i)
-                    bound += 0.5001 * max / 127 *
-                             std::fabs(static_cast<double>(w[static_cast<size_t>(c * k + i)]));
-            }
             const auto i = static_cast<size_t>(r * n + c);
-            bound += 4 * terms * 0x1p-24 * magnitude[i] + 1e-30;
+            double bound = bf16 ? 0x1.01p-8 * magnitude[i] : 0;
+            for (int64_t g = 0; quantized && g < k; g += 32) {
+                float max = 0;
+                for (int64_t j = g; j < g + 32; ++j)
+                    max = std::max(max, std::fabs(x[static_cast<size_t>(r * k + j)]));
+                for (int64_t j = g; j < g + 32; ++j)
+                    bound += 0.5001 * max / 127 *
+                             std::fabs(static_cast<double>(w[static_cast<size_t>(c * k + j)]));
+            }
+            bound += rounding[i];
             CHECK(std::fabs(out[i] - expected[i]) <= bound, "%s: quantization error %g above %g",
                   format_name(m.packed.format), std::fabs(out[i] - expected[i]), bound);
         }
@@ -268,11 +344,11 @@ void test_prepare(const LinearKernels &kernels, const Matrix &m, const std::vect
     kernels.prepare(format, wide.data() + r * ldx, ldx, 1, k, alone.data.get(), 0, 1);
     const Buffer among(kernels.activation_bytes(format, rows, k));
     kernels.prepare(format, wide.data(), ldx, rows, k, among.data.get(), r, r + 1);
-    for (const auto &[activations, row] :
-         {std::pair{alone.data.get(), int64_t{0}}, std::pair{among.data.get(), r}}) {
+    for (const auto &[activations, count, row] :
+         {std::tuple{alone.data.get(), int64_t{1}, int64_t{0}},
+          std::tuple{among.data.get(), rows, r}}) {
         std::vector<float> out(static_cast<size_t>((row + 1) * n));
-        kernels.matmul(m.packed, activations, row == 0 ? 1 : rows, row, row + 1, 0, blocks,
-                       out.data(), n, false);
+        kernels.matmul(m.packed, activations, count, row, row + 1, 0, blocks, out.data(), n, false);
         CHECK(same_bits(out.data() + row * n, expected.data() + r * n, static_cast<size_t>(n)),
               "%s: row %ld of %ld prepared apart", format_name(format), r, rows);
     }
@@ -308,13 +384,14 @@ void test_case(const Tier &tier, Format format, Shape s, Rng &rng) {
     const Buffer activations = prepared(kernels, format, x, s.rows, s.k);
     const std::vector<float> out = one_by_one(kernels, m, activations.data.get(), s.rows);
     test_dequantize(kernels, m);
-    test_against_reference(m, x, out, s.rows);
+    test_against_reference(kernels, m, x, out, s.rows);
     test_ranges(kernels, m, activations.data.get(), out, s.rows, rng);
     test_prepare(kernels, m, x, out, s.rows, rng);
     test_bad_row(kernels, m, x, out, s.rows, rng);
 }
 
-// Prepared activations are the same in every tier; products are the same in the tiers that fuse.
+// Prepared activations are the same in every tier; products are the same in the tiers that fuse,
+// and in fixed point in all. (Not those of bf16 numbers, where a tier multiplies them as such.)
 void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Shape s,
                        uint64_t seed) {
     const Tier *first_fused = nullptr;
@@ -322,6 +399,8 @@ void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Sh
     std::vector<std::byte> first_activations;
     for (const Tier *tier : tiers) {
         const LinearKernels &kernels = tier->linear;
+        if (format == Format::BF16 && !kernels.same_activations(Format::F32, format))
+            continue;
         Rng rng(seed);
         const Matrix m(kernels, format, s.n, s.k, rng);
         const std::vector<float> x = random_rows(s.rows, s.k, rng);
@@ -332,7 +411,7 @@ void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Sh
             first_activations = activations;
         CHECK(activations == first_activations, "%s: %s prepares otherwise than %s",
               format_name(format), tier->name, tiers.front()->name);
-        if (std::string(tier->name) == "generic")
+        if (std::string(tier->name) == "generic" && !is_fixed(format))
             continue;
         const std::vector<float> out = one_by_one(kernels, m, buffer.data.get(), s.rows);
         if (first_fused == nullptr) {
@@ -372,6 +451,8 @@ int main(int argc, char **argv) {
                 std::printf("passed %s %s\n", tier->name, format_name(format));
         }
         test_across_tiers(tiers, format, {5, 71, 512}, seed++);
+        if (format_info(format).block_values == 32)
+            test_across_tiers(tiers, format, {13, 33, 32 * 11}, seed++);
     }
     return failures == 0 ? 0 : 1;
 }

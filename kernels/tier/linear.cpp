@@ -40,6 +40,21 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
     __builtin_unreachable();
 }
 
+// Whether activations for this format are rounded to bf16.
+bool is_bf16(Format format) {
+    return kBf16 && format == Format::BF16;
+}
+
+// Cells of 16 floats; the last one's rest is zero.
+void prepare_floats(const float *x, int64_t k, std::byte *to, int64_t step) {
+    constexpr int64_t kFloats = kLine / 4;
+    for (; k > 0; k -= kFloats, x += kFloats, to += step) {
+        const int64_t count = k < kFloats ? k : kFloats;
+        std::memset(to, 0, kLine);
+        std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
+    }
+}
+
 size_t packed_bytes(Format format, int64_t n, int64_t k) {
     const int64_t block_bytes =
         with_format(format, [&]<Format F>() { return column_block_bytes<F>(k); });
@@ -61,35 +76,37 @@ void pack(Format format, const std::byte *src, int64_t n, int64_t k, std::byte *
     });
 }
 
-int64_t activation_stride(Format format, int64_t k) {
-    return format_info(format).quantized ? activation_groups(k) * kLine : activation_floats(k) * 4;
+int64_t cells_of(Format format, int64_t k) {
+    return row_cells(format, k, is_bf16(format) ? kLine / 2 : kLine / 4);
 }
 
 size_t activation_bytes(Format format, int64_t rows, int64_t k) {
-    return static_cast<size_t>(rows * activation_stride(format, k));
+    return static_cast<size_t>(rows * cells_of(format, k) * kLine);
 }
 
 bool same_activations(Format a, Format b) {
-    return format_info(a).quantized == format_info(b).quantized;
+    return format_info(a).quantized == format_info(b).quantized && is_bf16(a) == is_bf16(b);
 }
 
-void prepare(Format format, const float *x, int64_t ldx, int64_t /*rows*/, int64_t k,
-             std::byte *dst, int64_t row_begin, int64_t row_end) {
-    const int64_t stride = activation_stride(format, k);
+void prepare(Format format, const float *x, int64_t ldx, int64_t rows, int64_t k, std::byte *dst,
+             int64_t row_begin, int64_t row_end) {
+    const int64_t cells = cells_of(format, k);
     for (int64_t r = row_begin; r < row_end; ++r) {
         const float *from = x + r * ldx;
-        std::byte *to = dst + r * stride;
-        if (!format_info(format).quantized) {
-            std::memcpy(to, from, static_cast<size_t>(k) * sizeof(float));
-            continue;
-        }
-        auto *groups = reinterpret_cast<ActivationGroup *>(to);
-        for (int64_t g = 0; g < k / kGroup; ++g)
-            prepare_group(from + g * kGroup, groups[g]);
+        std::byte *to = dst + row_offset(r, cells);
+        const int64_t step = cell_step(r, rows);
+        if (is_bf16(format))
+            prepare_bf16(from, k, to, step);
+        else if (format_info(format).quantized)
+            for (int64_t g = 0; g < k / kGroup; g += kSpan)
+                prepare_span(from + g * kGroup, k / kGroup - g < kSpan ? k / kGroup - g : kSpan,
+                             to + g * step, step);
+        else
+            prepare_floats(from, k, to, step);
     }
 }
 
-// Splits [0, rows) into tiles of kMaxTileRows rows and one of the rest.
+// Splits [0, rows) of a panel into tiles of R rows and one of the rest.
 template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
     // All rows pass over as many column blocks as a tile takes, while those are in the cache.
     constexpr int C = tile_columns<F>(R);
@@ -108,7 +125,7 @@ template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
             part.out += kColumns;
             part.columns -= kColumns;
         }
-        tile.activations += R * tile.activation_stride;
+        tile.activations += R * kLine;
         tile.out += R * tile.ldo;
         rows -= R;
     }
@@ -117,26 +134,31 @@ template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
             panel<F, R - 1>(tile, rows, blocks);
 }
 
-void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t /*rows*/,
+void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t rows,
             int64_t row_begin, int64_t row_end, int64_t block_begin, int64_t block_end, float *out,
             int64_t ldo, bool accumulate) {
     with_format(matrix.format, [&]<Format F>() {
         // Column blocks that all rows pass before the next: what a tile of one row takes at most.
-        constexpr int64_t kPanel = 4;
-        const int64_t stride = activation_stride(F, matrix.k);
+        constexpr int64_t kBlocks = 4;
+        const int64_t cells = cells_of(F, matrix.k);
         const int64_t block_bytes = column_block_bytes<F>(matrix.k);
-        for (int64_t b = block_begin; b < block_end; b += kPanel) {
-            const int64_t blocks = block_end - b < kPanel ? block_end - b : kPanel;
-            panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * block_bytes,
-                                    .block_bytes = block_bytes,
-                                    .k = matrix.k,
-                                    .activations = activations + row_begin * stride,
-                                    .activation_stride = stride,
-                                    .out = out + row_begin * ldo + b * kColumns,
-                                    .ldo = ldo,
-                                    .columns = matrix.n - b * kColumns,
-                                    .accumulate = accumulate},
-                                   row_end - row_begin, blocks);
+        for (int64_t b = block_begin; b < block_end; b += kBlocks) {
+            const int64_t blocks = block_end - b < kBlocks ? block_end - b : kBlocks;
+            for (int64_t r = row_begin; r < row_end;) {
+                const int64_t left = row_end - r, in_panel = kPanel - r % kPanel;
+                const int64_t count = left < in_panel ? left : in_panel;
+                panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * block_bytes,
+                                        .block_bytes = block_bytes,
+                                        .k = matrix.k,
+                                        .activations = activations + row_offset(r, cells),
+                                        .activation_step = cell_step(r, rows),
+                                        .out = out + r * ldo + b * kColumns,
+                                        .ldo = ldo,
+                                        .columns = matrix.n - b * kColumns,
+                                        .accumulate = accumulate},
+                                       count, blocks);
+                r += count;
+            }
         }
     });
 }

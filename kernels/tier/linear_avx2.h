@@ -6,14 +6,13 @@
 // absolute value, their sign moved to the activation: 2 · 128 · 127 fits.
 #pragma once
 
-#include "linear_layout.h"
-
-#include <immintrin.h>
+#include "linear_prepare_avx2.h"
 
 namespace octavo {
 namespace {
 
 constexpr int kMaxTileRows = 4;
+constexpr bool kBf16 = false;
 constexpr int64_t kHalf = kLanes / 2;
 
 template <Format F> constexpr int tile_columns(int rows) {
@@ -85,10 +84,9 @@ template <Format F> struct Dots {
 
     void start(const ActivationGroup &x) {
         constexpr int zero = traits(F).zero;
-        sum = zero == 8    ? broadcast(&x.minus_8)
-              : zero == 16 ? broadcast(&x.minus_16)
+        sum = zero == 16   ? _mm256_slli_epi32(broadcast(&x.minus_8), 1)
               : zero == 32 ? broadcast(&x.minus_32[0])
-                           : _mm256_setzero_si256();
+                           : _mm256_setzero_si256(); // 8 bits: signed, as are products
         sum_b = broadcast(&x.minus_32[1]);
     }
 
@@ -105,10 +103,9 @@ template <Format F> struct Dots {
                 sum_b = _mm256_add_epi32(sum_b, widen(narrow_b));
             }
         } else {
-            constexpr int kPeriod = traits(F).high_bits == 1 ? 2 : 4;
             const __m256i both = _mm256_add_epi16(p, q);
-            narrow = I % kPeriod == 0 ? both : _mm256_add_epi16(narrow, both);
-            if constexpr (I % kPeriod == kPeriod - 1)
+            narrow = I % 2 == 0 ? both : _mm256_add_epi16(narrow, both);
+            if constexpr (I % 2 == 1)
                 sum = _mm256_add_epi32(sum, widen(narrow));
         }
     }
@@ -130,7 +127,7 @@ inline void write_half(const Tile &tile, int64_t row, int64_t lane, __m256 sum) 
 }
 
 template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
-    constexpr int64_t kBytes = format_info(F).block_bytes;
+    constexpr int64_t kInputs = kLine / 4; // a cell
     constexpr int H = 2 * C;
     __m256 sums[R][H];
 #pragma GCC unroll 8
@@ -138,42 +135,161 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
 #pragma GCC unroll 8
         for (int h = 0; h < H; ++h)
             sums[r][h] = _mm256_setzero_ps();
-    const uint8_t *weights = tile.weights;
     const std::byte *x = tile.activations;
     for (int64_t i = 0; i < tile.k; ++i) {
         __m256 w[H];
 #pragma GCC unroll 8
         for (int h = 0; h < H; ++h) {
-            const uint8_t *from = weights + h / 2 * tile.block_bytes + h % 2 * kHalf * kBytes;
+            const uint8_t *from =
+                tile.weights + h / 2 * tile.block_bytes +
+                float_offset<F>(i - (F == Format::BF16 ? i % 2 : 0), h % 2 * kHalf);
             if constexpr (F == Format::F32)
                 w[h] = _mm256_loadu_ps(reinterpret_cast<const float *>(from));
             else if constexpr (F == Format::F16)
                 w[h] = load_halves(from);
             else
-                w[h] = _mm256_castsi256_ps(_mm256_slli_epi32(
-                    _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(from))),
-                    16));
+                w[h] = _mm256_castsi256_ps(
+                    i % 2 == 0 ? _mm256_slli_epi32(load_bytes(from), 16)
+                               : _mm256_and_si256(load_bytes(from), _mm256_set1_epi32(~0xffff)));
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m256 a = _mm256_set1_ps(load_as<float>(x + r * tile.activation_stride));
+            const __m256 a = _mm256_set1_ps(load_as<float>(x + r * kLine + i % kInputs * 4));
 #pragma GCC unroll 8
             for (int h = 0; h < H; ++h)
                 sums[r][h] = _mm256_fmadd_ps(w[h], a, sums[r][h]);
         }
-        weights += kLanes * kBytes;
-        x += sizeof(float);
+        if (i % kInputs == kInputs - 1)
+            x += tile.activation_step;
     }
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h)
             write_half(tile, r, h * kHalf, sums[r][h]);
 }
 
+// The low int16 of each lane from the first, the high one from the low one of the second.
+inline __m256i pair_lanes(__m256i even, __m256i odd) {
+    return _mm256_blend_epi16(even, _mm256_slli_epi32(odd, 16), 0xaa);
+}
+
+// The fixed-point scales and mins of groups g and g + 1, of half the lanes.
+template <Format F>
+inline void fixed_scales(const uint8_t *weights, int64_t g, int64_t lane, __m256i &scale,
+                         __m256i &min) {
+    constexpr Traits t = traits(F);
+    const __m256 up = _mm256_loadu_ps(reinterpret_cast<const float *>(weights) + lane);
+    const __m256 min_up = _mm256_mul_ps(up, _mm256_set1_ps(0.0625f));
+    const auto convert = [](const uint8_t *halves, __m256 by) {
+        return _mm256_cvtps_epi32(_mm256_mul_ps(load_halves(halves), by));
+    };
+    const GroupParts<const uint8_t> part = group_at<F>(weights, g);
+    if constexpr (t.k_quant) {
+        const __m256 by = _mm256_set1_ps(64);
+        const __m256i d = convert(part.shared + lane * 2, _mm256_mul_ps(up, by));
+        const __m256i m = convert(part.shared + 32 + lane * 2, _mm256_mul_ps(min_up, by));
+        const auto times = [](const uint8_t *bytes, __m256i by) {
+            const __m256i words =
+                _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(bytes)));
+            return _mm256_mulhrs_epi16(_mm256_slli_epi16(words, 9), by);
+        };
+        scale = times(part.scales + lane * 2, pair_lanes(d, d));
+        min = _mm256_sub_epi16(_mm256_srai_epi16(scale, 1),
+                               times(part.scales + 32 + lane * 2, pair_lanes(m, m)));
+    } else {
+        const uint8_t *even = part.scales + lane * 2, *odd = even + t.scales;
+        scale = pair_lanes(convert(even, up), convert(odd, up));
+        if constexpr (t.has_min)
+            min =
+                _mm256_add_epi16(_mm256_srai_epi16(scale, 1),
+                                 pair_lanes(convert(even + 32, min_up), convert(odd + 32, min_up)));
+    }
+}
+
+// Sums of the products of a 4-bit group by pairs of inputs, in 16 bits (their sum by lanes is the
+// dot product of the raw numbers), R rows by half the lanes.
+template <Format F, int R>
+inline void narrow_dots(const GroupParts<const uint8_t> &part, int64_t lane,
+                        const ActivationGroup *x, __m256i (&narrow)[R]) {
+    const auto add_quads = [&]<int I>() {
+        __m256i first, second;
+        load_quads<F, I>(part.quants + lane * 4, part.high + lane * 4, first, second);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const int8_t *q = x[r].quants + I * 4;
+            const __m256i p = _mm256_maddubs_epi16(first, broadcast(q));
+            narrow[r] = I == 0 ? p : _mm256_add_epi16(narrow[r], p);
+            narrow[r] =
+                _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(second, broadcast(q + 16)));
+        }
+    };
+    add_quads.template operator()<0>();
+    add_quads.template operator()<1>();
+    add_quads.template operator()<2>();
+    add_quads.template operator()<3>();
+}
+
+// R rows by half of a column block, beginning at `lane`.
+template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane) {
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    const int64_t groups = tile.k / kGroup;
+    // Copies of the even or the odd int16 of a lane in both.
+    const __m256i even_twice = _mm256_set1_epi64x(0x0504050401000100);
+    const __m256i odd_twice = _mm256_set1_epi64x(0x0706070603020302);
+    const __m256i upper = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
+    const __m256i copy_even = _mm256_add_epi8(even_twice, upper);
+    const __m256i copy_odd = _mm256_add_epi8(odd_twice, upper);
+    __m256 sums[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups;) {
+        const int64_t end = g + kSpan < groups ? g + kSpan : groups;
+        const ActivationGroup *span = x;
+        __m256i totals[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            totals[r] = _mm256_setzero_si256();
+        // Past an odd number of groups comes one of zeros.
+        for (; g < end; g += 2, x += 2 * height) {
+            const ActivationGroup *next = x + height;
+            __m256i even[R], odd[R], scale, min;
+            narrow_dots<F, R>(group_at<F>(tile.weights, g), lane, x, even);
+            narrow_dots<F, R>(group_at<F>(tile.weights, g + 1), lane, next, odd);
+            fixed_scales<F>(tile.weights, g, lane, scale, min);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
+                __m256i sum =
+                    _mm256_add_epi32(_mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
+                                     _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(s, broadcast(&x[r].minus_8_pair)));
+                if constexpr (traits(F).has_min)
+                    sum = _mm256_add_epi32(sum,
+                                           _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
+                totals[r] = _mm256_add_epi32(totals[r], sum);
+            }
+            if (lane == 0) {
+                prefetch_group<F>(tile.weights, g);
+                prefetch_group<F>(tile.weights, g + 1);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[r]), _mm256_set1_ps(span[r].unit),
+                                      sums[r]);
+    }
+    const __m256 down = _mm256_div_ps(
+        _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + lane));
+    for (int r = 0; r < R; ++r)
+        write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
+}
+
 // R rows by H halves of a column block, the first beginning at `lane`.
 template <Format F, int R, int H> inline void quantized_halves(const Tile &tile, int64_t lane) {
     constexpr Traits t = traits(F);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
-    const int64_t stride = tile.activation_stride / kLine;
+    const int64_t height = tile.activation_step / kLine;
     __m256 sums[R][H];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -190,7 +306,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
             for (int h = 0; h < H; ++h)
-                dots[r][h].start(x[r * stride]);
+                dots[r][h].start(x[r]);
 
         const auto multiply_quads = [&]<int I>() {
 #pragma GCC unroll 8
@@ -199,7 +315,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
                 load_quads<F, I>(quants + h * kHalf * 4, high + h * kHalf * 4, first, second);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r)
-                    dots[r][h].template add<I>(first, second, x[r * stride]);
+                    dots[r][h].template add<I>(first, second, x[r]);
             }
         };
         multiply_quads.template operator()<0>();
@@ -227,7 +343,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
             }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const ActivationGroup &row = x[r * stride];
+                const ActivationGroup &row = x[r];
                 __m256 product = _mm256_mul_ps(_mm256_cvtepi32_ps(dots[r][h].sum), scale);
                 if constexpr (F == Format::Q6_K)
                     product =
@@ -241,7 +357,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
             }
         }
         prefetch_group<F>(tile.weights, g);
-        ++x;
+        x += height;
     }
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h)
@@ -251,6 +367,9 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     if constexpr (!format_info(F).quantized) {
         float_tile<F, R, C>(tile);
+    } else if constexpr (traits(F).fixed) {
+        fixed_half<F, R>(tile, 0);
+        fixed_half<F, R>(tile, kHalf);
     } else if constexpr (R == 1) {
         quantized_halves<F, 1, 2>(tile, 0);
     } else {
@@ -259,42 +378,7 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     }
 }
 
-inline int32_t sum_lanes(__m256i v) {
-    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));
-    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0xb1)));
-}
-
-inline void prepare_group(const float *x, ActivationGroup &out) {
-    // As integers, magnitudes order like the numbers, and NaN is above all.
-    const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
-    __m256 v[4];
-    __m256i largest = _mm256_setzero_si256();
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-        v[i] = _mm256_loadu_ps(x + i * 8);
-        largest = _mm256_max_epu32(largest, _mm256_and_si256(_mm256_castps_si256(v[i]), magnitude));
-    }
-    __m128i max =
-        _mm_max_epu32(_mm256_castsi256_si128(largest), _mm256_extracti128_si256(largest, 1));
-    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, 0x4e));
-    max = _mm_max_epu32(max, _mm_shuffle_epi32(max, 0xb1));
-    const GroupScale s = group_scale(static_cast<uint32_t>(_mm_cvtsi128_si32(max)));
-    const __m256i keep = _mm256_set1_epi32(s.inverse > 0 ? -1 : 0);
-    __m256i q[4];
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i)
-        q[i] = _mm256_and_si256(keep,
-                                _mm256_cvtps_epi32(_mm256_mul_ps(v[i], _mm256_set1_ps(s.inverse))));
-    // The packs work within 128-bit halves; the permutation puts the 4-byte pieces in order.
-    const __m256i narrow =
-        _mm256_packs_epi16(_mm256_packs_epi32(q[0], q[1]), _mm256_packs_epi32(q[2], q[3]));
-    _mm256_store_si256(
-        reinterpret_cast<__m256i *>(out.quants),
-        _mm256_permutevar8x32_epi32(narrow, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
-    finish_group(s, sum_lanes(_mm256_add_epi32(q[0], q[1])),
-                 sum_lanes(_mm256_add_epi32(q[2], q[3])), out);
-}
+inline void prepare_bf16(const float *, int64_t, std::byte *, int64_t) {}
 
 } // namespace
 } // namespace octavo

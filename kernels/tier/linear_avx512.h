@@ -1,7 +1,12 @@
 // Tiles for AVX-512 with VNNI: a vector is the 16 lanes of a column block.
+//
+// What bounds them (Zen 4): two of four pipes multiply, integers and floats alike, and a 512-bit
+// operation holds one for two cycles, so each multiplication takes a cycle of all that is to be
+// had. Loads that broadcast are free beside them, and so are and, or, shifts, conversions and float
+// additions; vpternlog is not.
 #pragma once
 
-#include "linear_layout.h"
+#include "linear_prepare_avx2.h"
 
 // GCC 12 warns of its own _mm512_undefined_… (GCC bug 105593).
 #pragma GCC diagnostic push
@@ -12,7 +17,12 @@
 namespace octavo {
 namespace {
 
-constexpr int kMaxTileRows = 8;
+constexpr int kMaxTileRows = kPanel;
+#ifdef __AVX512BF16__
+constexpr bool kBf16 = true;
+#else
+constexpr bool kBf16 = false;
+#endif
 
 // Column blocks a tile takes at once. In a quantized format one has independent chains enough; so
 // has one row of floats, which waits for memory rather than for its multiply-adds. More rows of
@@ -23,6 +33,27 @@ template <Format F> constexpr int tile_columns(int rows) {
 
 inline __m512i broadcast(const void *from) {
     return _mm512_set1_epi32(load_as<int32_t>(from));
+}
+
+// sum += products of w's unsigned bytes and four signed bytes, summed by fours. GCC 12 would load
+// and broadcast those in an instruction of its own.
+inline void add_dots(__m512i &sum, __m512i w, const int8_t *x) {
+#ifdef __SANITIZE_ADDRESS__
+    sum = _mm512_dpbusd_epi32(sum, w, broadcast(x));
+#else
+    asm("vpdpbusd %2%{1to16%}, %1, %0"
+        : "+v"(sum)
+        : "v"(w), "m"(*reinterpret_cast<const char (*)[4]>(x)));
+#endif
+}
+
+// The same for pairs of int16.
+inline void add_pairs(__m512i &sum, __m512i w, const int32_t *x) {
+#ifdef __SANITIZE_ADDRESS__
+    sum = _mm512_dpwssd_epi32(sum, w, broadcast(x));
+#else
+    asm("vpdpwssd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*x));
+#endif
 }
 
 inline __m512 load_halves(const uint8_t *from) {
@@ -65,15 +96,14 @@ template <Format F> struct Quads {
         const __m512i low_mask = _mm512_set1_epi8(15);
         first = _mm512_and_si512(v, low_mask);
         second = _mm512_and_si512(_mm512_srli_epi16(v, 4), low_mask);
-        constexpr int kOrAnd = 0xf8; // a | (b & c)
         if constexpr (traits(F).high_bits == 1) {
             const __m512i mask = _mm512_set1_epi8(0x10);
-            first = _mm512_ternarylogic_epi32(first, shift_left<4 - I>(high0), mask, kOrAnd);
-            second = _mm512_ternarylogic_epi32(second, shift_left<-I>(high0), mask, kOrAnd);
+            first = _mm512_or_si512(first, _mm512_and_si512(shift_left<4 - I>(high0), mask));
+            second = _mm512_or_si512(second, _mm512_and_si512(shift_left<-I>(high0), mask));
         } else if constexpr (traits(F).high_bits == 2) {
             const __m512i mask = _mm512_set1_epi8(0x30);
-            first = _mm512_ternarylogic_epi32(first, shift_left<4 - 2 * I>(high0), mask, kOrAnd);
-            second = _mm512_ternarylogic_epi32(second, shift_left<4 - 2 * I>(high1), mask, kOrAnd);
+            first = _mm512_or_si512(first, _mm512_and_si512(shift_left<4 - 2 * I>(high0), mask));
+            second = _mm512_or_si512(second, _mm512_and_si512(shift_left<4 - 2 * I>(high1), mask));
         }
     }
 };
@@ -113,99 +143,275 @@ template <int R, int C> inline void write_tile(const Tile &tile, __m512 (&sums)[
         }
 }
 
+// The weights of an input.
+template <Format F> inline __m512 load_input(const uint8_t *from, int64_t i) {
+    if constexpr (F == Format::F32)
+        return _mm512_loadu_ps(from + i * 64);
+    if constexpr (F == Format::F16)
+        return load_halves(from + i * 32);
+    const __m512i pairs = _mm512_loadu_si512(from + i / 2 * 64);
+    return _mm512_castsi512_ps(i % 2 == 0 ? _mm512_slli_epi32(pairs, 16)
+                                          : _mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff)));
+}
+
 template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
-    constexpr int64_t kStep = kLanes * format_info(F).block_bytes;
-    const uint8_t *weights = tile.weights;
-    const std::byte *x = tile.activations;
+    constexpr int64_t kInputs = kLine / 4; // a cell
+    constexpr int64_t kBytes = kInputs * kLanes * format_info(F).block_bytes;
     __m512 sums[R][C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
         for (int c = 0; c < C; ++c)
             sums[r][c] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < tile.k; ++i) {
+    const uint8_t *weights = tile.weights;
+    const std::byte *x = tile.activations;
+    const auto multiply_input = [&](int64_t i) {
         __m512 w[C];
 #pragma GCC unroll 8
-        for (int c = 0; c < C; ++c) {
-            const uint8_t *from = weights + c * tile.block_bytes;
-            if constexpr (F == Format::F32)
-                w[c] = _mm512_loadu_ps(from);
-            else if constexpr (F == Format::F16)
-                w[c] = load_halves(from);
-            else
-                w[c] = _mm512_castsi512_ps(
-                    _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(
-                                          reinterpret_cast<const __m256i *>(from))),
-                                      16));
-            prefetch(from + kPrefetchDistance);
-        }
+        for (int c = 0; c < C; ++c)
+            w[c] = load_input<F>(weights + c * tile.block_bytes, i);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const __m512 a = _mm512_set1_ps(load_as<float>(x + r * tile.activation_stride));
+            const __m512 a = _mm512_set1_ps(load_as<float>(x + r * kLine + i * 4));
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c)
                 sums[r][c] = _mm512_fmadd_ps(w[c], a, sums[r][c]);
         }
-        weights += kStep;
-        x += sizeof(float);
+    };
+    int64_t left = tile.k;
+    for (; left >= kInputs; left -= kInputs) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kInputs; ++i) {
+            multiply_input(i);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c)
+                if (i * kLanes * format_info(F).block_bytes % kLine == 0)
+                    prefetch(weights + c * tile.block_bytes + kPrefetchDistance +
+                             i * kLanes * format_info(F).block_bytes);
+        }
+        weights += kBytes;
+        x += tile.activation_step;
     }
+    for (int64_t i = 0; i < left; ++i)
+        multiply_input(i);
     write_tile<R, C>(tile, sums);
+}
+
+#ifdef __AVX512BF16__
+inline __m512bh as_bf16(__m512i v) {
+    return reinterpret_cast<__m512bh>(v);
+}
+
+// Two inputs at a time. An element's sum waits for itself: enough of them hide that.
+template <int R, int C> inline void bf16_tile(const Tile &tile) {
+    constexpr int64_t kPairs = kLine / 4; // a cell
+    __m512 sums[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c)
+            sums[r][c] = _mm512_setzero_ps();
+    const uint8_t *weights = tile.weights;
+    const std::byte *x = tile.activations;
+    const auto multiply_pair = [&](int64_t i) {
+        __m512i w[C];
+#pragma GCC unroll 8
+        for (int c = 0; c < C; ++c) {
+            const uint8_t *from = weights + c * tile.block_bytes + i * kLine;
+            w[c] = _mm512_loadu_si512(from);
+            prefetch(from + kPrefetchDistance);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const __m512i a = broadcast(x + r * kLine + i * 4);
+#pragma GCC unroll 8
+            for (int c = 0; c < C; ++c)
+                sums[r][c] = _mm512_dpbf16_ps(sums[r][c], as_bf16(w[c]), as_bf16(a));
+        }
+    };
+    int64_t left = (tile.k + 1) / 2;
+    for (; left >= kPairs; left -= kPairs) {
+#pragma GCC unroll 4
+        for (int64_t i = 0; i < kPairs; ++i)
+            multiply_pair(i);
+        weights += kPairs * kLine;
+        x += tile.activation_step;
+    }
+    for (int64_t i = 0; i < left; ++i)
+        multiply_pair(i);
+    write_tile<R, C>(tile, sums);
+}
+#endif
+
+// Adds a group's integer dot products of R rows; those of the last 16 inputs to dots_b, which may
+// be dots.
+template <Format F, int R>
+[[gnu::always_inline]] inline void multiply_group(const GroupParts<const uint8_t> &part,
+                                                  const ActivationGroup *x, __m512i (&dots)[R],
+                                                  __m512i (&dots_b)[R]) {
+    const Quads<F> quads(part.quants, part.high);
+    const auto multiply_quads = [&]<int I>() __attribute__((always_inline)) {
+        __m512i first, second;
+        quads.template get<I>(first, second);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            add_dots(dots[r], first, x[r].quants + I * 4);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            add_dots(dots_b[r], second, x[r].quants + 16 + I * 4);
+    };
+    multiply_quads.template operator()<0>();
+    multiply_quads.template operator()<1>();
+    multiply_quads.template operator()<2>();
+    multiply_quads.template operator()<3>();
+}
+
+// The low int16 of each lane from the first, the high one from the low one of the second.
+inline __m512i pair_lanes(__m512i even, __m512i odd) {
+    return _mm512_mask_mov_epi16(even, 0xaaaaaaaau, _mm512_slli_epi32(odd, 16));
+}
+
+// The fixed-point scales and mins of two groups.
+template <Format F> struct FixedScales {
+    __m512 exponent, min_exponent;
+    __m512i super, super_min; // K formats: 64 d and 64 dmin of the span
+
+    explicit FixedScales(const uint8_t *header)
+        : exponent(_mm512_getexp_ps(_mm512_loadu_ps(header))),
+          min_exponent(_mm512_sub_ps(exponent, _mm512_set1_ps(4))) {}
+
+    static __m512i convert(const uint8_t *halves, __m512 to) {
+        return _mm512_cvtps_epi32(_mm512_scalef_ps(load_halves(halves), to));
+    }
+
+    void begin_span(const GroupParts<const uint8_t> &part) {
+        if constexpr (traits(F).k_quant) {
+            const __m512 six = _mm512_set1_ps(6);
+            super = convert(part.shared, _mm512_add_ps(exponent, six));
+            super = pair_lanes(super, super);
+            super_min = convert(part.shared + 32, _mm512_add_ps(min_exponent, six));
+            super_min = pair_lanes(super_min, super_min);
+        }
+    }
+
+    void get(const GroupParts<const uint8_t> &part, __m512i &scale, __m512i &min) const {
+        if constexpr (traits(F).k_quant) {
+            const auto times = [](const uint8_t *bytes, __m512i by) {
+                const __m512i words = _mm512_cvtepu8_epi16(
+                    _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes)));
+                return _mm512_mulhrs_epi16(_mm512_slli_epi16(words, 9), by);
+            };
+            scale = times(part.scales, super);
+            min = _mm512_sub_epi16(_mm512_srai_epi16(scale, 1), times(part.scales + 32, super_min));
+        } else {
+            constexpr int64_t kNext = traits(F).scales;
+            scale =
+                pair_lanes(convert(part.scales, exponent), convert(part.scales + kNext, exponent));
+            if constexpr (traits(F).has_min)
+                min = _mm512_add_epi16(_mm512_srai_epi16(scale, 1),
+                                       pair_lanes(convert(part.scales + 32, min_exponent),
+                                                  convert(part.scales + kNext + 32, min_exponent)));
+        }
+    }
+};
+
+template <Format F, int R> inline void fixed_tile(const Tile &tile) {
+    static_assert(traits(F).zero == 8 || traits(F).has_min);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    const int64_t groups = tile.k / kGroup;
+    FixedScales<F> scales(tile.weights);
+    __m512 sums[R][1];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r][0] = _mm512_setzero_ps();
+
+    for (int64_t g = 0; g < groups;) {
+        const int64_t end = g + kSpan < groups ? g + kSpan : groups;
+        const ActivationGroup *span = x;
+        scales.begin_span(group_at<F>(tile.weights, g));
+        __m512i totals[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            totals[r] = _mm512_setzero_si512();
+        // Past an odd number of groups comes one of zeros.
+        for (; g < end; g += 2, x += 2 * height) {
+            const GroupParts<const uint8_t> even = group_at<F>(tile.weights, g);
+            const GroupParts<const uint8_t> odd = group_at<F>(tile.weights, g + 1);
+            const ActivationGroup *next = x + height;
+            __m512i dots[R], dots_odd[R];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                dots_odd[r] = broadcast(&next[r].minus_8);
+            multiply_group<F, R>(odd, next, dots_odd, dots_odd);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                dots[r] = broadcast(&x[r].minus_8);
+            __m512i scale, min;
+            scales.get(even, scale, min);
+            multiply_group<F, R>(even, x, dots, dots);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                totals[r] =
+                    _mm512_dpwssd_epi32(totals[r], pair_lanes(dots[r], dots_odd[r]),
+                                        _mm512_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair)));
+                if constexpr (traits(F).has_min)
+                    add_pairs(totals[r], min, &next[r].fixed_pair);
+            }
+            prefetch_group<F>(tile.weights, g);
+            prefetch_group<F>(tile.weights, g + 1);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            sums[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(totals[r]),
+                                         _mm512_set1_ps(span[r].unit), sums[r][0]);
+            // Kept in memory: the loop over groups needs all registers.
+            if constexpr (R > 4)
+                asm("" : "+m"(sums[r][0]));
+        }
+    }
+    const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r][0] = _mm512_mul_ps(sums[r][0], down);
+    write_tile<R, 1>(tile, sums);
 }
 
 template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
     constexpr bool kHalves = F == Format::Q6_K; // two scales a group
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
-    const int64_t stride = tile.activation_stride / kLine;
+    const int64_t height = tile.activation_step / kLine;
     __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
         sums[r][0] = _mm512_setzero_ps();
 
     const int64_t groups = tile.k / kGroup;
-    for (int64_t g = 0; g < groups; ++g, ++x) {
+    for (int64_t g = 0; g < groups; ++g, x += height) {
         const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
         __m512i dots[R], dots_b[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const ActivationGroup &row = x[r * stride];
-            dots[r] = t.zero == 8     ? broadcast(&row.minus_8)
-                      : t.zero == 16  ? broadcast(&row.minus_16)
-                      : t.zero == 128 ? broadcast(&row.minus_128)
-                      : t.zero == 32  ? broadcast(&row.minus_32[0])
-                                      : _mm512_setzero_si512();
+            dots[r] = t.zero == 0 ? _mm512_setzero_si512()
+                      : t.zero == 32
+                          ? broadcast(&x[r].minus_32[0])
+                          : _mm512_slli_epi32(broadcast(&x[r].minus_8), t.zero == 16 ? 1 : 4);
             if constexpr (kHalves)
-                dots_b[r] = broadcast(&row.minus_32[1]);
+                dots_b[r] = broadcast(&x[r].minus_32[1]);
         }
-
-        const Quads<F> quads(part.quants, part.high);
-        const auto multiply_quads = [&]<int I>() {
-            __m512i first, second;
-            quads.template get<I>(first, second);
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const int8_t *q = x[r * stride].quants;
-                dots[r] = _mm512_dpbusd_epi32(dots[r], first, broadcast(q + I * 4));
-                __m512i &dot = kHalves ? dots_b[r] : dots[r];
-                dot = _mm512_dpbusd_epi32(dot, second, broadcast(q + 16 + I * 4));
-            }
-        };
-        multiply_quads.template operator()<0>();
-        multiply_quads.template operator()<1>();
-        multiply_quads.template operator()<2>();
-        multiply_quads.template operator()<3>();
+        multiply_group<F, R>(part, x, dots, kHalves ? dots_b : dots);
 
         const Scales<F> s(part.scales, part.shared);
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
-            const ActivationGroup &row = x[r * stride];
             __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), s.scale);
             if constexpr (kHalves)
                 product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r]), s.scale_b, product);
             __m512 &sum = sums[r][0];
-            sum = _mm512_fmadd_ps(product, _mm512_set1_ps(row.scale), sum);
+            sum = _mm512_fmadd_ps(product, _mm512_set1_ps(x[r].scale), sum);
             if constexpr (t.has_min) {
-                const __m512 scaled_sum = _mm512_set1_ps(row.scaled_sum);
+                const __m512 scaled_sum = _mm512_set1_ps(x[r].scaled_sum);
                 sum = t.k_quant ? _mm512_fnmadd_ps(s.min, scaled_sum, sum)
                                 : _mm512_fmadd_ps(s.min, scaled_sum, sum);
             }
@@ -216,32 +422,34 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
 }
 
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
-    if constexpr (format_info(F).quantized)
+    if constexpr (traits(F).fixed)
+        fixed_tile<F, R>(tile);
+    else if constexpr (format_info(F).quantized)
         quantized_tile<F, R>(tile);
+#ifdef __AVX512BF16__
+    else if constexpr (F == Format::BF16)
+        bf16_tile<R, C>(tile);
+#endif
     else
         float_tile<F, R, C>(tile);
 }
 
-// q = rint(x · 127 / max |x|), ties to even.
-inline void prepare_group(const float *x, ActivationGroup &out) {
-    const __m512 x0 = _mm512_loadu_ps(x), x1 = _mm512_loadu_ps(x + 16);
-    // As integers, magnitudes order like the numbers, and NaN is above all.
-    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
-    const uint32_t bits = _mm512_reduce_max_epu32(
-        _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(x0), magnitude),
-                         _mm512_and_si512(_mm512_castps_si512(x1), magnitude)));
-    const GroupScale s = group_scale(bits);
-    const __m512 inverse = _mm512_set1_ps(s.inverse);
-    const __mmask16 keep = s.inverse > 0 ? 0xffff : 0;
-    const __m512i q0 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x0, inverse));
-    const __m512i q1 = _mm512_maskz_cvtps_epi32(keep, _mm512_mul_ps(x1, inverse));
-    const __m256i q = _mm256_set_m128i(_mm512_cvtepi32_epi8(q1), _mm512_cvtepi32_epi8(q0));
-    _mm256_store_si256(reinterpret_cast<__m256i *>(out.quants), q);
-    // Sums of four, then within each 128-bit half: the first and the last 16 quants.
-    __m256i sums = _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8(1), q);
-    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0x4e));
-    sums = _mm256_add_epi32(sums, _mm256_shuffle_epi32(sums, 0xb1));
-    finish_group(s, _mm256_cvtsi256_si32(sums), _mm256_extract_epi32(sums, 4), out);
+// Cells of 32 bf16 numbers, nearest even; the last one's rest is zero.
+inline void prepare_bf16([[maybe_unused]] const float *x, [[maybe_unused]] int64_t k,
+                         [[maybe_unused]] std::byte *to, [[maybe_unused]] int64_t step) {
+#ifdef __AVX512BF16__
+    for (; k > 0; k -= 32, x += 32, to += step) {
+        const auto half = [&](int64_t begin) {
+            const int64_t count = k - begin;
+            const auto mask = static_cast<__mmask16>(count >= 16  ? 0xffffu
+                                                     : count <= 0 ? 0u
+                                                                  : (1u << count) - 1);
+            return _mm512_maskz_loadu_ps(mask, x + (count > 0 ? begin : 0));
+        };
+        const __m512bh rounded = _mm512_cvtne2ps_pbh(half(16), half(0));
+        _mm512_store_si512(to, reinterpret_cast<__m512i>(rounded));
+    }
+#endif
 }
 
 } // namespace

@@ -10,16 +10,18 @@ namespace octavo {
 namespace {
 
 constexpr int kMaxTileRows = 4;
+constexpr bool kBf16 = false;
 
 template <Format F> constexpr int tile_columns(int) {
     return 1;
 }
 
 template <Format F, int R> inline void float_tile(const Tile &tile, float (&sums)[R][kLanes]) {
+    constexpr int64_t kInputs = kLine / 4; // a cell
     for (int64_t i = 0; i < tile.k; ++i) {
         float w[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
-            const uint8_t *from = tile.weights + (i * kLanes + lane) * format_info(F).block_bytes;
+            const uint8_t *from = tile.weights + float_offset<F>(i, lane);
             if constexpr (F == Format::F32)
                 w[lane] = load_as<float>(from);
             else if constexpr (F == Format::F16)
@@ -27,8 +29,10 @@ template <Format F, int R> inline void float_tile(const Tile &tile, float (&sums
             else
                 w[lane] = bfloat_to_float(load_as<uint16_t>(from));
         }
+        const std::byte *cell =
+            tile.activations + i / kInputs * tile.activation_step + i % kInputs * 4;
         for (int r = 0; r < R; ++r) {
-            const auto x = load_as<float>(tile.activations + r * tile.activation_stride + i * 4);
+            const auto x = load_as<float>(cell + r * kLine);
             for (int64_t lane = 0; lane < kLanes; ++lane)
                 sums[r][lane] += w[lane] * x;
         }
@@ -67,6 +71,86 @@ inline void add_dots(const uint8_t (&values)[8][64], const int8_t *x, int begin,
                 dots[lane] += values[q][lane * 4 + j] * x[q * 4 + j];
 }
 
+// Nearest integer, ties to even, of |x| < 2^22; anything for NaN.
+inline int32_t round_to_int(float x) {
+    const float shifted = x + 0x1.8p23f;
+    return static_cast<int32_t>(load_as<uint32_t>(&shifted) - 0x4b400000u);
+}
+
+// (a · b + 2^14) >> 15.
+inline int32_t multiply_high(int32_t a, int32_t b) {
+    return (a * b + (1 << 14)) >> 15;
+}
+
+inline const ActivationGroup &group_of(const Tile &tile, int64_t g, int r) {
+    return *reinterpret_cast<const ActivationGroup *>(tile.activations + g * tile.activation_step +
+                                                      r * kLine);
+}
+
+// The fixed-point scale and min of a lane of group g.
+template <Format F>
+inline void fixed_scale_min(const uint8_t *weights, int64_t g, int64_t lane, int32_t &scale,
+                            int32_t &min) {
+    const auto up = load_as<float>(weights + lane * 4);
+    const GroupParts<const uint8_t> part = group_at<F>(weights, g);
+    const uint8_t *halves = (traits(F).k_quant ? part.shared : part.scales) + lane * 2;
+    const float d = half_to_float(load_as<uint16_t>(halves));
+    const float m = traits(F).has_min ? half_to_float(load_as<uint16_t>(halves + 32)) : 0.0f;
+    const auto narrow = [](float x) { return static_cast<int16_t>(round_to_int(x)); };
+    if constexpr (traits(F).k_quant) {
+        const ScaleMin<const uint8_t> at = scale_min_at<F>(part, g, lane);
+        scale = multiply_high(*at.scale << 9, narrow(d * up * 64));
+        min = (scale >> 1) - multiply_high(*at.min << 9, narrow(m * up * 4));
+    } else {
+        scale = narrow(d * up);
+        if constexpr (traits(F).has_min)
+            min = (scale >> 1) + narrow(m * up * 0.0625f);
+    }
+}
+
+template <Format F, int R> inline void fixed_tile(const Tile &tile, float (&sums)[R][kLanes]) {
+    const int64_t groups = tile.k / kGroup;
+    for (int64_t begin = 0; begin < groups; begin += kSpan) {
+        const int64_t end = begin + kSpan < groups ? begin + kSpan : groups;
+        uint32_t totals[R][kLanes] = {};
+        for (int64_t g = begin; g < end; ++g) {
+            uint8_t values[8][64];
+            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+            read_quads<F>(part.quants, part.high, values);
+            int32_t scale[kLanes], min[kLanes] = {};
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+                fixed_scale_min<F>(tile.weights, g, lane, scale[lane], min[lane]);
+            for (int r = 0; r < R; ++r) {
+                const ActivationGroup &x = group_of(tile, g, r);
+                const auto half = [&](int32_t pair) {
+                    return static_cast<int16_t>(static_cast<uint32_t>(pair) >> g % 2 * 16);
+                };
+                const int32_t x_scale = half(group_of(tile, g / 2 * 2, r).fixed_pair);
+                const int32_t x_sum =
+                    traits(F).has_min ? half(group_of(tile, g / 2 * 2 + 1, r).fixed_pair) : 0;
+                int32_t dots[kLanes];
+                for (int64_t lane = 0; lane < kLanes; ++lane)
+                    dots[lane] = x.minus_8;
+                add_dots(values, x.quants, 0, 8, dots);
+                for (int64_t lane = 0; lane < kLanes; ++lane) {
+                    const int32_t product =
+                        dots[lane] * multiply_high(scale[lane], x_scale) + min[lane] * x_sum;
+                    totals[r][lane] += static_cast<uint32_t>(product);
+                }
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+                sums[r][lane] += static_cast<float>(static_cast<int32_t>(totals[r][lane])) *
+                                 group_of(tile, begin, r).unit;
+    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float down = 1 / load_as<float>(tile.weights + lane * 4);
+        for (int r = 0; r < R; ++r)
+            sums[r][lane] *= down;
+    }
+}
+
 template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&sums)[R][kLanes]) {
     constexpr Traits t = traits(F);
     for (int64_t g = 0; g < tile.k / kGroup; ++g) {
@@ -90,14 +174,9 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
             }
         }
         for (int r = 0; r < R; ++r) {
-            const auto &x = reinterpret_cast<const ActivationGroup *>(
-                tile.activations + r * tile.activation_stride)[g];
+            const ActivationGroup &x = group_of(tile, g, r);
             int32_t dots[kLanes], dots_b[kLanes];
-            const int32_t start = t.zero == 8     ? x.minus_8
-                                  : t.zero == 16  ? x.minus_16
-                                  : t.zero == 128 ? x.minus_128
-                                  : t.zero == 32  ? x.minus_32[0]
-                                                  : 0;
+            const int32_t start = t.zero == 32 ? x.minus_32[0] : x.minus_8 * (t.zero / 8);
             for (int64_t lane = 0; lane < kLanes; ++lane) {
                 dots[lane] = start;
                 dots_b[lane] = x.minus_32[1];
@@ -123,7 +202,9 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     static_assert(C == 1);
     float sums[R][kLanes] = {};
-    if constexpr (format_info(F).quantized)
+    if constexpr (traits(F).fixed)
+        fixed_tile<F, R>(tile, sums);
+    else if constexpr (format_info(F).quantized)
         quantized_tile<F, R>(tile, sums);
     else
         float_tile<F, R>(tile, sums);
@@ -135,21 +216,53 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
         }
 }
 
-inline void prepare_group(const float *x, ActivationGroup &out) {
-    uint32_t largest = 0;
-    for (int64_t i = 0; i < kGroup; ++i) {
-        const uint32_t magnitude = load_as<uint32_t>(x + i) & 0x7fffffffu;
-        largest = magnitude > largest ? magnitude : largest;
+inline void prepare_bf16(const float *, int64_t, std::byte *, int64_t) {}
+
+// Writes `groups` cells, and one of zero quants more if they are odd.
+inline void prepare_span(const float *x, int64_t groups, std::byte *to, int64_t step) {
+    ActivationGroup cells[kSpan] = {};
+    uint32_t largest_scale = 0;
+    int32_t sums[kSpan] = {};
+    for (int64_t g = 0; g < groups; ++g, x += kGroup) {
+        uint32_t largest = 0;
+        for (int64_t i = 0; i < kGroup; ++i) {
+            const uint32_t magnitude = load_as<uint32_t>(x + i) & 0x7fffffffu;
+            largest = magnitude > largest ? magnitude : largest;
+        }
+        const GroupScale s = group_scale(largest);
+        int32_t half_sums[2] = {0, 0};
+        for (int64_t i = 0; i < kGroup; ++i) {
+            const int32_t q =
+                s.inverse > 0 ? static_cast<int32_t>(std::nearbyint(x[i] * s.inverse)) : 0;
+            cells[g].quants[i] = static_cast<int8_t>(q);
+            half_sums[i / 16] += q;
+        }
+        sums[g] = half_sums[0] + half_sums[1];
+        cells[g].scale = s.scale;
+        cells[g].scaled_sum = s.scale * static_cast<float>(sums[g]);
+        cells[g].minus_8 = -8 * sums[g];
+        cells[g].minus_32[0] = -32 * half_sums[0];
+        cells[g].minus_32[1] = -32 * half_sums[1];
+        const auto bits = load_as<uint32_t>(&s.scale);
+        largest_scale = bits > largest_scale ? bits : largest_scale;
     }
-    const GroupScale s = group_scale(largest);
-    int32_t sums[2] = {0, 0};
-    for (int64_t i = 0; i < kGroup; ++i) {
-        const int32_t q =
-            s.inverse > 0 ? static_cast<int32_t>(std::nearbyint(x[i] * s.inverse)) : 0;
-        out.quants[i] = static_cast<int8_t>(q);
-        sums[i / 16] += q;
+    const SpanScale span = span_scale(largest_scale);
+    int32_t scales[kSpan] = {}, scaled_sums[kSpan] = {};
+    for (int64_t g = 0; g < kSpan; ++g) {
+        cells[g].unit = span.unit;
+        if (span.scale > 0) {
+            scales[g] = static_cast<int32_t>(std::nearbyint(cells[g].scale * span.scale));
+            scaled_sums[g] =
+                static_cast<int32_t>(std::nearbyint(cells[g].scaled_sum * span.sum_scale));
+        }
     }
-    finish_group(s, sums[0], sums[1], out);
+    for (int64_t g = 0; g < groups; g += 2) {
+        cells[g].fixed_pair = pair_of(scales[g], scales[g + 1]);
+        cells[g].minus_8_pair = pair_of(cells[g].minus_8, cells[g + 1].minus_8);
+        cells[g + 1].fixed_pair = pair_of(scaled_sums[g], scaled_sums[g + 1]);
+    }
+    for (int64_t g = 0; g < round_up(groups, 2); ++g)
+        std::memcpy(to + g * step, &cells[g], kLine);
 }
 
 } // namespace

@@ -2,8 +2,9 @@
 //
 // A matrix is a sequence of column blocks, each of 16 outputs ("lanes") and all k inputs. A column
 // block of a quantized format is a sequence of chunks of 2 groups of 32 inputs (K formats: 8, the
-// file's block), so that a block is read front to back, in whole cache lines. A chunk has, one
-// after another, for all its groups:
+// file's block), so that a block is read front to back, in whole cache lines; the 4-bit formats,
+// which are summed in fixed point (linear_tile.h), have before it a line of 16 fp32 numbers, by
+// which the lanes' scales are multiplied first. A chunk has, one after another, for all its groups:
 //
 //   quants   8 quads of 4 consecutive inputs. 4-bit part: four vectors of 64 bytes, byte 4·lane + j
 //            of vector i holding input 4i + j in its low and input 16 + 4i + j in its high nibble.
@@ -11,13 +12,19 @@
 //   high     bits above the fourth. 5-bit formats: one vector, byte 4·lane + j holding at bit q
 //            the fifth bit of input 4q + j. 6-bit: two vectors, byte 4·lane + j of vector v
 //            holding at bits 2q and 2q + 1 bits five and six of input 16v + 4q + j.
-//   scales   as stored: 16 fp16 d, then 16 fp16 m where the format has one; K formats: 16 bytes of
-//            6-bit scales, then 16 of mins; Q6_K: 16 int8 scales of the first 16 inputs, then 16
-//            of the last.
+//   scales   as stored: 16 fp16 d, then 16 fp16 m where the format has one; Q5_K: 16 bytes of 6-bit
+//            scales, then 16 of mins; Q6_K: 16 int8 scales of the first 16 inputs, then 16 of the
+//            last. Q4_K: for each two groups 32 bytes of scales, then 32 of mins, those of a lane
+//            side by side.
 //
 // and at its end, in the K formats, 16 fp16 d, then 16 fp16 dmin where the format has one.
 //
-// Float formats keep their numbers: 16 lanes of input 0, 16 lanes of input 1, …
+// Float formats keep their numbers: 16 lanes of input 0, 16 lanes of input 1, …; BF16 two inputs at
+// a time (k rounded up): 16 lanes of inputs 0 and 1, 16 lanes of inputs 2 and 3, …
+//
+// A prepared row of activations is a sequence of cells of a cache line: 32 quantized numbers and
+// what belongs to them, or 16 floats, or 32 bf16 numbers. Up to 8 rows are a panel, which has the
+// first cell of each of its rows, the second cell of each, …: a tile walks it with one pointer.
 #pragma once
 
 #include "formats.h"
@@ -41,31 +48,33 @@ struct Traits {
     int zero;     // subtracted from the stored unsigned number
     bool has_min; // w = scale·q + min (K formats: − min)
     bool k_quant; // scales in two levels
+    bool fixed;   // summed in fixed point
 
     constexpr int64_t chunk_groups() const { return k_quant ? 8 : 2; }
     constexpr int64_t chunk_bytes() const {
         return round_up(chunk_groups() * (quants + high + scales) + shared, kLine);
     }
+    constexpr int64_t header_bytes() const { return fixed ? kLine : 0; }
 };
 
 constexpr Traits traits(Format format) {
     switch (format) {
     case Format::Q4_0:
-        return {256, 0, 32, 0, 0, 8, false, false};
+        return {256, 0, 32, 0, 0, 8, false, false, true};
     case Format::Q4_1:
-        return {256, 0, 64, 0, 0, 0, true, false};
+        return {256, 0, 64, 0, 0, 0, true, false, true};
     case Format::Q5_0:
-        return {256, 64, 32, 0, 1, 16, false, false};
+        return {256, 64, 32, 0, 1, 16, false, false, false};
     case Format::Q5_1:
-        return {256, 64, 64, 0, 1, 0, true, false};
+        return {256, 64, 64, 0, 1, 0, true, false, false};
     case Format::Q8_0:
-        return {512, 0, 32, 0, 0, 128, false, false};
+        return {512, 0, 32, 0, 0, 128, false, false, false};
     case Format::Q4_K:
-        return {256, 0, 32, 64, 0, 0, true, true};
+        return {256, 0, 32, 64, 0, 0, true, true, true};
     case Format::Q5_K:
-        return {256, 64, 32, 64, 1, 0, true, true};
+        return {256, 64, 32, 64, 1, 0, true, true, false};
     case Format::Q6_K:
-        return {256, 128, 32, 32, 2, 32, false, true};
+        return {256, 128, 32, 32, 2, 32, false, true, false};
     default:
         return {};
     }
@@ -74,10 +83,10 @@ constexpr Traits traits(Format format) {
 template <Format F> inline int64_t column_block_bytes(int64_t k) {
     constexpr FormatInfo info = format_info(F);
     if constexpr (info.quantized)
-        return round_up(k / kGroup, traits(F).chunk_groups()) / traits(F).chunk_groups() *
-               traits(F).chunk_bytes();
+        return traits(F).header_bytes() + round_up(k / kGroup, traits(F).chunk_groups()) /
+                                              traits(F).chunk_groups() * traits(F).chunk_bytes();
     else
-        return round_up(k * kLanes * info.block_bytes, kLine);
+        return round_up(round_up(k, F == Format::BF16 ? 2 : 1) * kLanes * info.block_bytes, kLine);
 }
 
 // Where the parts of a group lie. Byte is uint8_t or const uint8_t.
@@ -90,10 +99,29 @@ template <Format F, class Byte> inline GroupParts<Byte> group_at(Byte *column_bl
     constexpr int64_t kHigh = t.chunk_groups() * t.quants;
     constexpr int64_t kScales = kHigh + t.chunk_groups() * t.high;
     constexpr int64_t kShared = kScales + t.chunk_groups() * t.scales;
-    Byte *chunk = column_block + g / t.chunk_groups() * t.chunk_bytes();
+    Byte *chunk = column_block + t.header_bytes() + g / t.chunk_groups() * t.chunk_bytes();
     const int64_t i = g % t.chunk_groups();
     return {chunk + i * t.quants, chunk + kHigh + i * t.high, chunk + kScales + i * t.scales,
             chunk + kShared};
+}
+
+// The 6-bit scale and min of a lane of group g of Q4_K or Q5_K, given its parts.
+template <class Byte> struct ScaleMin {
+    Byte *scale, *min;
+};
+
+template <Format F, class Byte>
+inline ScaleMin<Byte> scale_min_at(const GroupParts<Byte> &parts, int64_t g, int64_t lane) {
+    if constexpr (!traits(F).fixed)
+        return {parts.scales + lane, parts.scales + 16 + lane};
+    Byte *pair = parts.scales - g % 2 * traits(F).scales; // of two groups
+    return {pair + lane * 2 + g % 2, pair + 32 + lane * 2 + g % 2};
+}
+
+// Where input i of a lane lies in a column block of floats.
+template <Format F> constexpr int64_t float_offset(int64_t i, int64_t lane) {
+    constexpr int64_t kInputs = F == Format::BF16 ? 2 : 1; // side by side
+    return ((i / kInputs * kLanes + lane) * kInputs + i % kInputs) * format_info(F).block_bytes;
 }
 
 constexpr int64_t kPrefetchDistance = 6144; // bytes
@@ -113,17 +141,19 @@ template <Format F> inline void prefetch_group(const uint8_t *column_block, int6
         prefetch(ahead + at);
 }
 
-// One group of 32 activations of one row: 8-bit numbers, and what the formats' inner loops add for
-// it. One cache line, so that a row is walked with one pointer and nothing straddles.
+// A cell of quantized activations: a group of one row, and what the formats' inner loops add for
+// it.
 struct alignas(kLine) ActivationGroup {
     int8_t quants[kGroup]; // rint(x / scale), within ±127
     float scale;           // max |x| / 127
     float scaled_sum;      // scale · (sum of the quants)
     int32_t minus_8;       // −8 · (sum of the quants): where a dot product with zero 8 starts
-    int32_t minus_16;
-    int32_t minus_128;
-    int32_t minus_32[2]; // of the first and the last 16 quants
-    int32_t unused;
+    int32_t minus_32[2];   // of the first and the last 16 quants
+    float unit;            // what 1 means in the fixed-point sums of the span
+    // Two int16, of an even group and the next. In the even group: their fixed-point scales; in the
+    // odd one: their fixed-point scaled sums.
+    int32_t fixed_pair;
+    int32_t minus_8_pair; // two int16, in the even group: both minus_8
 };
 static_assert(sizeof(ActivationGroup) == kLine);
 
@@ -143,25 +173,68 @@ inline GroupScale group_scale(uint32_t max_bits) {
     return {max / 127.0f, 127.0f / max};
 }
 
-inline void finish_group(const GroupScale &s, int32_t first_sum, int32_t last_sum,
-                         ActivationGroup &out) {
-    const int32_t sum = first_sum + last_sum;
-    out.scale = s.scale;
-    out.scaled_sum = s.scale * static_cast<float>(sum);
-    out.minus_8 = -8 * sum;
-    out.minus_16 = -16 * sum;
-    out.minus_128 = -128 * sum;
-    out.minus_32[0] = -32 * first_sum;
-    out.minus_32[1] = -32 * last_sum;
-    out.unused = 0;
+// Fixed point. Within a span of 8 groups, a row's scales a and scaled sums s become integers,
+//
+//   A = rint(a · 2^e)        with the largest a · 2^e in [2^12, 2^13)
+//   S = rint(s · 2^(e − 11))    |S| <= 2^13 · 32 · 127 / 2^11 = 16256
+//
+// and a column's scales d and mins m (with a zero of 8 in all formats: m + 8d where there is a min)
+//
+//   D = rint(d · 2^f)                |D| <= 2^14
+//   M = rint of (m + 8d) · 2^(f − 4)   |M| <= 2^13 and a little
+//
+// Then the sum over a span of dot · ((D · A + 2^14) >> 15) + M · S, with |dot| <= 32 · 8 · 127, is
+// below 2^31, and 1 in it means 2^(15 − e − f): `unit` is 2^(15 − e). The errors are some 2^-13 of
+// a span's largest terms, a hundredth of what rounding the activations to 8 bits costs.
+constexpr int64_t kSpan = 8; // groups
+
+struct SpanScale {
+    float scale, sum_scale, unit; // 2^e, 2^(e − 11), 2^(15 − e)
+};
+
+// From the bits of the largest scale of the span. NaN makes the unit NaN and all integers 0.
+inline SpanScale span_scale(uint32_t max_bits) {
+    if (max_bits == 0)
+        return {0.0f, 0.0f, 0.0f};
+    if (max_bits >= 0x7f800000u)
+        return {0.0f, 0.0f, __builtin_nanf("")};
+    const uint32_t biased = 266 - (max_bits >> 23);
+    const uint32_t exponent = biased < 254 ? biased : 254;
+    const uint32_t bits[3] = {exponent << 23, (exponent - 11) << 23, (269 - exponent) << 23};
+    return {load_as<float>(&bits[0]), load_as<float>(&bits[1]), load_as<float>(&bits[2])};
 }
 
-// Rows lie an odd number of cache lines apart, so that the rows of a tile use different cache sets.
-inline int64_t activation_groups(int64_t k) {
-    return (k / kGroup) | 1;
-} // line each
-inline int64_t activation_floats(int64_t k) {
-    return (round_up(k, 16) / 16 | 1) * 16;
+// 2^f for a column whose largest |d| (or |m + 8d| / 8) is `largest`: NaN if that is not finite.
+inline float column_scale(float largest) {
+    const auto bits = load_as<uint32_t>(&largest);
+    if (bits == 0)
+        return 1.0f;
+    if (bits >= 0x7f800000u)
+        return __builtin_nanf("");
+    const uint32_t scale = (267 - (bits >> 23)) << 23;
+    return load_as<float>(&scale);
+}
+
+inline int32_t pair_of(int32_t even, int32_t odd) {
+    return static_cast<int32_t>(static_cast<uint32_t>(even & 0xffff) | static_cast<uint32_t>(odd)
+                                                                           << 16);
+}
+
+// How the prepared rows lie. Every format's cells are a line; `width`: inputs a cell.
+inline int64_t row_cells(Format format, int64_t k, int64_t width) {
+    // Fixed-point sums take groups in pairs.
+    return format_info(format).quantized ? round_up(k / kGroup, 2) : round_up(k, width) / width;
+}
+
+// Bytes from a cell of a row to the row's next: the height of its panel.
+inline int64_t cell_step(int64_t row, int64_t rows) {
+    const int64_t left = rows - row / kPanel * kPanel;
+    return (left < kPanel ? left : kPanel) * kLine;
+}
+
+// Bytes before the first cell of a row.
+inline int64_t row_offset(int64_t row, int64_t cells) {
+    return (row / kPanel * kPanel * cells + row % kPanel) * kLine;
 }
 
 } // namespace

@@ -106,27 +106,46 @@ inline void read_lane(const uint8_t *quants, const uint8_t *high, int64_t lane, 
                 (high[i / 16 * 64 + lane * 4 + i % 4] >> i / 4 % 4 * 2 & 3) << 4);
 }
 
+// What column_scale takes, of a column's packed scales; a bound of it for K formats.
+template <Format F>
+inline float largest_scale(const uint8_t *column_block, int64_t lane, int64_t k) {
+    uint32_t largest = 0; // bits of a magnitude: they order like the numbers, NaN above all
+    const auto take = [&](float value) {
+        const uint32_t bits = load_as<uint32_t>(&value) & 0x7fffffffu;
+        largest = bits > largest ? bits : largest;
+    };
+    for (int64_t g = 0; g < k / kGroup; ++g) {
+        const GroupParts<const uint8_t> from = group_at<F>(column_block, g);
+        const uint8_t *halves = (traits(F).k_quant ? from.shared : from.scales) + lane * 2;
+        const float d = half_to_float(load_as<uint16_t>(halves));
+        const float m = traits(F).has_min ? half_to_float(load_as<uint16_t>(halves + 32)) : 0.0f;
+        if constexpr (traits(F).k_quant) {
+            take(64 * __builtin_fabsf(d) + 8 * __builtin_fabsf(m));
+        } else {
+            take(d);
+            if constexpr (traits(F).has_min)
+                take((m + 8 * d) / 8);
+        }
+    }
+    return load_as<float>(&largest);
+}
+
 template <Format F>
 inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, uint8_t *dst) {
     constexpr FormatInfo info = format_info(F);
     const int64_t row_bytes = k / info.block_values * info.block_bytes;
     const int64_t size = column_block_bytes<F>(k);
+    // A padding column has scale zero, whatever its quants.
+    std::memset(dst, 0, static_cast<size_t>(size));
     if constexpr (!info.quantized) {
         constexpr int64_t kBytes = info.block_bytes;
         for (int64_t i = 0; i < k; ++i)
-            for (int64_t lane = 0; lane < kLanes; ++lane) {
-                uint8_t *to = dst + (i * kLanes + lane) * kBytes;
-                if (lane < columns)
-                    std::memcpy(to, src + lane * row_bytes + i * kBytes, kBytes);
-                else
-                    std::memset(to, 0, kBytes);
-            }
-        std::memset(dst + k * kLanes * kBytes, 0, static_cast<size_t>(size - k * kLanes * kBytes));
+            for (int64_t lane = 0; lane < columns; ++lane)
+                std::memcpy(dst + float_offset<F>(i, lane), src + lane * row_bytes + i * kBytes,
+                            kBytes);
     } else {
         constexpr Traits t = traits(F);
         constexpr int64_t kGroupsPerBlock = info.block_values / kGroup;
-        // A padding column has scale zero, whatever its quants.
-        std::memset(dst, 0, static_cast<size_t>(size));
         for (int64_t g = 0; g < k / kGroup; ++g) {
             for (int64_t lane = 0; lane < columns; ++lane) {
                 const uint8_t *block =
@@ -142,7 +161,8 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
                     if (part == 0)
                         std::memcpy(to.shared + lane * 2, block + 208, 2);
                 } else if constexpr (t.k_quant) {
-                    unpack_scale_min(block + 4, part, to.scales[lane], to.scales[16 + lane]);
+                    const ScaleMin<uint8_t> at = scale_min_at<F>(to, g, lane);
+                    unpack_scale_min(block + 4, part, *at.scale, *at.min);
                     if (part == 0) {
                         std::memcpy(to.shared + lane * 2, block, 2);
                         std::memcpy(to.shared + 32 + lane * 2, block + 2, 2);
@@ -154,6 +174,9 @@ inline void pack_column_block(const uint8_t *src, int64_t columns, int64_t k, ui
                 }
             }
         }
+        if constexpr (t.fixed)
+            for (int64_t lane = 0; lane < kLanes; ++lane)
+                store_as(dst + lane * 4, column_scale(largest_scale<F>(dst, lane, k)));
     }
 }
 
@@ -162,13 +185,13 @@ template <Format F>
 inline void dequantize_lane(const uint8_t *block, int64_t lane, int64_t k, float *out) {
     if constexpr (F == Format::F32) {
         for (int64_t i = 0; i < k; ++i)
-            out[i] = load_as<float>(block + (i * kLanes + lane) * 4);
+            out[i] = load_as<float>(block + float_offset<F>(i, lane));
     } else if constexpr (F == Format::F16) {
         for (int64_t i = 0; i < k; ++i)
-            out[i] = half_to_float(load_as<uint16_t>(block + (i * kLanes + lane) * 2));
+            out[i] = half_to_float(load_as<uint16_t>(block + float_offset<F>(i, lane)));
     } else if constexpr (F == Format::BF16) {
         for (int64_t i = 0; i < k; ++i)
-            out[i] = bfloat_to_float(load_as<uint16_t>(block + (i * kLanes + lane) * 2));
+            out[i] = bfloat_to_float(load_as<uint16_t>(block + float_offset<F>(i, lane)));
     } else {
         constexpr Traits t = traits(F);
         for (int64_t g = 0; g < k / kGroup; ++g) {
@@ -185,8 +208,9 @@ inline void dequantize_lane(const uint8_t *block, int64_t lane, int64_t k, float
             } else if constexpr (t.k_quant) {
                 const float d = half_to_float(load_as<uint16_t>(from.shared + lane * 2));
                 const float dmin = half_to_float(load_as<uint16_t>(from.shared + 32 + lane * 2));
-                const float scale = d * static_cast<float>(from.scales[lane]);
-                const float min = dmin * static_cast<float>(from.scales[16 + lane]);
+                const ScaleMin<const uint8_t> at = scale_min_at<F>(from, g, lane);
+                const float scale = d * static_cast<float>(*at.scale);
+                const float min = dmin * static_cast<float>(*at.min);
                 for (int64_t i = 0; i < kGroup; ++i)
                     y[i] = scale * static_cast<float>(values[i]) - min;
             } else {

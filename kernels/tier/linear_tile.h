@@ -1,7 +1,14 @@
 // One tile of a matrix product: R activation rows by C column blocks, over all of k.
 //
 // The order of operations of an element, the same in every tile shape and (up to fused rounding) in
-// every tier. Quantized formats, for each group in order, with the integer dot product exact:
+// every tier. 4-bit formats, in fixed point (linear_layout.h): for each span of 8 groups in order,
+// with the integer total exact,
+//
+//   sum += float(total) · unit                              (exact product)
+//
+// and at the end sum · 2^−f. The total needs no multiplications in floating point for each group,
+// which is what held these formats back: a processor multiplies floats where it does its integer
+// dot products. 5- and 8-bit formats, for each group in order, with the integer dot product exact:
 //
 //   sum += (float(dot) · scale) · activation.scale          (multiplication, then fused add)
 //   sum += min · activation.scaled_sum                      (formats with a min; fused)
@@ -10,8 +17,10 @@
 //
 //   sum += (float(dot_b) · scale_b + float(dot_a) · scale_a) · activation.scale
 //
-// Float formats: sum += weight · x for each input in order, in fp32 (bf16 products too: activations
-// are not rounded to bf16). With `accumulate`, out + sum at the end.
+// Float formats: sum += weight · x for each input in order, in fp32. BF16 where the processor
+// multiplies bf16 numbers (the avx512_bf16 tier): x rounded to bf16, two inputs at a time, as
+// vdpbf16ps does it; elsewhere like the other float formats, activations not rounded. With
+// `accumulate`, out + sum at the end.
 #pragma once
 
 #include "linear_layout.h"
@@ -23,8 +32,8 @@ struct Tile {
     const uint8_t *weights; // first column block
     int64_t block_bytes;    // of a column block
     int64_t k;
-    const std::byte *activations; // first row: ActivationGroup or float
-    int64_t activation_stride;    // of a row, in bytes
+    const std::byte *activations; // first cell of the first row; then those of the rows below it
+    int64_t activation_step;      // bytes from a row's cell to its next
     float *out;
     int64_t ldo;
     int64_t columns; // to write, of the tile's C · 16

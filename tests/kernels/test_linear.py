@@ -85,7 +85,7 @@ def test_linear_equals_numpy(format: WeightFormat, rows: int, seed: int) -> None
 def test_packing_keeps_the_file_s_size() -> None:
     for format in FORMATS:
         file_bytes = BLOCKS[f"{format.name}_bytes"][0].nbytes / 512
-        assert _native.packed_bytes(format, 576, 2048) <= 1.03 * file_bytes * 576 * 2048
+        assert _native.packed_bytes(format, 576, 2048) <= 1.035 * file_bytes * 576 * 2048
 
 
 def test_refusals() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 
 from octavo import _native
 from octavo.bench import limits as module
-from octavo.bench.limits import Limits, Rate
+from octavo.bench.limits import Limits, Rate, Read, highest
+from octavo.execute.cost import Arithmetic
 
 
-def rates(*values: float) -> tuple[Rate, ...]:
+def rates_of(*values: float) -> tuple[Rate, ...]:
     return tuple(Rate(1 << i, value, 1.1 * value, "made up") for i, value in enumerate(values))
 
 
@@ -27,16 +29,19 @@ def made_up(**changes: Any) -> Limits:
         "kernels": module.kernel_build(),
         "date": "2026-01-01T00:00:00+00:00",
         "quick": False,
-        "int8": rates(4e11, 8e11, 16e11),
-        "bf16": rates(2e11, 4e11, 8e11),
-        "fp32": rates(1e11, 2e11, 4e11),
-        "read": {
-            "L2": rates(1e11, 2e11, 4e11),
-            "L3": rates(5e10, 1e11, 2e11),
-            "memory": rates(2e10, 4e10, 5e10),
-        },
-        "read_bytes": {"L2": 2 << 20, "L3": 16 << 20, "memory": 256 << 20},
-        "barrier": rates(1e-9, 2e-7, 4e-7),
+        "int8": rates_of(4e11, 8e11, 16e11),
+        "bf16": rates_of(2e11, 4e11, 8e11),
+        "fp32": rates_of(1e11, 2e11, 4e11),
+        "read": tuple(
+            Read(level, size, Rate(threads, rate * threads, rate * threads, "made up"))
+            for threads in (1, 2, 4)
+            for level, size, rate in (
+                ("L2", threads << 19, 1e11),
+                ("L3", 16 << 20, 5e10),
+                ("memory", 256 << 20, 1e10),
+            )
+        ),
+        "barrier": rates_of(1e-9, 2e-7, 4e-7),
     }
     return Limits(**values | changes)
 
@@ -53,9 +58,9 @@ def test_a_quick_measurement_has_every_part() -> None:
     assert measured.quick
     assert measured.threads == 2
     assert len(measured.int8) == len(measured.fp32) == len(measured.barrier) == 1
-    assert {"L2", "memory"} <= measured.read.keys()
-    assert measured.read.keys() == measured.read_bytes.keys()
-    for rate in (*measured.int8, *measured.bf16, *measured.fp32, *measured.read["memory"]):
+    assert (measured.read[0].level, measured.read[-1].level) == ("L2", "memory")
+    reads = (read.rate for read in measured.read)
+    for rate in (*measured.int8, *measured.bf16, *measured.fp32, *reads):
         assert rate.threads == 2
         assert 1e6 < rate.median <= rate.best < 1e18
     assert 0 < measured.barrier[0].best <= measured.barrier[0].median
@@ -116,7 +121,10 @@ def test_a_spoilt_file_is_measured_again_with_a_warning(
         lambda data: data["int8"].clear(),
         lambda data: data["int8"][0].update(median=0),
         lambda data: data["fp32"][0].update(extra=1),
-        lambda data: data["read"].pop("memory"),
+        lambda data: data["read"].clear(),
+        lambda data: data["read"].reverse(),
+        lambda data: data["read"][0].update(bytes=-1),
+        lambda data: data["read"][0].update(rate=3),
         lambda data: data.pop("barrier"),
         lambda data: data.update(fp32="fast"),
         lambda data: data.update(unknown=1),
@@ -125,7 +133,7 @@ def test_a_spoilt_file_is_measured_again_with_a_warning(
 def test_what_is_not_limits_is_refused(spoil: Any) -> None:
     data = json.loads(json.dumps(made_up().as_dict()))
     spoil(data)
-    with pytest.raises(ValueError, match=r"rate|limits|levels"):
+    with pytest.raises(ValueError, match=r"rate|limits|read"):
         Limits.from_dict(data)
 
 
@@ -135,26 +143,34 @@ def test_reading_them() -> None:
     assert machine.ops_per_second("int8") == 16e11
     assert machine.ops_per_second("int8", 2) == 8e11
     assert machine.ops_per_second("int8", 3) == 12e11
-    assert machine.bytes_per_second() == 5e10
-    assert machine.bytes_per_second(1) == 2e10
+    assert machine.bytes_per_second() == 4e10
+    assert machine.bytes_per_second(1) == 1e10
+    assert machine.bytes_per_second(3) == 3e10
     assert machine.barrier_seconds(2) == 2e-7
     without = dataclasses.replace(machine, bf16=())
     assert without.ops_per_second("bf16") == without.ops_per_second("fp32")
 
 
-def test_what_fits_a_cache_is_read_from_it() -> None:
+def test_the_larger_the_slower() -> None:
     machine = made_up()
-    for working_set, level in (
-        (1 << 20, "L2"),
-        (4 << 20, "L2"),
-        (5 << 20, "L3"),
-        (1 << 26, "memory"),
-    ):
-        assert machine.bytes_per_second(4, working_set) == machine.read[level][-1].median
-    only = dataclasses.replace(
-        machine, read={"memory": rates(1e10)}, read_bytes={"memory": 1 << 28}
-    )
-    assert only.bytes_per_second(1, 1) == 1e10
+    for size, rate in ((1, 4e11), (2 << 20, 4e11), (16 << 20, 2e11), (256 << 20, 4e10)):
+        assert machine.bytes_per_second(4, size) == pytest.approx(rate)
+    passes = [size / machine.bytes_per_second(4, size) for size in (16 << 20, 136 << 20, 256 << 20)]
+    assert passes[1] == pytest.approx((passes[0] + passes[2]) / 2), "half way"
+    sizes = [1 << power for power in range(40)]
+    rates = [machine.bytes_per_second(2, size) for size in sizes]
+    assert rates == sorted(rates, reverse=True)
+    assert machine.bytes_per_second(4, 1 << 40) == machine.bytes_per_second(4)
+
+
+def test_as_a_cost_models_rates() -> None:
+    rates = made_up().rates(2, 256 << 20)
+    assert rates.bytes_per_second == 2e10
+    assert [rates.peak(kind) for kind in Arithmetic] == [8e11, 4e11, 2e11]
+    slow = dataclasses.replace(made_up(), int8=rates_of(1e11, 2e11, 3e11))
+    both = highest([made_up(), slow], 2, 256 << 20)
+    assert both == rates
+    assert made_up().summary(2, 256 << 20)["bytes_per_second"] == 2e10
 
 
 def test_cache_sizes(tmp_path: Path) -> None:
@@ -178,10 +194,13 @@ def test_cache_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3, 8, 64, 1024])
 def test_working_sets_are_apart(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "usable_cpus", lambda: (threads, ""))
-    monkeypatch.setattr(module, "available_memory", lambda: 1 << 40)
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 44)
     for l3 in ((8 << 20, 4), (32 << 20, 8), (2 << 20, 2)):
-        sizes = module._working_sets(threads, {2: (1 << 20, 1), 3: l3})
-        assert sizes["L2"] == threads << 19
-        assert sizes["memory"] >= max(256 << 20, 8 * l3[0])
-        if "L3" in sizes:
-            assert 2 * sizes["L2"] <= sizes["L3"] <= sizes["memory"] / 8
+        levels, sizes = zip(*module._working_sets(threads, {2: (1 << 20, 1), 3: l3}), strict=True)
+        assert levels[0] == "L2"
+        assert sizes[0] == threads << 19
+        assert levels[-1] == "memory"
+        assert sizes[-1] >= max(256 << 20, 8 * l3[0])
+        assert all(b >= 1.5 * a for a, b in pairwise(sizes))
+    monkeypatch.setattr(module, "available_memory", lambda: 1 << 28)
+    assert module._working_sets(1, {2: (1 << 20, 1), 3: (32 << 20, 1)})[-1][1] <= 1 << 26

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -26,6 +27,7 @@ import numpy as np
 from octavo import _native
 from octavo.checkpoint.pull import cache_dir
 from octavo.engine.memory import available_memory
+from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.cpu import usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,6 @@ logger = logging.getLogger(__name__)
 Progress = Callable[[str], None]
 
 ARITHMETICS = ("int8", "bf16", "fp32")
-LEVELS = ("L2", "L3", "memory")
 
 _LEAST_MEMORY_READ = 256 << 20  # bytes
 _AHEAD = (1024, 2048, 4096, 8192)  # bytes to prefetch ahead
@@ -58,6 +59,15 @@ class Rate:
 
 
 @dataclass(frozen=True, slots=True)
+class Read:
+    """How fast ``bytes`` bytes are read over and over, each thread reading its share."""
+
+    level: str  # what holds them: "L2", "L3", or "memory", of which caches may hold a part
+    bytes: int
+    rate: Rate  # bytes a second
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The machine's limits by number of threads, ascending, all threads last."""
 
@@ -69,8 +79,7 @@ class Limits:
     int8: tuple[Rate, ...]  # operations a second; a multiply-add is two
     bf16: tuple[Rate, ...]  # the same; empty where the CPU has no such instruction
     fp32: tuple[Rate, ...]
-    read: dict[str, tuple[Rate, ...]]  # bytes a second from L2, L3 (where there is one), memory
-    read_bytes: dict[str, int]  # what was read, on all threads, in bytes
+    read: tuple[Read, ...]  # by threads, then by size, memory last
     barrier: tuple[Rate, ...]  # seconds from one empty job of a run to the next; best: the least
 
     @classmethod
@@ -91,9 +100,8 @@ class Limits:
         counts = [most] if quick or pool else _thread_counts(most)
         pools = {count: pool or _native.ThreadPool(count) for count in counts}
         caches = cache_sizes()
-        largest = max(_working_sets(most, caches).values())
         peaks: dict[str, list[Rate]] = {name: [] for name in ARITHMETICS}
-        reads: dict[str, list[Rate]] = {level: [] for level in LEVELS}
+        reads: list[Read] = []
         barriers: list[Rate] = []
         for count, each in pools.items():
             for name in ARITHMETICS:
@@ -102,11 +110,12 @@ class Limits:
             progress(f"thread pool of {_threads(count)}")
             seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
             barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
+        largest = max(size for _, size in _working_sets(most, caches))
         buffer = _native.ReadBuffer(pools[counts[-1]], largest)
         for count, each in pools.items():
-            for level, size in _working_sets(count, caches).items():
-                progress(f"reading {level} on {_threads(count)}")
-                reads[level].append(_read(each, buffer, size, quick))
+            for level, size in _working_sets(count, caches):
+                progress(f"reading {size / 2**20:.4g} MiB ({level}) on {_threads(count)}")
+                reads.append(Read(level, size, _read(each, buffer, size, quick)))
         return cls(
             cpu_model(),
             usable_cpus()[0],
@@ -116,8 +125,7 @@ class Limits:
             tuple(peaks["int8"]),
             tuple(peaks["bf16"]),
             tuple(peaks["fp32"]),
-            {level: tuple(rates) for level, rates in reads.items() if rates},
-            _working_sets(most, caches),
+            tuple(reads),
             tuple(barriers),
         )
 
@@ -136,17 +144,46 @@ class Limits:
         return _at(rates[arithmetic], threads)
 
     def bytes_per_second(self, threads: int | None = None, working_set: int | None = None) -> float:
-        """Reading ``working_set`` bytes over and over; None: more than any cache holds."""
-        level = "memory"
-        if working_set is not None:
-            for cached in reversed(LEVELS[:-1]):
-                # Half a cache was read to measure it: what is twice that still fits.
-                if cached in self.read and working_set <= 2 * self.read_bytes[cached]:
-                    level = cached
-        return _at(self.read[level], threads)
+        """Reading ``working_set`` bytes over and over; None: more than any cache holds.
+
+        What is somewhat larger than the caches is in part still found there. The time of a pass
+        grows with what is read, so between measured sizes it is the time that is read off.
+        """
+        counts, rates = [], []
+        for count, group in groupby(self.read, lambda read: read.rate.threads):
+            points = list(group)
+            sizes = [point.bytes for point in points]
+            size = sizes[-1] if working_set is None else min(max(working_set, sizes[0]), sizes[-1])
+            passes = [point.bytes / point.rate.median for point in points]
+            counts.append(count)
+            rates.append(size / np.interp(size, sizes, passes))
+        return float(np.interp(counts[-1] if threads is None else threads, counts, rates))
 
     def barrier_seconds(self, threads: int | None = None) -> float:
         return _at(self.barrier, threads)
+
+    def rates(self, threads: int | None = None, working_set: int | None = None) -> Rates:
+        """What a cost model takes; arguments as above."""
+        return Rates(
+            self.bytes_per_second(threads, working_set),
+            self.ops_per_second("fp32", threads),
+            int8_ops_per_second=self.ops_per_second("int8", threads),
+            bf16_ops_per_second=self.ops_per_second("bf16", threads),
+        )
+
+    def summary(self, threads: int | None = None, working_set: int | None = None) -> dict[str, Any]:
+        """The limits that apply, by name, for a JSON row."""
+        return {
+            "date": self.date,
+            "quick": self.quick,
+            "threads": self.threads if threads is None else threads,
+            "int8_ops_per_second": self.ops_per_second("int8", threads),
+            "bf16_ops_per_second": self.ops_per_second("bf16", threads),
+            "fp32_ops_per_second": self.ops_per_second("fp32", threads),
+            "bytes_per_second": self.bytes_per_second(threads, working_set),
+            "memory_bytes_per_second": self.bytes_per_second(threads),
+            "barrier_seconds": self.barrier_seconds(threads),
+        }
 
     # Keeping them
 
@@ -160,11 +197,14 @@ class Limits:
             values = dict(data)
             for name in (*ARITHMETICS, "barrier"):
                 values[name] = _rates(values[name], least=0 if name == "bf16" else 1)
-            values["read"] = {level: _rates(values["read"][level]) for level in values["read"]}
-            sizes = {level: int(size) for level, size in values["read_bytes"].items()}
-            if "memory" not in sizes or sizes.keys() != values["read"].keys():
-                raise ValueError("levels of memory are missing")
-            return cls(**values | {"read_bytes": sizes})
+            read = tuple(
+                Read(item["level"], int(item["bytes"]), *_rates([item["rate"]]))
+                for item in values["read"]
+            )
+            sizes = [(item.rate.threads, item.bytes) for item in read]
+            if sizes != sorted(sizes) or not sizes or sizes[0][1] < 1:
+                raise ValueError("what was read is missing or out of order")
+            return cls(**values | {"read": read})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a machine's limits: {error}") from error
 
@@ -278,20 +318,23 @@ def _read(pool: _native.ThreadPool, buffer: _native.ReadBuffer, size: int, quick
     )
 
 
-def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> dict[str, int]:
-    """Bytes to read for each level: half of the threads' L2, half of their L3, and eight times all
-    the L3 that they reach.
+def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> list[tuple[str, int]]:
+    """What to read, by rising size in bytes: half of the threads' L2, half of their L3, and two,
+    four and eight times all the L3 that they reach.
     """
     (l2, _), (l3, sharing) = caches[2], caches[3]
-    line = 1 << 12
     in_l2 = l2 // 2 * threads
     in_l3 = l3 // 2 * max(1, threads // sharing) * min(threads, sharing) // sharing
     reached = l3 * min(threads, max(1, usable_cpus()[0] // sharing))
-    memory = min(max(_LEAST_MEMORY_READ, 8 * reached), available_memory() // 4)
-    sizes = {"L2": in_l2, "memory": memory}
-    if in_l3 >= 2 * in_l2:
-        sizes["L3"] = in_l3
-    return {level: sizes[level] // line * line for level in LEVELS if level in sizes}
+    most = available_memory() // 4
+    memory = [min(max(reached, _LEAST_MEMORY_READ // 8) * times, most) for times in (2, 4, 8)]
+    sizes = [("L2", in_l2), ("L3", in_l3), *(("memory", size) for size in memory)]
+    page = 1 << 12
+    kept: list[tuple[str, int]] = []
+    for level, size in sizes:  # those that are well apart
+        if not kept or size >= 1.5 * kept[-1][1]:
+            kept.append((level, size // page * page))
+    return kept
 
 
 def cache_sizes(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
@@ -336,3 +379,14 @@ def stored_path() -> Path:
     """Beside the model cache, by CPU model, cores and kernel build."""
     identity = f"{cpu_model()}\n{usable_cpus()[0]}\n{kernel_build()}"
     return cache_dir() / "limits" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def highest(limits: Sequence[Limits], threads: int, working_set: int) -> Rates:
+    """The rates of several measurements, the highest of each: what holds in between is no more."""
+    rates = [each.rates(threads, working_set) for each in limits]
+    return Rates(
+        max(rate.bytes_per_second for rate in rates),
+        max(rate.ops_per_second for rate in rates),
+        int8_ops_per_second=max(rate.peak(Arithmetic.INT8) for rate in rates),
+        bf16_ops_per_second=max(rate.peak(Arithmetic.BF16) for rate in rates),
+    )

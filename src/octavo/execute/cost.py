@@ -142,8 +142,9 @@ class CostModel:
         self._kv_token_bytes = 2 * config.num_kv_heads * config.head_dim * layout.element_bytes
         self._attention_ops = 4 * config.num_heads * config.head_dim  # a key, for one query
         self._terms = self._count()
-        self._dense = Counter(term for term in self._terms if isinstance(term, _Term))
+        self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
+        self._dense = lru_cache(maxsize=65536)(self._dense_cost)
 
     @property
     def weight_bytes(self) -> int:
@@ -160,14 +161,19 @@ class CostModel:
             for term in self._terms
         ]
 
-    def dense(self, tokens: int, rows: int) -> list[tuple[OpCost, int]]:
-        """Costs of all ops but attention, and how many there are of each."""
-        return [(term.cost(tokens, rows), count) for term, count in self._dense.items()]
-
-    def attention(self, batch: Batch) -> list[tuple[OpCost, int]]:
-        """The same of attention."""
+    def step(self, batch: Batch, rates: Rates) -> StepCost:
+        """All of a step, with the overhead of ``rates``. Quick for steps of like sizes."""
+        weight_bytes, _, ops, seconds = self._dense(batch.num_tokens, len(batch.logits_rows), rates)
         spans = _spans(batch)
-        return [(self._attend(spans, window), count) for window, count in self._windows.items()]
+        attention = [(self._attend(spans, window), n) for window, n in self._windows.items()]
+        _, kv_bytes, more_ops, more_seconds = _total(attention, rates)
+        kv_bytes += self.copied_bytes(batch)
+        seconds += more_seconds + rates.step_overhead
+        return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
+
+    def _dense_cost(self, tokens: int, rows: int, rates: Rates) -> StepCost:
+        """Of all ops but attention."""
+        return _total([(term.cost(tokens, rows), n) for term, n in self._alike.items()], rates)
 
     def copied_bytes(self, batch: Batch) -> int:
         return 2 * len(batch.copies) * self._block_bytes
@@ -243,15 +249,10 @@ class CostExecutor:
             program, layout, weight_bytes=weight_bytes, arithmetic=arithmetic, attention=attention
         )
         self._free = rates == Rates()
-        self._dense = lru_cache(maxsize=65536)(self._dense_cost)
 
     def cost(self, batch: Batch) -> StepCost:
         """Bytes, operations and seconds of one step."""
-        weight_bytes, _, ops, seconds = self._dense(batch.num_tokens, len(batch.logits_rows))
-        _, kv_bytes, more_ops, more_seconds = self._sum(self.costs.attention(batch))
-        kv_bytes += self.costs.copied_bytes(batch)
-        seconds += more_seconds + self.rates.step_overhead
-        return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
+        return self.costs.step(batch, self.rates)
 
     def execute(self, batch: Batch) -> StepResult:
         return StepResult(None, 0.0 if self._free else self.cost(batch).seconds)
@@ -265,16 +266,15 @@ class CostExecutor:
     def close(self) -> None:
         pass
 
-    def _dense_cost(self, tokens: int, rows: int) -> StepCost:
-        return self._sum(self.costs.dense(tokens, rows))
 
-    def _sum(self, costs: list[tuple[OpCost, int]]) -> StepCost:
-        return StepCost(
-            sum(count * cost.weight_bytes for cost, count in costs),
-            sum(count * cost.kv_bytes for cost, count in costs),
-            sum(count * cost.ops for cost, count in costs),
-            sum(count * cost.seconds(self.rates) for cost, count in costs),
-        )
+def _total(costs: list[tuple[OpCost, int]], rates: Rates) -> StepCost:
+    """Of ops and how many there are of each."""
+    return StepCost(
+        sum(count * cost.weight_bytes for cost, count in costs),
+        sum(count * cost.kv_bytes for cost, count in costs),
+        sum(count * cost.ops for cost, count in costs),
+        sum(count * cost.seconds(rates) for cost, count in costs),
+    )
 
 
 _Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from octavo.cli.bench import machine, serve
+from octavo.cli.bench import machine, serve, throughput
 
 HELP = "Measure the machine, a model, or a server."
-COMMANDS: tuple[ModuleType, ...] = (machine, serve)
+COMMANDS: tuple[ModuleType, ...] = (machine, throughput, serve)

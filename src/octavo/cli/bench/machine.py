@@ -10,7 +10,11 @@ import typer
 from octavo.cli.bench.progress import on_stderr
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from octavo.bench.limits import Limits, Rate
+
+    Rows = Sequence[tuple[str, tuple[Rate, ...]]]
 
 EXAMPLES = (
     "octavo bench machine",
@@ -59,11 +63,12 @@ def command(
 
 def as_text(limits: Limits) -> str:
     """The same for people."""
+
     lines = [f"{limits.cpu}, {limits.cores} cores, {limits.date}", ""]
 
-    def table(title: str, rows: dict[str, tuple[Rate, ...]], scale: float, unit: str) -> None:
+    def table(title: str, rows: Rows, scale: float, unit: str) -> None:
         lines.append(f"{title:<26}{'threads':>8}{'median':>10}{'best':>10}")
-        for name, rates in rows.items():
+        for name, rates in rows:
             for rate in rates:
                 lines.append(
                     f"  {name if rate is rates[0] else '':<24}{rate.threads:>8}"
@@ -71,14 +76,11 @@ def as_text(limits: Limits) -> str:
                 )
         lines.append("")
 
-    arithmetic = {"int8": limits.int8, "bf16": limits.bf16, "fp32": limits.fp32}
+    arithmetic = [("int8", limits.int8), ("bf16", limits.bf16), ("fp32", limits.fp32)]
     table("arithmetic", arithmetic, 1e-9, "Gop/s")
-    reads = {
-        f"{level}, {limits.read_bytes[level] / 2**20:.4g} MiB": rates
-        for level, rates in limits.read.items()
-    }
-    table("reading", reads, 1e-9, "GB/s")
-    table("thread pool", {"from job to job": limits.barrier}, 1e9, "ns")
+    reads = [(f"{read.bytes / 2**20:.4g} MiB ({read.level})", (read.rate,)) for read in limits.read]
+    table("reading, over and over", reads, 1e-9, "GB/s")
+    table("thread pool", [("from job to job", limits.barrier)], 1e9, "ns")
     if not limits.bf16:
         lines.insert(-1, "This CPU has no bf16 arithmetic of its own.")
     lines.append("The median is the limit. A multiply-add is two operations; 1 GB is 10^9 bytes.")

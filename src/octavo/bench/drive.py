@@ -1,0 +1,223 @@
+"""The engine under a load made to measure it: equal, random, unshared prompts, all at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+
+import octavo.checkpoint
+from octavo.checkpoint import pull
+from octavo.checkpoint.base import Checkpoint
+from octavo.engine.engine import Engine, Step
+from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
+from octavo.execute.batch import Batch
+from octavo.execute.native import NativeExecutor
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request, RequestRecord
+
+Prompts = list[list[int]]
+
+
+class Phase(NamedTuple):
+    """Steps of one kind, run one after the other."""
+
+    tokens: int  # read (prefill) or drawn (decode)
+    seconds: float
+    batches: list[Batch]  # what was run, for the cost model: sizes and positions only
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How much is to be run at once; tokens are a sequence's."""
+
+    sequences: int
+    prompt_len: int
+    output_len: int
+
+    @property
+    def name(self) -> str:
+        return f"a batch of {self.sequences} × ({self.prompt_len} + {self.output_len}) tokens"
+
+
+class Drive:
+    """A loaded engine, and prompts to put through it.
+
+    Decode starts from prompts that the prefix cache holds, so that all sequences begin to decode
+    together, at the context asked for.
+    """
+
+    def __init__(self, loaded: LoadedEngine, seed: int = 0) -> None:
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        self.loaded = loaded
+        self.engine: Engine = loaded.engine
+        self.executor = executor
+        self._random = np.random.default_rng(seed)
+        self._ids = count()
+        self.batches: list[Batch] = []  # of the steps since it was last cleared
+        self.engine.observers.append(self)
+
+    @classmethod
+    def load(cls, model: str | Path | Checkpoint, config: EngineConfig, loads: list[Load]) -> Self:
+        """An engine that can run each of the loads. Raises as `load_engine`, and `SettingsError`
+        with the arithmetic when one of them does not fit.
+
+        Settings that are left open become what the loads need: the cache's size, the sequences and
+        the tokens of a step.
+        """
+        if not config.enable_prefix_caching:
+            raise SettingsError("decode is measured from cached prompts: prefix caching must be on")
+        if isinstance(model, str):
+            model = pull.resolve(model)
+        checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+        layout = KvLayout.of(checkpoint.config, config.block_size)
+        longest = max(_tokens(load, config) for load in loads)
+        if longest > checkpoint.config.context_length:
+            raise SettingsError(
+                f"prompt and output take {longest} tokens; the model's context has "
+                f"{checkpoint.config.context_length}"
+            )
+        for load in loads:
+            for name in ("max_num_seqs", "max_num_batched_tokens"):
+                if load.sequences > getattr(config, name):
+                    raise SettingsError(
+                        f"batch size {load.sequences} is above {name} {getattr(config, name)}"
+                    )
+        needed = max(_blocks(load, config, layout) for load in loads)
+        asked = config.kv_cache_memory_bytes
+        if asked is None:
+            config = replace(config, kv_cache_memory_bytes=needed * layout.block_bytes)
+        elif asked // layout.block_bytes < needed:
+            load = max(loads, key=lambda load: _blocks(load, config, layout))
+            raise SettingsError(
+                f"{load.name} needs {needed} KV blocks of {layout.block_bytes} bytes = "
+                f"{needed * layout.block_bytes / 2**20:.1f} MiB; the cache has "
+                f"{asked / 2**20:.1f} MiB"
+            )
+        return cls(load_engine(checkpoint, config))
+
+    @property
+    def threads(self) -> int:
+        return self.executor.threads
+
+    def working_set(self, load: Load) -> int:
+        """Bytes that a decode step reads, over and over: weights and cache."""
+        layout = self.loaded.engine.scheduler.kv.layout
+        return self.loaded.weight_bytes + load.sequences * layout.block_bytes * peak_blocks(
+            layout, load.prompt_len
+        )
+
+    # Being an observer
+
+    def on_step(self, step: Step) -> None:
+        batch = step.scheduled.batch
+        # The arrays are written over by the next step.
+        self.batches.append(
+            replace(batch, positions=batch.positions.copy(), seq_offsets=batch.seq_offsets.copy())
+        )
+
+    def on_end(self, record: RequestRecord) -> None:
+        pass
+
+    # Running
+
+    def prompts(self, load: Load) -> Prompts:
+        """Random token ids, so that no two prompts begin alike."""
+        shape = load.sequences, load.prompt_len
+        prompts: Prompts = self._random.integers(0, self.engine.vocab_size, shape).tolist()
+        return prompts
+
+    def prefill(self, prompts: Prompts, after_step: Callable[[], None] = lambda: None) -> Phase:
+        """Read the prompts, a token drawn from each; they stay in the prefix cache."""
+        self.prefill_begun(prompts)
+        return self._run(self.engine.has_work, after_step, sum(map(len, prompts)))
+
+    def prefill_begun(self, prompts: Prompts) -> None:
+        """The prompts queued: the next steps read them."""
+        self._add(prompts, 1)
+
+    @contextmanager
+    def decoding(self, prompts: Prompts, steps: int) -> Iterator[None]:
+        """All prompts decoding, each with ``steps`` tokens or more to go, none yet timed."""
+        spare = _spare_steps(len(prompts), self.loaded.config)
+        requests = self._add(prompts, steps + spare)
+        scheduler = self.engine.scheduler
+        try:
+            for _ in range(spare):
+                if len(scheduler.decoding) < len(prompts):
+                    self.engine.step()
+            if len(scheduler.decoding) < len(prompts):
+                raise RuntimeError("the cache no longer held the prompts that were to decode")
+            self.batches.clear()
+            yield
+        finally:
+            for request in requests:
+                self.engine.abort(request)
+            while self.engine.has_work():
+                self.engine.step()
+
+    def decode(
+        self, prompts: Prompts, steps: int, after_step: Callable[[], None] = lambda: None
+    ) -> Phase:
+        """``steps`` tokens of every prompt."""
+        with self.decoding(prompts, steps):
+            left = iter(range(steps))
+            phase = self._run(
+                lambda: next(left, None) is not None, after_step, len(prompts) * steps
+            )
+        if any(batch.num_tokens != len(prompts) for batch in phase.batches):
+            raise RuntimeError("a decode step had other work than a token of each sequence")
+        return phase
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def _add(self, prompts: Prompts, max_tokens: int) -> list[str]:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        requests = [f"bench-{next(self._ids)}" for _ in prompts]
+        for request, prompt in zip(requests, prompts, strict=True):
+            self.engine.add_request(
+                Request(request_id=request, prompt_token_ids=prompt, params=params)
+            )
+        return requests
+
+    def _run(self, more: Callable[[], bool], after_step: Callable[[], None], tokens: int) -> Phase:
+        self.batches.clear()
+        seconds = 0.0
+        while more():
+            start = time.perf_counter()
+            self.engine.step()
+            seconds += time.perf_counter() - start
+            after_step()
+        batches, self.batches = self.batches, []
+        return Phase(tokens, seconds, batches)
+
+
+def _spare_steps(sequences: int, config: EngineConfig) -> int:
+    """Steps between the first sequence's decoding and the last's: what the cache does not hold of
+    each prompt, its last block, has to be computed.
+    """
+    return 2 + sequences * config.block_size // config.max_num_batched_tokens
+
+
+def _tokens(load: Load, config: EngineConfig) -> int:
+    """Positions that a sequence of the load may come to have."""
+    return load.prompt_len + load.output_len + _spare_steps(load.sequences, config)
+
+
+def _blocks(load: Load, config: EngineConfig, layout: KvLayout) -> int:
+    """KV blocks to run the load without any being taken from a cached prompt: all of each
+    sequence's, whether or not a window has passed over them, and a copy of the block that it
+    shares with the cached prompt.
+    """
+    each = -(-_tokens(load, config) // layout.block_size) + 1
+    return load.sequences * each * len(layout.groups)

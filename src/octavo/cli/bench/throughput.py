@@ -1,0 +1,121 @@
+"""octavo bench throughput: tokens a second by batch size, beside the machine's limit."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.bench.progress import on_stderr
+from octavo.cli.options import ENGINE_OPTIONS, Model, amount, engine_config, takes
+
+if TYPE_CHECKING:
+    from octavo.bench.throughput import Row
+    from octavo.engine.load import EngineConfig
+
+EXAMPLES = (
+    "octavo bench throughput smollm2",
+    "octavo bench throughput model.gguf --prompt-len 512 --output-len 128 --batch-size 1,8,32,128",
+    "octavo bench throughput smollm2 --batch-size 1,32 --threads 2 --json > rows.json",
+)
+
+
+def batch_sizes(text: str) -> list[int]:
+    """ "1,8,32": positive and different."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of sizes such as 1,8,32") from None
+    if min(sizes) < 1:
+        raise typer.BadParameter(f"a batch has at least one sequence, not {min(sizes)}")
+    if len(set(sizes)) < len(sizes):
+        raise typer.BadParameter(f"{text!r} names a size twice")
+    return sizes
+
+
+def length(text: str) -> int:
+    """A number of tokens, at least one."""
+    if (tokens := amount(text)) < 1:
+        raise typer.BadParameter(f"a length is at least one token, not {tokens}")
+    return tokens
+
+
+LIMITS_HELP = (
+    "Take the limits of the last octavo bench machine instead of measuring them before and after."
+)
+
+
+@takes(engine=(ENGINE_OPTIONS, engine_config))
+def command(
+    model: Model,
+    engine: EngineConfig,
+    prompt_len: Annotated[
+        str, typer.Option(parser=length, metavar="TOKENS", help="Tokens of each prompt.")
+    ] = "512",
+    output_len: Annotated[
+        str, typer.Option(parser=length, metavar="TOKENS", help="Tokens drawn for each.")
+    ] = "128",
+    batch_size: Annotated[
+        str,
+        typer.Option(parser=batch_sizes, metavar="SIZES", help="Sequences at once, each in turn."),
+    ] = "1,8,32,128",
+    repetitions: Annotated[
+        int, typer.Option(min=1, max=1000, metavar="N", help="Runs of each, on new prompts.")
+    ] = 3,
+    stored_limits: Annotated[bool, typer.Option("--stored-limits", help=LIMITS_HELP)] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a list of rows; shares are fractions.")
+    ] = False,
+) -> None:
+    """Measure prefill and decode in tokens a second, and the share of the machine's limit.
+
+    Prompts are random and share nothing. Each figure is a mean ± standard deviation.
+    """
+    from octavo.bench.limits import Limits
+    from octavo.bench.throughput import throughput
+
+    with on_stderr() as progress:
+        rows = list(
+            throughput(
+                model,
+                engine,
+                batch_sizes=batch_size,  # type: ignore[arg-type]  # parsed
+                prompt_len=prompt_len,  # type: ignore[arg-type]
+                output_len=output_len,  # type: ignore[arg-type]
+                repetitions=repetitions,
+                limits=Limits.stored(progress) if stored_limits else None,
+                progress=progress,
+            )
+        )
+    typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else as_text(rows))
+
+
+def as_text(rows: list[Row]) -> str:
+    """A table in Markdown, and what it was measured on."""
+    first = rows[0]
+    lines = [
+        f"{first.model}, {first.isa}, {first.threads} thread{'s' if first.threads > 1 else ''}, "
+        f"prompts of {first.prompt_len} tokens, {first.output_len} drawn, "
+        f"{first.repetitions} repetition{'s' if first.repetitions > 1 else ''}",
+        "",
+        "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |",
+        "|------:|-----------------:|---------:|-----------------:|---------:|------------:|",
+    ]
+    for row in rows:
+        memory = " → ".join(f"{each['bytes_per_second'] / 1e9:.1f}" for each in row.limits)
+        prefill = f"{row.prefill_tok_s:.1f} ± {row.prefill_tok_s_deviation:.1f}"
+        decode = f"{row.decode_tok_s:.1f} ± {row.decode_tok_s_deviation:.1f}"
+        lines.append(
+            f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
+            f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
+        )
+    limits = first.limits[-1]
+    lines += [
+        "",
+        "limit: each op's bytes at the memory's rate or its operations at the peak, what takes "
+        f"longer; int8 {limits['int8_ops_per_second'] / 1e9:.0f}, "
+        f"bf16 {limits['bf16_ops_per_second'] / 1e9:.0f}, "
+        f"fp32 {limits['fp32_ops_per_second'] / 1e9:.0f} Gop/s",
+    ]
+    return "\n".join(lines)

@@ -95,9 +95,10 @@ class IkLlamaCpp(LlamaCpp):
         best = {"fa": "on", "rtr": "on"}
         return [
             {"fa": "on"},
+            {"fa": "on", "kv": "q8_0"},
             best,
-            {"fa": "off", "rtr": "on"},
             {**best, "kv": "q8_0"},
+            {"fa": "off", "rtr": "on"},
             {**best, "thp": "on"},
             {**best, "mqkv": "on"},
         ]

@@ -31,8 +31,8 @@ Each measurement notes what share of the machine's processor time went to others
 left out of the medians while enough others remain, else marked with a star.
 
 In the JSON, ``models.NAME.workloads.WORKLOAD`` has ``octavo``, each peer (null where left out) and
-``ratio_to_best_peer``; ``left_out`` has the reasons, ``settings`` what the probe chose, and
-``samples`` everything that was measured.
+``ratio_to_best_peer``; ``left_out`` has the reasons, ``settings`` what the probe chose out of
+``probed``, and ``samples`` everything that was measured.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ class Comparison:
         self.peers = peers
         self.settings: dict[str, dict[str, Settings]] = {}  # engine -> workload -> chosen
         self.left_out: list[dict[str, str]] = []
+        self.probed: list[dict[str, Any]] = []
         self.samples: list[Sample] = []
 
     def take(self, peer: Peer, workload: Workload, settings: Settings, seed: int) -> Figure:
@@ -125,15 +126,19 @@ class Comparison:
             for index, settings in enumerate(candidates):
                 if again and rates.get(index, 0.0) < CLOSE * max(rates.values()):
                     continue
+                entry = {"engine": peer.name, "workload": workload.name, "settings": settings}
                 try:
-                    figure = self.take(peer, workload, settings, 100 + again)
+                    rate = self.take(peer, workload, settings, 100 + again).tokens_per_second
                 except Unavailable as reason:
                     failed[index] = reason
-                    continue
-                rates[index] = max(rates.get(index, 0.0), figure.tokens_per_second)
+                    self.probed.append({**entry, "reason": str(reason)})
+                    outcome = f"  {reason}"
+                else:
+                    rates[index] = max(rates.get(index, 0.0), rate)
+                    self.probed.append({**entry, "tokens_per_second": rate})
+                    outcome = f"{rate:9.1f} t/s"
                 print(
-                    f"  probe {workload.name:10} {peer.name:12} {label(settings):32}"
-                    f"{figure.tokens_per_second:9.1f} t/s",
+                    f"  probe {workload.name:10} {peer.name:12} {label(settings):32}{outcome}",
                     flush=True,
                 )
             if not rates:
@@ -220,6 +225,7 @@ def compare(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "workloads": rows,
         "settings": comparison.settings,
         "left_out": comparison.left_out,
+        "probed": comparison.probed,
         "samples": [asdict(sample) for sample in comparison.samples],
     }
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,13 +91,31 @@ def label(settings: Settings) -> str:
     return " ".join(f"{key}={value}" for key, value in settings.items()) or "default"
 
 
-def run(command: list[str]) -> str:
-    """Standard output of a program. Raises `Unavailable` with the end of what it said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        raise Unavailable(f"{command[0]}: {error.strerror}") from None
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end, in a folder of its own as some leave logs behind.
+
+    Raises `Unavailable` with the end of what it said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+        except OSError as error:
+            raise Unavailable(f"{command[0]}: {error.strerror}") from None
     if done.returncode != 0:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise Unavailable(f"{Path(command[0]).name} ended with {done.returncode}: {said[-400:]}")
-    return done.stdout
+        said = last_words(done.stderr or done.stdout)
+        raise Unavailable(f"{Path(command[0]).name} ended with {done.returncode}: {said}")
+    return done
+
+
+def environment(*paths: str) -> dict[str, str]:
+    """This process's, for one in another folder, with folders to import from in front."""
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    absolute = [*paths, *(os.path.abspath(path) for path in given if path)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(absolute)}
+
+
+def last_words(text: str) -> str:
+    """The end of what a program said, from its last mention of a fault on if there is one."""
+    said = " ".join(text.split())
+    faults = [m.start() for m in re.finditer(r"(?i)error|assert|exception|failed", said)]
+    return said[max(0, faults[-1] - 150) :][:400] if faults else said[-400:]

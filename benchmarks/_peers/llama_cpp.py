@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
@@ -47,7 +46,8 @@ class LlamaCpp(Peer):
 
     def _prefill(self, count: int, settings: Settings) -> float:
         command = [*self._common("llama-bench"), *self._bench_flags(settings), "-r", "2"]
-        rows = json.loads(run([*command, "-p", str(self.task.prompt), "-n", "0", "-o", "json"]))
+        command += ["-p", str(self.task.prompt), "-n", "0", "-o", "json"]
+        rows = json.loads(run(command).stdout)
         return float(rows[0]["avg_ts"])
 
     def _decode(self, count: int, settings: Settings) -> float:
@@ -78,7 +78,7 @@ class LlamaCpp(Peer):
         return ["--cache-ram", "0", "--no-cache-prompt", "--no-ui"]
 
     def _decode_rate(self, command: list[str]) -> float:
-        for line in run([*command, "--output-format", "jsonl"]).splitlines():
+        for line in run([*command, "--output-format", "jsonl"]).stdout.splitlines():
             if line.startswith("{"):
                 return float(json.loads(line)["speed_tg"])
         raise Unavailable("llama-batched-bench printed no result")
@@ -117,8 +117,9 @@ class IkLlamaCpp(LlamaCpp):
         return ["--cache-ram", "0", "--ctx-checkpoints", "0"]
 
     def _decode_rate(self, command: list[str]) -> float:
-        """Out of the table it prints: |PP|TG|B|N_KV|T_PP s|S_PP t/s|T_TG s|S_TG t/s|T s|S t/s|."""
-        for line in run(command).splitlines():
+        """Out of the table in its log: |PP|TG|B|N_KV|T_PP s|S_PP t/s|T_TG s|S_TG t/s|T s|S t/s|."""
+        done = run(command)
+        for line in (done.stdout + done.stderr).splitlines():
             cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
             if len(cells) == 10 and re.fullmatch(r"[\d.]+", cells[7]):
                 return float(cells[7])
@@ -128,12 +129,7 @@ class IkLlamaCpp(LlamaCpp):
 def version(binaries: str) -> str:
     """What a build says of itself."""
     try:
-        done = subprocess.run(
-            [str(Path(binaries) / "llama-server"), "--version"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    except OSError as error:
-        return f"unknown: {error.strerror}"
+        done = run([str(Path(binaries).resolve() / "llama-server"), "--version"])
+    except Unavailable as reason:
+        return f"unknown: {reason}"
     return " ".join((done.stdout + done.stderr).split())

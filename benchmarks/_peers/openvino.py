@@ -48,7 +48,9 @@ class OpenVino(Peer):
 
 def version(python: str) -> str:
     try:
-        return run([python, "-c", "import openvino_genai as g; print(g.__version__)"]).strip()
+        return run(
+            [python, "-c", "import openvino_genai as g; print(g.__version__)"]
+        ).stdout.strip()
     except Unavailable as reason:
         return f"unknown: {reason}"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from _peers.base import Figure, Task, Unavailable
+from _peers.base import Figure, Task, Unavailable, environment, last_words
 from _peers.watch import Interference
 
 STARTUP_SECONDS = 60.0
@@ -92,7 +92,10 @@ async def http(port: int, method: str, path: str, body: bytes = b"") -> tuple[in
     head = f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
     head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     writer.write(head.encode() + body)
-    status = int((await reader.readline()).split()[1])
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise ConnectionError("closed without an answer")
+    status = int(line.split()[1])
     chunked = False
     while (line := await reader.readline()) not in (b"\r\n", b""):
         chunked |= line.lower().startswith(b"transfer-encoding: chunked")
@@ -133,18 +136,23 @@ def free_port() -> int:
 def running(command: list[str], port: int) -> Iterator[tuple[int, float]]:
     """(process id, seconds until /health answered 200) of a running server."""
     began = time.monotonic()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment())
         try:
             while not healthy(port):
                 if process.poll() is not None:
-                    log.seek(0)
-                    said = " ".join(log.read().split())
-                    raise Unavailable(f"its server ended with {process.returncode}: {said[-400:]}")
+                    raise ConnectionError("before it was ready")
                 if time.monotonic() - began > STARTUP_SECONDS:
                     raise Unavailable(f"its server was not ready after {STARTUP_SECONDS} s")
                 time.sleep(0.05)
             yield process.pid, time.monotonic() - began
+        except (OSError, EOFError) as error:
+            try:
+                code = process.wait(5)
+            except subprocess.TimeoutExpired:
+                raise Unavailable(f"its server broke a connection off: {error}") from None
+            log.seek(0)
+            raise Unavailable(f"its server ended with {code}: {last_words(log.read())}") from None
         finally:
             process.send_signal(signal.SIGTERM)
             try:

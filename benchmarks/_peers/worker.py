@@ -8,7 +8,6 @@ standard output, ``{"tokens_per_second": …}``. Its first line, once the model 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from _peers.base import Figure, Settings, Task, Unavailable, Workload
+from _peers.base import Figure, Settings, Task, Unavailable, Workload, environment, last_words
 from _peers.watch import Interference
 
 HERE = str(Path(__file__).parent.parent)
@@ -26,7 +25,6 @@ HERE = str(Path(__file__).parent.parent)
 class Worker:
     def __init__(self, python: str, module: str, task: Task, settings: Settings) -> None:
         """Runs a module of this package in another Python. Raises `Unavailable`."""
-        path = os.pathsep.join(filter(None, [HERE, os.environ.get("PYTHONPATH")]))
         arguments = [json.dumps(asdict(task), default=str), json.dumps(settings)]
         self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115 - lives as long as the process
         try:
@@ -36,7 +34,7 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
                 text=True,
-                env={**os.environ, "PYTHONPATH": path},
+                env=environment(HERE),
             )
         except OSError as error:
             raise Unavailable(f"{python}: {error.strerror}") from None
@@ -63,8 +61,7 @@ class Worker:
                 return answer
         code = self._process.wait()
         self._errors.seek(0)
-        said = " ".join(self._errors.read().split())
-        raise Unavailable(f"its process ended with {code}: {said[-400:]}")
+        raise Unavailable(f"its process ended with {code}: {last_words(self._errors.read())}")
 
 
 def arguments() -> tuple[Task, Settings]:

@@ -19,6 +19,7 @@ from _peers.base import Figure, Peer, Settings, Task, Unavailable, Workload, lab
 from _peers.llama_cpp import IkLlamaCpp, LlamaCpp
 from _peers.octavo import Octavo
 from _peers.results import Sample, summarize, table
+from _peers.serving import serve
 from checkpoint.gguf_writer import tiny_llama
 
 ENGINES = ("octavo", "a", "b")
@@ -207,6 +208,28 @@ def test_a_worker_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not with the magic"):
         peer.kernel(PREFILL, {})
     peer.close()
+
+
+def test_a_server_that_dies_says_why() -> None:
+    """Before it is ready, and in the middle of a load."""
+    dies = [sys.executable, "-c", "import sys; print('error: no such model'); sys.exit(3)"]
+    with pytest.raises(Unavailable, match="ended with 3: error: no such model"):
+        serve(lambda port: dies, TASK, 2, {}, 0)
+
+    crashes = """
+import http.server, os, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+    def do_POST(self):
+        print("GGML_ASSERT(S > 0) failed", flush=True)
+        os._exit(7)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+    with pytest.raises(Unavailable, match=r"ended with 7: .*GGML_ASSERT\(S > 0\) failed"):
+        serve(lambda port: [sys.executable, "-c", crashes, str(port)], TASK, 2, {}, 0)
 
 
 def test_ik_llama_cpps_table_is_read(tmp_path: Path) -> None:

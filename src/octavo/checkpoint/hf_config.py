@@ -197,12 +197,12 @@ class _Reader:
     # ── Rotary positions ────────────────────────────────────────────────────────────────────────
 
     def rope_values(self) -> dict[str, Any]:
-        """The keys of ``rope_parameters``, or of ``rope_scaling`` as it was called before."""
+        """The keys of ``rope_scaling``, or of ``rope_parameters`` as it is called of late."""
         values: dict[str, Any] = {}
         for key in ("rope_theta", "partial_rotary_factor"):
             if self.has(key):
                 values[key] = self.values[key]
-        for key in ("rope_parameters", "rope_scaling"):
+        for key in ("rope_scaling", "rope_parameters"):
             if self.has(key):
                 return values | self.nested(self.values, key)
         return values

@@ -1,0 +1,116 @@
+"""Tiny models of every family as Hugging Face folders, against transformers' recorded logits.
+
+Tolerances are shares of the logits' standard deviation. transformers computed in float32 on keys
+and values rounded to float16, as Octavo's cache has them. So float32 weights differ by the order of
+sums, and by single keys and values that this puts on the other side of a rounding. bfloat16 weights
+are the same numbers to both.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+
+from execute.driving import Driver, Float32
+from octavo.checkpoint import load
+from octavo.checkpoint.base import Checkpoint, WeightFormat
+
+FAMILIES = Path(__file__).parent / "families"
+NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
+TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
+PROMPT = 40
+MEAN, MOST = 1e-4, 2e-3
+
+
+def recorded(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with np.load(FAMILIES / name / "logits.npz") as data:
+        arrays = dict(data)
+    meta: dict[str, Any] = json.loads(str(arrays.pop("meta")))
+    return meta, arrays
+
+
+def folder(
+    name: str, path: Path, changes: dict[str, Any] | None = None, *, bf16: bool = False
+) -> Path:
+    """A copy of a family's folder, with a tokenizer of the model's size."""
+    path.mkdir()
+    config = json.loads((FAMILIES / name / "config.json").read_text()) | (changes or {})
+    weights = load_file(FAMILIES / name / "model.safetensors")
+    if bf16:
+        config["dtype"] = "bfloat16"
+        weights = {key: value.astype(ml_dtypes.bfloat16) for key, value in weights.items()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    vocab = {chr(0x21 + index): index for index in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def run(checkpoint: Checkpoint, isa: str, ids: list[int], chunks: list[int], **kw: Any) -> Float32:
+    try:
+        driver = Driver(checkpoint, isa=isa, **kw)
+    except ValueError as error:
+        pytest.skip(str(error))
+    logits = driver.run(ids, chunks)
+    driver.executor.close()
+    return logits
+
+
+def assert_close(got: Float32, expected: Float32) -> None:
+    difference = np.abs(got - expected) / expected.std()
+    print(f"mean {difference.mean():.1e}, most {difference.max():.1e}")
+    assert difference.mean() < MEAN
+    assert difference.max() < MOST
+
+
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_float32(name: str, isa: str, tmp_path: Path) -> None:
+    """The prompt at once, then every further token by itself."""
+    meta, arrays = recorded(name)
+    checkpoint = load(folder(name, tmp_path / name))
+    got = run(checkpoint, isa, arrays["ids"].tolist(), [PROMPT, 1])
+    assert_close(got[meta["first_row"] :], arrays["float32"])
+
+
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
+    meta, arrays = recorded(name)
+    checkpoint = load(folder(name, tmp_path / name, bf16=True))
+    matrices = {w.format for w in checkpoint.weights.values() if len(w.shape) == 2}
+    assert matrices == {WeightFormat.BF16}
+    ids = arrays["ids"].tolist()
+    got = run(checkpoint, isa, ids, [PROMPT, 1])
+    assert_close(got[meta["first_row"] :], arrays["bfloat16"])
+    # Same bits however it is cut, and on however many threads.
+    assert np.array_equal(run(checkpoint, isa, ids, [len(ids)], threads=2), got)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [(name, label) for name in NAMES for label in recorded(name)[0]["variants"]],
+)
+def test_variants(name: str, label: str, tmp_path: Path) -> None:
+    """Other rotary scalings, windows and ways to write a config, on the same weights."""
+    meta, arrays = recorded(name)
+    variant = meta["variants"][label]
+    checkpoint = load(folder(name, tmp_path / name, variant["changes"]))
+    checkpoint = replace(checkpoint, config=checkpoint.config.for_length(variant["tokens"]))
+    ids = arrays["ids"].tolist()[: variant["tokens"]]
+    got = run(checkpoint, "generic", ids, [PROMPT, 1])[meta["first_row"] :: meta["variant_stride"]]
+    expected = arrays[f"{label}.float32"]
+    assert_close(got, expected)
+    # It is not the base model's result: the change was heard.
+    base = arrays["float32"][:: meta["variant_stride"]][: len(expected)]
+    assert np.abs(expected - base).max() > 0.05

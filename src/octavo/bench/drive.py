@@ -31,8 +31,12 @@ class Phase(NamedTuple):
     """Steps of one kind, run one after the other."""
 
     tokens: int  # read (prefill) or drawn (decode)
-    seconds: float
+    times: list[float]  # of each step, in seconds
     batches: list[Batch]  # what was run, for the cost model: sizes and positions only
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.times)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +140,10 @@ class Drive:
         prompts: Prompts = self._random.integers(0, self.engine.vocab_size, shape).tolist()
         return prompts
 
-    def prefill(self, prompts: Prompts, after_step: Callable[[], None] = lambda: None) -> Phase:
+    def prefill(self, prompts: Prompts) -> Phase:
         """Read the prompts, a token drawn from each; they stay in the prefix cache."""
         self.prefill_begun(prompts)
-        return self._run(self.engine.has_work, after_step, sum(map(len, prompts)))
+        return self._run(self.engine.has_work, sum(map(len, prompts)))
 
     def prefill_begun(self, prompts: Prompts) -> None:
         """The prompts queued: the next steps read them."""
@@ -165,15 +169,11 @@ class Drive:
             while self.engine.has_work():
                 self.engine.step()
 
-    def decode(
-        self, prompts: Prompts, steps: int, after_step: Callable[[], None] = lambda: None
-    ) -> Phase:
+    def decode(self, prompts: Prompts, steps: int) -> Phase:
         """``steps`` tokens of every prompt."""
         with self.decoding(prompts, steps):
             left = iter(range(steps))
-            phase = self._run(
-                lambda: next(left, None) is not None, after_step, len(prompts) * steps
-            )
+            phase = self._run(lambda: next(left, None) is not None, len(prompts) * steps)
         if any(batch.num_tokens != len(prompts) for batch in phase.batches):
             raise RuntimeError("a decode step had other work than a token of each sequence")
         return phase
@@ -190,16 +190,15 @@ class Drive:
             )
         return requests
 
-    def _run(self, more: Callable[[], bool], after_step: Callable[[], None], tokens: int) -> Phase:
+    def _run(self, more: Callable[[], bool], tokens: int) -> Phase:
         self.batches.clear()
-        seconds = 0.0
+        times = []
         while more():
             start = time.perf_counter()
             self.engine.step()
-            seconds += time.perf_counter() - start
-            after_step()
+            times.append(time.perf_counter() - start)
         batches, self.batches = self.batches, []
-        return Phase(tokens, seconds, batches)
+        return Phase(tokens, times, batches)
 
 
 def _spare_steps(sequences: int, config: EngineConfig) -> int:

@@ -60,11 +60,11 @@ class Line:
     def through(cls, lengths: list[Length], limit: float) -> Line:
         x = np.array([length.decode_kv_bytes for length in lengths], float)
         y = np.array([length.decode_seconds for length in lengths])
-        slope, fixed = np.polyfit(x, y, 1)
+        slope, fixed = map(float, np.polyfit(x, y, 1))
         residual = y - (fixed + slope * x)
         r_squared = 1 - float((residual**2).sum() / ((y - y.mean()) ** 2).sum())
         worst = float(np.abs(residual / y).max())
-        return cls(float(fixed), 1 / slope, limit, 1 / slope / limit, r_squared, worst)
+        return cls(fixed, 1 / slope, limit, 1 / slope / limit, r_squared, worst)
 
 
 def measure(

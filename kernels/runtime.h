@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 #include <variant>
 #include <vector>
@@ -185,8 +186,13 @@ class Runtime {
         return std::min(config_.logits_slice, batch_.logits - first_logits_);
     }
 
-    // Of the last step: how many times the threads met.
+    // Of the last step: how many times the threads met, and (if it was profiled) the last time, in
+    // seconds of the steady clock.
     int64_t num_jobs() const { return int64_t(jobs_.size()); }
+    double last_meeting() const {
+        const auto time = jobs_.empty() ? ThreadPool::Time{} : job_ends_[jobs_.size() - 1];
+        return std::chrono::duration<double>(time.time_since_epoch()).count();
+    }
 
     void set_profiling(bool on) { profiling_ = on; }
     const std::vector<Region> &regions() const { return regions_; }

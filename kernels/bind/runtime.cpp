@@ -206,6 +206,7 @@ void bind_runtime(nb::module_ &m) {
             "first"_a)
         .def("transfer", &transfer, "blocks"_a.noconvert(), "data"_a.noconvert(), "to_arena"_a)
         .def_prop_ro("num_jobs", &Runtime::num_jobs)
+        .def_prop_ro("last_meeting", &Runtime::last_meeting)
         .def("set_profiling", &Runtime::set_profiling)
         .def("reset_profile", &Runtime::reset_profile)
         .def("profile", [](const Runtime &runtime) {

@@ -113,9 +113,12 @@ class Limits:
         largest = max(size for _, size in _working_sets(most, caches))
         buffer = _native.ReadBuffer(pools[counts[-1]], largest)
         for count, each in pools.items():
+            good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
             for level, size in _working_sets(count, caches):
                 progress(f"reading {size / 2**20:.4g} MiB ({level}) on {_threads(count)}")
-                reads.append(Read(level, size, _read(each, buffer, size, quick)))
+                ways = good.get(level) or _ways(quick)
+                rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)
+                reads.append(Read(level, size, rate))
         return cls(
             cpu_model(),
             usable_cpus()[0],
@@ -283,39 +286,47 @@ class _Way(NamedTuple):
 
     loop: int
     ahead: int
+    description: str
 
 
-def _ways(quick: bool) -> dict[_Way, str]:
-    """Every way worth trying, and its description."""
+def _ways(quick: bool) -> list[_Way]:
+    """Every way worth trying."""
     loops = _native.read_loops()
     widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
-    ways = {}
+    ways = []
     for index, (loads, streams, prefetches) in enumerate(loops):
         if loads not in widest or (quick and streams > 2):
             continue
         for ahead in ((4096,) if quick else _AHEAD) if prefetches else (0,):
             fetch = f", prefetch {ahead} B ahead" if prefetches else ""
-            ways[_Way(index, ahead)] = f"{loads}, {streams} stream{'s'[: streams - 1]}{fetch}"
+            what = f"{loads}, {streams} stream{'s'[: streams - 1]}{fetch}"
+            ways.append(_Way(index, ahead, what))
     return ways
 
 
-def _read(pool: _native.ThreadPool, buffer: _native.ReadBuffer, size: int, quick: bool) -> Rate:
-    """Bytes a second: all ways tried shortly, the best three again at length."""
-    ways = _ways(quick)
+def _read(
+    pool: _native.ThreadPool,
+    buffer: _native.ReadBuffer,
+    size: int,
+    ways: list[_Way],
+    rounds: int,
+) -> tuple[Rate, list[_Way]]:
+    """Bytes a second of the best way, and the ways that came near it: all tried shortly, the best
+    three again for ``rounds`` of five repetitions.
+    """
 
     def run(way: _Way, repetitions: int) -> list[float]:
         return buffer.measure(pool, way.loop, way.ahead, size, 1e-3, repetitions)
 
     tried = {way: statistics.median(run(way, 3)) for way in ways}
-    best = sorted(tried, key=lambda way: -tried[way])[:3]
+    best = sorted(tried, key=lambda way: -tried[way])
+    values: dict[_Way, list[float]] = {way: [] for way in best[:3]}
     # In turn, so that a neighbour's busy moment does not decide which is best.
-    values: dict[_Way, list[float]] = {way: [] for way in best}
-    for _ in range(3 if quick else 6):
-        for way in best:
+    for _ in range(rounds):
+        for way in values:
             values[way] += run(way, 5)
-    return max(
-        (Rate.of(pool.size, values[way], ways[way]) for way in best), key=lambda rate: rate.median
-    )
+    rates = [Rate.of(pool.size, found, way.description) for way, found in values.items()]
+    return max(rates, key=lambda rate: rate.median), best[:6]
 
 
 def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> list[tuple[str, int]]:

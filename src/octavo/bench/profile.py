@@ -42,6 +42,7 @@ class Recorded:
     calls: list[Span]  # in order, one after the other
     regions: list[RegionTime]  # within the execute call, in order, one after the other
     meetings: int  # of the threads
+    last_meeting: float  # when the last region within the execute call was done
     batch: Batch
 
     @property
@@ -209,7 +210,15 @@ def _watched(drive: Drive) -> Iterator[_Record]:
         engine.step()
         end = time.perf_counter()
         (batch,) = drive.batches
-        return Recorded(start, end, calls[:], executor.profile(), executor.num_meetings, batch)
+        return Recorded(
+            start,
+            end,
+            calls[:],
+            executor.profile(),
+            executor.num_meetings,
+            executor.last_meeting,
+            batch,
+        )
 
     engine.scheduler, engine.executor, engine.sampler = cast(Any, timed)
     try:

@@ -40,6 +40,7 @@ class Row:
     """One batch size. Rates in tokens a second; shares as fractions of the limit."""
 
     model: str
+    weight_bytes: int  # as the engine holds them
     isa: str
     threads: int
     batch: int
@@ -124,6 +125,7 @@ def _row(
     decode_limit = _limit(drive, decodes, decode_rates)
     return Row(
         model=loaded.checkpoint.path.name,
+        weight_bytes=loaded.weight_bytes,
         isa=drive.executor.isa,
         threads=drive.threads,
         batch=load.sequences,

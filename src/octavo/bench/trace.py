@@ -47,8 +47,7 @@ def trace(profile: Profile, step: Recorded, program: Program) -> dict[str, Any]:
         add(call.name, "engine", call.start, call.end)
         if call.name != "execute":
             continue
-        # What the call does besides comes first: checking the batch and planning it.
-        at = call.end - sum(region.seconds for region in regions)
+        at = step.last_meeting - sum(region.seconds for region in regions)
         layers = region_layers(program, regions)
         for layer, group in groupby(zip(layers, regions, strict=True), lambda item: item[0]):
             ran = [region for _, region in group if region.seconds > 0]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.bench.progress import on_stderr
-from octavo.cli.bench.throughput import LIMITS_HELP, length
+from octavo.cli.bench.throughput import LIMITS_HELP, length, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
@@ -107,12 +107,10 @@ def as_text(profile: Profile, layers: bool = False) -> str:
     what = (
         f"reading {profile.sequences} × {profile.tokens // profile.sequences} tokens"
         if profile.kind == "prefill"
-        else f"{profile.sequences} sequence{'s' if profile.sequences > 1 else ''} decoding at a "
-        f"context of {profile.context}"
+        else f"{plural(profile.sequences, 'sequence')} decoding at a context of {profile.context}"
     )
     lines = [
-        f"{profile.model}, {profile.isa}, {profile.threads} "
-        f"thread{'s' if profile.threads > 1 else ''}: {what}",
+        f"{profile.model}, {profile.isa}, {plural(profile.threads, 'thread')}: {what}",
         f"{1e3 * total:.3f} ms, {profile.of_limit:.1%} of the limit "
         f"(median of {profile.steps} steps)",
         "",

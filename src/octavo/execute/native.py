@@ -184,6 +184,13 @@ class NativeExecutor:
         """How many times the threads met in the last step."""
         return self._open.num_jobs
 
+    @property
+    def last_meeting(self) -> float:
+        """When they met last, if the step was profiled: seconds of `time.perf_counter`, which on
+        Linux is the steady clock.
+        """
+        return self._open.last_meeting
+
     def close(self) -> None:
         """Gives back threads and memory. Logits handed out before keep theirs until they go."""
         self._runtime = None

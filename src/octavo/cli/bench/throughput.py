@@ -91,13 +91,17 @@ def command(
     typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else as_text(rows))
 
 
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
+
+
 def as_text(rows: list[Row]) -> str:
     """A table in Markdown, and what it was measured on."""
     first = rows[0]
     lines = [
-        f"{first.model}, {first.isa}, {first.threads} thread{'s' if first.threads > 1 else ''}, "
-        f"prompts of {first.prompt_len} tokens, {first.output_len} drawn, "
-        f"{first.repetitions} repetition{'s' if first.repetitions > 1 else ''}",
+        f"{first.model}, {first.weight_bytes / 1e6:.0f} MB, {first.isa}, "
+        f"{plural(first.threads, 'thread')}, prompts of {first.prompt_len} tokens, "
+        f"{first.output_len} drawn, {plural(first.repetitions, 'repetition')}",
         "",
         "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |",
         "|------:|-----------------:|---------:|-----------------:|---------:|------------:|",

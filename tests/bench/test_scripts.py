@@ -1,0 +1,77 @@
+"""The scripts that make the published line and picture, on made-up figures."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module(name)
+
+
+def test_a_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    growth = script("growth", monkeypatch)
+    sizes = [1_000_000, 3_000_000, 4_000_000, 20_000_000]
+    lengths = [growth.Length(size, 1.0, 0.5, 2e-3 + size / 4e10, 1e-3, size) for size in sizes]
+    line = growth.Line.through(lengths, 5e10)
+    assert line.fixed_seconds == pytest.approx(2e-3)
+    assert line.bytes_per_second == pytest.approx(4e10)
+    assert line.of_limit == pytest.approx(0.8)
+    assert line.r_squared == pytest.approx(1.0)
+    assert line.worst_residual < 1e-6
+    bent = [growth.Length(size, 1.0, 0.5, (size / 1e9) ** 2, 1e-3, size) for size in sizes]
+    assert growth.Line.through(bent, 5e10).worst_residual > 1
+
+
+def test_growth_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from bench.test_limits import made_up
+
+    growth = script("growth", monkeypatch)
+    monkeypatch.setattr(growth.Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    options = ["--context", "16,32,64", "--repetitions", "1", "--json"]
+    monkeypatch.setattr(sys, "argv", ["growth.py", "--model", f"tiny={model}", *options])
+    growth.main()
+    result = json.loads(capsys.readouterr().out)["tiny"]
+    assert [length["tokens"] for length in result["lengths"]] == [16, 32, 64]
+    kv_bytes = [length["decode_kv_bytes"] for length in result["lengths"]]
+    assert kv_bytes == sorted(kv_bytes)
+    assert result["line"].keys() >= {"fixed_seconds", "bytes_per_second", "of_limit", "r_squared"}
+
+
+def row(batch: int) -> dict[str, Any]:
+    rates = {
+        f"{phase}_{name}": 100.0 * batch
+        for phase in ("prefill", "decode")
+        for name in ("tok_s", "tok_s_deviation", "limit_tok_s")
+    }
+    limit = {"date": "2026-01-01", "int8_ops_per_second": 1e12, "memory_bytes_per_second": 5e10}
+    shares = {"prefill_of_limit": 0.5, "decode_of_limit": 0.5}
+    about = {"batch": batch, "isa": "avx2", "threads": 2, "context": 64, "prompt_len": 64}
+    return about | rates | shares | {"limits": [limit, limit]}
+
+
+def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    plot = script("batch_plot", monkeypatch)
+    rows, out = tmp_path / "rows.json", tmp_path / "docs" / "batch.svg"
+    rows.write_text(json.dumps([row(batch) for batch in (1, 8, 32)]))
+    argv = ["batch_plot.py", f"a={rows}", f"b={rows}", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", argv)
+    plot.main()
+    once = out.read_bytes()
+    assert once.startswith(b"<?xml")
+    plot.main()
+    assert out.read_bytes() == once, "the same figures, the same file"

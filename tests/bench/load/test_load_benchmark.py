@@ -19,7 +19,7 @@ from load_servers import HEAD, Asked, chunk, good, serving_script, token, usage,
 from octavo.bench.load import benchmark as module
 from octavo.bench.load.arrivals import Ramp
 from octavo.bench.load.benchmark import LoadError, Settings, benchmark
-from octavo.bench.load.client import Client, Target
+from octavo.bench.load.client import Body, Client, Target
 from octavo.bench.load.metrics import PER_REQUEST
 from octavo.bench.load.traces import Window
 
@@ -97,6 +97,30 @@ async def test_a_kept_connection_that_was_closed_is_replaced() -> None:
     async with serving_script(once) as server:
         result = await benchmark(settings(server.url, max_concurrency=1, num_prompts=5))
         assert (result["completed"], result["failures"]) == (5, [])
+
+
+async def test_a_server_that_hangs_up_on_everyone() -> None:
+    """At once, so that the connection may be gone before the request is written."""
+
+    async def hang_up(reader: Any, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with serving_script(good) as server:
+        listener = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        client = Client(Target.of(f"http://127.0.0.1:{port}"), {})
+        for _ in range(20):
+            assert (await client.get("GET", "/")).reason.startswith("connection closed before")
+        listener.close()
+        connection = await Client(Target.of(server.url), {})._connect(5)
+        connection._transport.abort()
+        await asyncio.sleep(0.05)
+        for kept in (False, True):
+            body = Body()
+            connection.send(b"x", body, kept)
+            assert body.ended.done()
+            assert (connection.lost is body) is kept
+            assert bool(body.reason) is not kept
 
 
 async def test_chat() -> None:

@@ -197,7 +197,7 @@ class _Connection(asyncio.Protocol):
         self._client = client
         self.sink: Sink | None = None
         self.lost: Sink | None = None  # whose request can be sent again
-        self._kept = False
+        self._kept = self._lost = False
         self._answered = self._framed = self._headers_read = False
         self._now = 0.0
 
@@ -211,7 +211,10 @@ class _Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._answered = self._framed = self._headers_read = False
         self.sink = sink
-        self._transport.write(request)
+        if self._lost:
+            self._unanswered()
+        else:
+            self._transport.write(request)
 
     def close(self) -> None:
         self.sink = None
@@ -232,18 +235,26 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._client.closed(self)
-        sink, self.sink = self.sink, None
-        if sink is None:
+        self._lost = True
+        if self.sink is None:
             return
+        if not self._answered:
+            self._unanswered(error)
+            return
+        sink, self.sink = self.sink, None
         if error is None and self._headers_read and not self._framed:
             sink.end()  # a body that ends with its connection
-            return
-        if self._kept and not self._answered and not sink.ended.done():
+        else:
+            sink.fail("connection closed in the middle of an answer", str(error or "by the server"))
+
+    def _unanswered(self, error: Exception | None = None) -> None:
+        sink, self.sink = self.sink, None
+        assert sink is not None
+        if not self._kept:
+            sink.fail("connection closed before an answer", str(error or "by the server"))
+        elif not sink.ended.done():
             self.lost = sink
             sink.ended.set_result(None)
-            return
-        when = "in the middle of an answer" if self._answered else "before an answer"
-        sink.fail(f"connection closed {when}", str(error or "by the server"))
 
     # httptools' callbacks
 

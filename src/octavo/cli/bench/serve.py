@@ -330,7 +330,14 @@ _AS_THEY_ARE = (
 )
 def command(
     values: dict[str, Any],
-    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Further values of --goodput, --header or --metadata, in vLLM's way.",
+            metavar="VALUE",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Load a server and measure what its clients would feel.
 

@@ -29,7 +29,7 @@ class EventSplitter:
             and b"\r" not in chunk
         ):
             events = chunk[6:-2].split(b"\n\ndata: ")
-            if not any(b"\n" in event for event in events):
+            if chunk.count(b"\n") == 2 * len(events):  # none within an event
                 return events
         return self._lines(chunk)
 
@@ -54,30 +54,34 @@ class EventSplitter:
         return events
 
 
-class _Delta(msgspec.Struct):
+class _Delta(msgspec.Struct, gc=False):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
+    @property
+    def said(self) -> str | None:
+        return self.content or self.reasoning_content or self.reasoning
 
-class _Choice(msgspec.Struct):
+
+class _Choice(msgspec.Struct, gc=False):
     text: str | None = None
     delta: _Delta | None = None
     finish_reason: str | None = None
 
 
-class _Details(msgspec.Struct):
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _Usage(msgspec.Struct, gc=False):
     prompt_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
     completion_tokens: int | None = None
 
 
-class _Event(msgspec.Struct):
+class _Event(msgspec.Struct, gc=False):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw(b"")
@@ -96,12 +100,12 @@ class Answer:
 
     __slots__ = (
         "_body", "_done", "_events", "_finished", "_last", "_text", "cached_tokens", "detail",
-        "ended", "events", "itl", "latency", "output_tokens", "prompt_tokens", "queue_time",
+        "ended", "events", "itl", "output_tokens", "prompt_tokens", "queue_time",
         "reason", "start", "status", "ttft",
     )  # fmt: skip
 
     def __init__(self, *, keep_text: bool = False) -> None:
-        self.start = self.queue_time = self.ttft = self.latency = 0.0
+        self.start = self.queue_time = self.ttft = 0.0
         self.itl: list[float] = []
         self.events = 0  # with a token
         self.prompt_tokens: int | None = None  # as the server counts
@@ -130,50 +134,53 @@ class Answer:
         if self.status != 200:
             self._body += chunk[: _MOST_BODY - len(self._body)]
             return True
-        return all(self._event(event, now) for event in self._events.feed(chunk))
-
-    def _event(self, data: bytes, now: float) -> bool:
-        if data == b"[DONE]":
-            self._done = True
-            return True
-        try:
-            event = _decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            self.fail("malformed event", f"{error}: {data[:100].decode(errors='replace')}")
-            return False
-        if bytes(event.error) not in (b"", b"null"):
-            self.fail("error event in the stream", error_message(bytes(event.error)))
-            return False
-        if event.usage is not None:
-            if event.usage.prompt_tokens_details is not None:
-                self.cached_tokens = event.usage.prompt_tokens_details.cached_tokens
-            if event.usage.prompt_tokens is not None:
-                self.prompt_tokens = event.usage.prompt_tokens
-            if event.usage.completion_tokens is not None:
-                self.output_tokens = event.usage.completion_tokens
-        if event.choices:
-            self._token(event.choices[0], now)
+        # One frame for nearly every token: this runs thousands of times a second, on cold caches.
+        for data in self._events.feed(chunk):
+            try:
+                event = _decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+                if data == b"[DONE]":
+                    self._done = True
+                    continue
+                self.fail("malformed event", f"{error}: {data[:100].decode(errors='replace')}")
+                return False
+            if event.usage is not None:
+                self._counted(event.usage)
+            if bytes(event.error) not in (b"", b"null"):
+                self.fail("error event in the stream", error_message(bytes(event.error)))
+                return False
+            if not event.choices:
+                continue
+            choice = event.choices[0]
+            text = choice.text
+            if choice.delta is not None:
+                text = choice.delta.said
+                # Chat answers open with a role, which some servers send before there is a token.
+                if not text and choice.delta.role is not None and choice.finish_reason is None:
+                    continue
+            if choice.finish_reason is not None:
+                self._finished = True
+            if self.events:
+                self.itl.append(now - self._last)
+            else:
+                self.ttft = now - self.start
+            self.events += 1
+            self._last = now
+            if self._text is not None and text:
+                self._text.append(text)
         return True
 
-    def _token(self, choice: _Choice, now: float) -> None:
-        text = choice.text
-        delta = choice.delta
-        if delta is not None:
-            text = delta.content or delta.reasoning_content or delta.reasoning
-            # Chat answers open with a role, which some servers send before there is a token.
-            if delta.role is not None and not text and choice.finish_reason is None:
-                return
-        if choice.finish_reason is not None:
-            self._finished = True
-        if self.events:
-            self.itl.append(now - self._last)
-        else:
-            self.ttft = now - self.start
-        self.events += 1
-        self._last = now
-        self.latency = now - self.start
-        if self._text is not None and text:
-            self._text.append(text)
+    def _counted(self, usage: _Usage) -> None:
+        if usage.prompt_tokens_details is not None:
+            self.cached_tokens = usage.prompt_tokens_details.cached_tokens
+        if usage.prompt_tokens is not None:
+            self.prompt_tokens = usage.prompt_tokens
+        if usage.completion_tokens is not None:
+            self.output_tokens = usage.completion_tokens
+
+    @property
+    def latency(self) -> float:
+        return self._last - self.start if self.events else 0.0
 
     def end(self) -> None:
         """The body is complete."""

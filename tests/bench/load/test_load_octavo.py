@@ -100,8 +100,11 @@ async def test_a_mooncake_trace_shares_blocks(tmp_path: Path) -> None:
     engine, _ = real_engine()
     async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as http:
         result = await benchmark(
-            settings(url, dataset_name="mooncake", dataset_path=path, num_prompts=None)
-        )
+            settings(
+                url, dataset_name="mooncake", dataset_path=path, num_prompts=None,
+                max_concurrency=1,
+            )
+        )  # fmt: skip
         metrics = (await http.get("/metrics")).text
     assert result["completed"] == 3
     assert result["total_input_tokens"] == 1100

@@ -136,7 +136,7 @@ Change = Callable[[Gguf], object]
 REFUSED: dict[str, tuple[Change, str]] = {
     "architecture": (
         lambda f: f.set("general.architecture", STRING, "mamba"),
-        "architecture 'mamba' is not supported; supported are llama, gemma3",
+        "architecture 'mamba' is not supported; supported are llama, qwen2",
     ),
     "no architecture": (
         lambda f: f.drop("general.architecture"),
@@ -170,20 +170,28 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "vocabulary": (lambda f: f.set("llama.vocab_size", UINT32, 7), "the embedding's 263 rows"),
     "embedding": (lambda f: f.tensors.pop(0), "'token_embd.weight' is missing"),
     "rope type": (
+        lambda f: f.set("llama.rope.scaling.type", STRING, "axial"),
+        "is 'axial', which is not supported; supported are none, linear, yarn, longrope",
+    ),
+    "yarn without a factor": (
         lambda f: f.set("llama.rope.scaling.type", STRING, "yarn"),
-        "is 'yarn', which is not supported; supported are none, linear",
+        "rope.scaling.factor is below 1",
+    ),
+    "half of longrope": (
+        lambda f: f.tensors.append(Tensor("rope_factors_long.weight", (4,), F32)),
+        "does not have rope_factors_short and rope_factors_long alone",
     ),
     "rope factor": (
         lambda f: f.set("llama.rope.scaling.factor", FLOAT32, float("nan")),
         "factor is nan, which is below 1",
     ),
     "rope attention factor": (
-        lambda f: f.set("llama.rope.scaling.attn_factor", FLOAT32, 1.5),
-        "attn_factor is 1.5, which is not supported",
+        lambda f: f.set("llama.rope.scaling.attn_factor", FLOAT32, -1.5),
+        "rope magnitude -1.5 is not a positive number",
     ),
     "rope width": (
         lambda f: f.set("llama.rope.dimension_count", UINT32, 10),
-        "rope dim 10 does not fit the head",
+        "is 10, which does not fit heads of 8",
     ),
     "rope base": (
         lambda f: f.set("llama.rope.freq_base", FLOAT32, float("inf")),

@@ -2,17 +2,22 @@
 
 Run by hand, in an environment with torch, transformers and ml_dtypes:
 
-    python tests/oracle/record_families.py [NAME ...]
+    python tests/oracle/record_families.py [--llama-cpp SOURCE] [NAME ...]
 
 Each model goes to families/NAME: the folder that `save_pretrained` writes, in float32, and
 logits.npz. Its bfloat16 twin is the same numbers rounded, which the tests do for themselves (and
 this script checks that `save_pretrained` writes the very bytes). Numbers come from `transformers`
 in float32; keys and values are rounded to float16 on their way into attention, because Octavo
-keeps them so. See README.md here for what each output holds.
+keeps them so.
+
+With the folder of llama.cpp's source, its converter makes GGUF files of the same models. Of each
+the header is kept, and which tensor of the folder, permuted or shifted how, each of its tensors
+is: tests rebuild the file from that. See README.md here for what each output holds.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
@@ -47,6 +52,7 @@ class Variant:
     """The same weights under another config.json."""
 
     changes: dict[str, Any] = field(default_factory=dict)
+    gguf: bool = False  # the converter has words for it
     tokens: int = PROMPT + STEPS  # of the sequence, and the longest one that the engine accepts
 
 
@@ -71,8 +77,8 @@ def models() -> dict[str, Tiny]:
     }
     scaled = {"factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 32}
     llama3 = scaled | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    # As files of before transformers 5 have it.
-    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    linear = {"rope_type": "linear", "factor": 2.5, "rope_theta": 10000.0}
+    yarn = scaled | {"rope_type": "yarn", "rope_theta": 5000.0}
     pairs = 6  # 16 dimensions a head, of which three quarters are rotated
     long = {
         "type": "longrope",
@@ -89,13 +95,14 @@ def models() -> dict[str, Tiny]:
     mistral = sizes | {"num_key_value_heads": 1, "head_dim": 16, "sliding_window": 24}
     # In layers of windows and without, several of each.
     gemma = sizes | {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24}
+    gemma |= {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 40}
     return {
         "llama": Tiny(
             transformers.LlamaConfig(**sizes),
             {
-                "llama3": Variant({"rope_parameters": llama3}),
-                "linear": Variant({"rope_scaling": {"rope_type": "linear", "factor": 2.5}}),
-                "yarn": Variant({"rope_scaling": yarn, "rope_theta": 5000.0}),
+                "llama3": Variant({"rope_parameters": llama3}, gguf=True),
+                "linear": Variant({"rope_parameters": linear}, gguf=True),
+                "yarn": Variant({"rope_parameters": yarn}, gguf=True),
                 "yarn-mscale": Variant(
                     {
                         "rope_parameters": scaled
@@ -103,7 +110,8 @@ def models() -> dict[str, Tiny]:
                         | {"beta_fast": 4.0, "beta_slow": 0.5, "truncate": False}
                     }
                 ),
-                # For a sequence of exactly the longest length, where the rules agree.
+                # For a sequence of exactly the longest length, where the rules agree; and written
+                # as files of before transformers 5 have it.
                 "dynamic": Variant(
                     {
                         "rope_scaling": {"type": "dynamic", "factor": 4.0},
@@ -121,7 +129,8 @@ def models() -> dict[str, Tiny]:
             )
         ),
         "mistral": Tiny(
-            transformers.MistralConfig(**mistral), {"no-window": Variant({"sliding_window": None})}
+            transformers.MistralConfig(**mistral),
+            {"no-window": Variant({"sliding_window": None}, gguf=True)},
         ),
         "qwen2": Tiny(
             transformers.Qwen2Config(**sizes),
@@ -137,10 +146,13 @@ def models() -> dict[str, Tiny]:
             },
         ),
         "qwen3": Tiny(transformers.Qwen3Config(**sizes, head_dim=16, tie_word_embeddings=True)),
-        "gemma2": Tiny(transformers.Gemma2Config(**gemma, query_pre_attn_scalar=24)),
+        "gemma2": Tiny(
+            transformers.Gemma2Config(**gemma, query_pre_attn_scalar=16),
+            {"scale": Variant({"query_pre_attn_scalar": 24})},
+        ),
         "gemma3": Tiny(
             transformers.Gemma3TextConfig(
-                **gemma, query_pre_attn_scalar=16, sliding_window_pattern=3
+                **gemma | {"num_hidden_layers": 6}, query_pre_attn_scalar=16
             ),
             {
                 # As files of before transformers 5 have it: two bases, and scaling of one.
@@ -163,7 +175,7 @@ def models() -> dict[str, Tiny]:
             ),
             {
                 "window": Variant({"sliding_window": 17}),
-                "longrope": Variant(longrope),
+                "longrope": Variant(longrope, gguf=True),
                 "longrope-short": Variant(longrope, tokens=64),
             },
         ),
@@ -281,13 +293,106 @@ def rounded(path: Path) -> bytes:
     return save(values, {"format": "pt"})
 
 
+# --- GGUF ----------------------------------------------------------------------------------------
+
+
+def convert(folder: Path, target: Path) -> None:
+    """llama.cpp's own conversion, with a vocabulary of single characters."""
+    import gguf
+    from conversion import get_model_class  # of llama.cpp
+    from conversion.base import ModelBase
+
+    def set_vocab(self: Any) -> None:
+        writer = self.gguf_writer
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list([*(chr(0x21 + index) for index in range(VOCAB - 1)), '!"'])
+        writer.add_token_types([1] * VOCAB)
+        writer.add_token_merges(['! "'])
+
+    # One of the converters counts the tokens in it, to cut the embedding.
+    vocab = {"model": {"vocab": list(range(VOCAB))}, "added_tokens": []}
+    (folder / "tokenizer.json").write_text(json.dumps(vocab))
+    hparams = ModelBase.load_hparams(folder, False)
+    converter = get_model_class(hparams["architectures"][0])
+    converter.set_vocab = set_vocab
+    f32 = gguf.LlamaFileType.ALL_F32
+    converter(folder, f32, target, hparams=hparams, model_name=folder.name).write()
+
+
+def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[int]) -> Any:
+    """(header, tensors): of each tensor its offset and (stored name, permuted heads, shift), or
+    its numbers where no stored tensor has them."""
+    import gguf
+
+    tensors: list[Any] = []
+    data = path.read_bytes()
+    reader = gguf.GGUFReader(path)
+    for tensor in reader.tensors:
+        content = data[tensor.data_offset : tensor.data_offset + tensor.n_bytes]
+        made = [
+            (name, group, shift)
+            for name, values in weights.items()
+            for group in ({0} | heads if name.endswith(("q_proj.weight", "k_proj.weight",
+                                                        "q_proj.bias", "k_proj.bias")) else {0})
+            for shift in (0, 1)
+            if values.nbytes == len(content)
+            and transformed(values, group, shift).tobytes() == content
+        ]  # fmt: skip
+        numbers = np.frombuffer(content, np.float32).tolist()
+        tensors.append([int(tensor.data_offset), *(made[0] if made else (numbers,))])
+    return data[: reader.data_offset], tensors
+
+
+def transformed(values: npt.NDArray[np.float32], heads: int, shift: int) -> npt.NDArray[np.float32]:
+    if heads:
+        halves = values.reshape(heads, 2, -1, *values.shape[1:])
+        values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+    return values + np.float32(shift) if shift else values
+
+
+def record_gguf(name: str, tiny: Tiny) -> None:
+    from safetensors.numpy import load_file
+
+    folder = HERE / name
+    config = json.loads((folder / "config.json").read_text())
+    weights = load_file(folder / "model.safetensors")
+    heads = {config["num_attention_heads"], config["num_key_value_heads"]}
+    headers, recipes = {}, {}
+    changes = {"base": {}} | {n: v.changes for n, v in tiny.variants.items() if v.gguf}
+    if config.get("sliding_window") and config["model_type"] == "mistral":
+        del changes["base"]  # the converter drops the window
+    for label, change in changes.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            other = Path(temporary) / name
+            shutil.copytree(folder, other)
+            (other / "config.json").write_text(json.dumps(config | change))
+            convert(other, Path(temporary) / "model.gguf")
+            header, recipes[label] = recipe(Path(temporary) / "model.gguf", weights, heads)
+            headers[label] = np.frombuffer(header, np.uint8)
+    np.savez_compressed(folder / "gguf.npz", meta=np.array(json.dumps(recipes)), **headers)
+    literal = [len(t[1]) for tensors in recipes.values() for t in tensors if len(t) == 2]
+    size = (folder / "gguf.npz").stat().st_size
+    print(f"{name}/gguf.npz: {size:,} bytes for {list(headers)}, {literal} numbers of its own")
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--llama-cpp", type=Path, help="its source, with the folder conversion/")
+    parser.add_argument("--only-gguf", action="store_true", help="keep the folders as they are")
+    parser.add_argument("names", nargs="*")
+    args = parser.parse_args()
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
-    chosen = sys.argv[1:]
+    if args.llama_cpp:
+        sys.path[:0] = [str(args.llama_cpp), str(args.llama_cpp / "gguf-py")]
     for seed, (name, tiny) in enumerate(models().items()):
-        if not chosen or name in chosen:
+        if args.names and name not in args.names:
+            continue
+        if not args.only_gguf:
             record(name, tiny, seed)
+        if args.llama_cpp:
+            record_gguf(name, tiny)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from octavo.model import rope as scaling
 from octavo.model.config import Activation, DynamicNtk, Layer, LongRope, ModelConfig, Rope
 
 MAX_LAYERS = 512
+MAX_HEAD_DIM = 1024
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
@@ -61,8 +62,13 @@ class _Reader:
             self.fail(f"hidden_size {self.hidden} is not a multiple of {self.heads} heads")
         self.head_dim = self.count("head_dim", default or self.hidden // self.heads)
         self.num_layers = self.count("num_hidden_layers")
-        if self.num_layers > MAX_LAYERS:
-            self.fail(f"num_hidden_layers is {self.num_layers}, above {MAX_LAYERS}")
+        # Bounded before anything is computed for each of them.
+        for name, value, most in (
+            ("head_dim", self.head_dim, MAX_HEAD_DIM),
+            ("num_hidden_layers", self.num_layers, MAX_LAYERS),
+        ):
+            if value > most:
+                self.fail(f"{name} is {value}, above {most}")
         self.context = self.count("max_position_embeddings")
         values: dict[str, Any] = {
             "family": family,

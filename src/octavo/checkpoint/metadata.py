@@ -6,26 +6,31 @@ refused by name: a key that changes the computation must not be passed over.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.gguf import GgufFile
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.config import Activation, Layer, LongRope, ModelConfig, Rope
+from octavo.model.families import FAMILIES
+from octavo.model.rope import yarn_factors, yarn_magnitude
 
-ARCHITECTURES = ("llama", "gemma3")
 MAX_LAYERS = 512
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
-GEMMA3_27B_LAYERS = 62  # the one size whose attention scale is not 1/sqrt(head_dim)
+# Converters permute q and k of these so that neighbours are rotated together.
+INTERLEAVED = ("llama", "granite")
+# The one size of each whose attention scale is not 1/sqrt(head_dim), by its number of layers.
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
 
 def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        supported = ", ".join(ARCHITECTURES)
+    if architecture not in FAMILIES:
+        supported = ", ".join(FAMILIES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
     return _Reader(file, architecture).config()
 
@@ -55,44 +60,61 @@ class _Reader:
         vocab = embedding.shape[0]
         if self.positive("vocab_size", vocab) != vocab:
             self.fail("vocab_size", f"differs from the embedding's {vocab} rows")
-        gemma = self.prefix == "gemma3."
-        scale = self.real("attention.scale", 0.0)
-        if scale == 0.0:
-            per_head = hidden / heads if gemma and num_layers == GEMMA3_27B_LAYERS else head_dim
-            scale = 1.0 / sqrt(per_head)
-        layers = (
-            self.gemma3_layers(num_layers, head_dim)
-            if gemma
-            else (Layer(self.rope(head_dim, interleaved=True)),) * num_layers
-        )
-        values = {
+        self.context = self.positive("context_length")
+        family = self.prefix[:-1]
+        values: dict[str, Any] = {
             "intermediate_size": self.positive("feed_forward_length"),
-            "context_length": self.positive("context_length"),
             "norm_eps": self.real("attention.layer_norm_rms_epsilon"),
-            "attention_softcap": self.real("attn_logit_softcapping", 0.0),
-            "logits_softcap": self.real("final_logit_softcapping", 0.0),
+            "attention_scale": self.attention_scale(hidden, heads, head_dim, num_layers),
+            "layers": self.layers(num_layers, head_dim),
+            "context_length": self.context,  # as the rotary scaling has it
+            "attention_softcap": self.cap("attn_logit_softcapping", 50.0),
+            "logits_softcap": self.cap("final_logit_softcapping", 30.0),
+            "biases": frozenset(n for n in PROJECTIONS if f"blk.0.{n}.bias" in file.tensors),
         }
-        biases = frozenset(name for name in PROJECTIONS if f"blk.0.{name}.bias" in file.tensors)
+        if family.startswith("gemma"):
+            values |= {"activation": Activation.GELU_TANH, "embedding_scale": sqrt(hidden)}
+        if family == "granite":
+            values |= {
+                "embedding_scale": self.real("embedding_scale", 1.0),
+                "residual_scale": self.real("residual_scale", 1.0),
+                "logits_scale": 1.0 / (self.real("logit_scale", 1.0) or 1.0),
+            }
         self.refuse_other_keys()
         try:
             return ModelConfig(
-                family=self.prefix[:-1],
+                **{"activation": Activation.SILU} | values,
+                family=family,
                 name=file.get("general.name", str, ""),
                 vocab_size=vocab,
                 hidden_size=hidden,
                 num_heads=heads,
                 num_kv_heads=kv_heads,
                 head_dim=head_dim,
-                activation=Activation.GELU_TANH if gemma else Activation.SILU,
-                attention_scale=scale,
                 tied_embeddings="output.weight" not in file.tensors,
-                layers=layers,
-                embedding_scale=sqrt(hidden) if gemma else 1.0,
-                biases=biases,
-                **values,  # type: ignore[arg-type]
             )
         except ValueError as error:
             file.fail(str(error))
+
+    def attention_scale(self, hidden: int, heads: int, head_dim: int, num_layers: int) -> float:
+        scale = self.real("attention.scale", 0.0)
+        large = GEMMA_27B_LAYERS.get(self.prefix[:-1]) == num_layers
+        return scale or 1.0 / sqrt(hidden / heads if large else head_dim)
+
+    def cap(self, key: str, gemma2: float) -> float:
+        """A soft-cap; 0 is none, and Gemma 2's own is what its files mean without the key."""
+        return self.real(key, gemma2 if self.prefix == "gemma2." else 0.0)
+
+    def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
+        if self.prefix == "gemma3.":
+            return self.gemma3_layers(count, head_dim)
+        rope = self.rope(head_dim, interleaved=self.prefix[:-1] in INTERLEAVED)
+        if self.prefix == "gemma2.":
+            window = self.positive("attention.sliding_window")
+            return tuple(Layer(rope, window if i % 2 == 0 else None) for i in range(count))
+        key = "attention.sliding_window"
+        window = 0 if self.prefix != "phi3." else self.positive(key, 0, least=0)
+        return (Layer(rope, window or None),) * count
 
     # ── Rotary positions and windows ────────────────────────────────────────────────────────────
 
@@ -104,29 +126,59 @@ class _Reader:
         factor = self.real("rope.scaling.factor", 0.0)
         if not self.has("rope.scaling.type") and factor not in (0.0, 1.0):
             kind = "linear"  # as old converters wrote it
-        if kind not in ("none", "linear"):
-            self.fail("rope.scaling.type", "is not supported; supported are none, linear")
-        if kind == "linear" and not factor >= 1.0:
+        original = self.positive("rope.scaling.original_context_length", self.context)
+        magnitude = self.real("rope.scaling.attn_factor", 1.0)
+        self.used.add("rope.scaling.finetuned")
+        if kind in ("linear", "yarn") and not factor >= 1.0:
             self.fail("rope.scaling.factor", "is below 1")
-        if self.real("rope.scaling.attn_factor", 1.0) != 1.0:
-            self.fail("rope.scaling.attn_factor", "is not supported")
-        self.used |= {"rope.scaling.original_context_length", "rope.scaling.finetuned"}
-        scale = 1.0 / factor if kind == "linear" else 1.0
-        return Rope(theta, dim, interleaved, scale, self.rope_factors(dim))
+        if dim % 2 or dim > head_dim:
+            self.fail("rope.dimension_count", f"does not fit heads of {head_dim}")
+        plain = Rope(theta, dim, interleaved, factors=self.rope_factors(dim), magnitude=magnitude)
+        if kind == "linear":
+            return replace(plain, scale=1.0 / factor)
+        if kind == "yarn":
+            return self.yarn_rope(plain, factor, original)
+        if kind not in ("none", "longrope"):
+            self.fail(
+                "rope.scaling.type", "is not supported; supported are none, linear, yarn, longrope"
+            )
+        short = self.frequency_factors("rope_factors_short.weight", dim)
+        long = self.frequency_factors("rope_factors_long.weight", dim)
+        if not short and not long and kind == "none":
+            return plain
+        if not short or not long or plain.factors:
+            self.file.fail("does not have rope_factors_short and rope_factors_long alone")
+        return replace(plain, factors=short, by_length=LongRope(original, long))
+
+    def yarn_rope(self, plain: Rope, factor: float, original: int) -> Rope:
+        for key, value in (("yarn_ext_factor", 1.0), ("yarn_log_multiplier", 0.0)):
+            if self.real(f"rope.scaling.{key}", value) != value:
+                self.fail(f"rope.scaling.{key}", f"is not supported, only {value:g}")
+        fast = self.real("rope.scaling.yarn_beta_fast", 32.0)
+        slow = self.real("rope.scaling.yarn_beta_slow", 1.0)
+        magnitude = self.real("rope.scaling.yarn_attn_factor", yarn_magnitude(factor))
+        try:
+            factors = yarn_factors(plain.theta, plain.dim, factor, original, fast, slow)
+        except (ValueError, ArithmeticError) as error:
+            self.fail("rope.scaling.type", f"cannot be computed: {error}")
+        self.context = max(self.context, int(original * factor))
+        return replace(plain, factors=factors, magnitude=plain.magnitude * magnitude)
 
     def rope_factors(self, dim: int) -> tuple[float, ...]:
         """Llama 3's frequency factors, which converters store as a tensor."""
-        info = self.file.tensors.get("rope_freqs.weight")
+        factors = self.frequency_factors("rope_freqs.weight", dim)
+        return () if all(factor == 1.0 for factor in factors) else factors
+
+    def frequency_factors(self, name: str, dim: int) -> tuple[float, ...]:
+        """A tensor with one number for each rotated pair, or nothing if there is none."""
+        info = self.file.tensors.get(name)
         if info is None:
             return ()
         if info.format is not WeightFormat.F32 or info.shape != (dim // 2,):
             self.file.fail(
-                f"tensor 'rope_freqs.weight' is {info.format.name} {list(info.shape)}, "
-                f"not F32 [{dim // 2}]"
+                f"tensor {name!r} is {info.format.name} {list(info.shape)}, not F32 [{dim // 2}]"
             )
-        values = self.file.weight("rope_freqs.weight").data.view("<f4")
-        factors = tuple(float(value) for value in values)
-        return () if all(factor == 1.0 for factor in factors) else factors
+        return tuple(float(value) for value in self.file.weight(name).data.view("<f4"))
 
     def gemma3_layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
         everywhere = Layer(self.rope(head_dim, interleaved=False))
@@ -159,14 +211,14 @@ class _Reader:
         shown = "" if isinstance(value, np.ndarray) or value is None else f" is {value!r}, which"
         self.file.fail(f"metadata key {self.prefix}{key}{shown} {reason}")
 
-    def positive(self, key: str, default: int | None = None) -> int:
+    def positive(self, key: str, default: int | None = None, least: int = 1) -> int:
         self.used.add(key)
         if default is None:
             value = self.file.get(self.prefix + key, int)
         else:
             value = self.file.get(self.prefix + key, int, default)
-        if value < 1:
-            self.fail(key, "is below 1")
+        if value < least:
+            self.fail(key, f"is below {least}")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:

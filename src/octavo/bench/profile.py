@@ -248,9 +248,13 @@ def _taken_apart(
         if region.seconds > 0
     ]
     in_regions = sum(region.seconds for region in ran)
+    (execute,) = (call for call in step.calls if call.name == "execute")
+    adding_up = execute.end - step.last_meeting
+    calls = step.spent("execute") + step.spent("logits")
     overheads = {
         "meetings of the threads": in_regions - sum(row.seconds for row in rows),
-        "calling the runtime": step.spent("execute") + step.spent("logits") - in_regions,
+        "calling the runtime": calls - in_regions - adding_up,
+        "adding up these times": adding_up,
         "scheduling": step.spent("schedule") + step.spent("commit"),
         "sampling": step.spent("sample"),
     }

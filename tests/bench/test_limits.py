@@ -95,6 +95,15 @@ def test_limits_are_kept_and_found_again(home: Path) -> None:
     assert Limits.load() is None
 
 
+def test_limits_that_cannot_be_stored_are_still_measured(
+    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (home / "limits").write_text("in the way")
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    assert Limits.stored() == made_up()
+    assert "cannot be stored" in caplog.text
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[1]", "null", '{"cpu": 3}', "\ud800".encode("utf-8", "surrogatepass")],

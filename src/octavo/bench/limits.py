@@ -240,7 +240,10 @@ class Limits:
         limits = cls.load()
         if limits is None:
             limits = cls.measure(progress=progress)
-            limits.save()
+            try:
+                limits.save()
+            except OSError as error:
+                logger.warning("the machine's limits cannot be stored: %s", error)
         return limits
 
 

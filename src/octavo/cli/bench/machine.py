@@ -50,15 +50,9 @@ def command(
 
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)
-    stored = None
+    typer.echo(json.dumps(limits.as_dict(), indent=2) if as_json else as_text(limits))
     if not quick and threads in (None, usable_cpus()[0]):
-        stored = limits.save()
-    if as_json:
-        typer.echo(json.dumps(limits.as_dict(), indent=2))
-        return
-    typer.echo(as_text(limits))
-    if stored:
-        typer.echo(f"stored in {stored}", err=True)
+        typer.echo(f"stored in {limits.save()}", err=True)
 
 
 def as_text(limits: Limits) -> str:

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 
 @contextmanager
 def on_stderr() -> Iterator[Callable[[str], None]]:
-    """Shows one message over the other and clears the line at the end; a line each without a
-    terminal.
+    """Shows one message over the other and clears the line at the end, and for an empty message;
+    without a terminal, a line each.
     """
     terminal = sys.stderr.isatty()
 
     def show(message: str) -> None:
-        print(f"\r\x1b[K{message}" if terminal else message, end="" if terminal else "\n",
-              file=sys.stderr, flush=True)  # fmt: skip
+        if terminal:
+            print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
+        elif message:
+            print(message, file=sys.stderr, flush=True)
 
     try:
         yield show
     finally:
-        if terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        show("")

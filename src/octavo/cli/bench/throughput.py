@@ -75,51 +75,57 @@ def command(
     from octavo.bench.limits import Limits
     from octavo.bench.throughput import throughput
 
+    rows: list[Row] = []
     with on_stderr() as progress:
-        rows = list(
-            throughput(
-                model,
-                engine,
-                batch_sizes=batch_size,  # type: ignore[arg-type]  # parsed
-                prompt_len=prompt_len,  # type: ignore[arg-type]
-                output_len=output_len,  # type: ignore[arg-type]
-                repetitions=repetitions,
-                limits=Limits.stored(progress) if stored_limits else None,
-                progress=progress,
-            )
-        )
-    typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else as_text(rows))
+        for row in throughput(
+            model,
+            engine,
+            batch_sizes=batch_size,  # type: ignore[arg-type]  # parsed
+            prompt_len=prompt_len,  # type: ignore[arg-type]
+            output_len=output_len,  # type: ignore[arg-type]
+            repetitions=repetitions,
+            limits=Limits.stored(progress) if stored_limits else None,
+            progress=progress,
+        ):
+            if not as_json:
+                progress("")
+                typer.echo(as_text(row) if rows else f"{header(row)}\n{as_text(row)}")
+            rows.append(row)
+    typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
 
 
 def plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
 
 
-def as_text(rows: list[Row]) -> str:
-    """A table in Markdown, and what it was measured on."""
-    first = rows[0]
-    lines = [
-        f"{first.model}, {first.weight_bytes / 1e6:.0f} MB, {first.isa}, "
-        f"{plural(first.threads, 'thread')}, prompts of {first.prompt_len} tokens, "
-        f"{first.output_len} drawn, {plural(first.repetitions, 'repetition')}",
-        "",
-        "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |",
-        "|------:|-----------------:|---------:|-----------------:|---------:|------------:|",
-    ]
-    for row in rows:
-        memory = " → ".join(f"{each['bytes_per_second'] / 1e9:.1f}" for each in row.limits)
-        prefill = f"{row.prefill_tok_s:.1f} ± {row.prefill_tok_s_deviation:.1f}"
-        decode = f"{row.decode_tok_s:.1f} ± {row.decode_tok_s_deviation:.1f}"
-        lines.append(
-            f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
-            f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
-        )
-    limits = first.limits[-1]
-    lines += [
-        "",
-        "limit: each op's bytes at the memory's rate or its operations at the peak, what takes "
-        f"longer; int8 {limits['int8_ops_per_second'] / 1e9:.0f}, "
+def header(row: Row) -> str:
+    """What the rows have in common, and the head of a table in Markdown."""
+    return (
+        f"{row.model}, {row.weight_bytes / 1e6:.0f} MB, {row.isa}, "
+        f"{plural(row.threads, 'thread')}, prompts of {row.prompt_len} tokens, "
+        f"{row.output_len} drawn, {plural(row.repetitions, 'repetition')}\n\n"
+        "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |\n"
+        "|------:|-----------------:|---------:|-----------------:|---------:|------------:|"
+    )
+
+
+def as_text(row: Row) -> str:
+    """A line of the table."""
+    memory = " → ".join(f"{each['bytes_per_second'] / 1e9:.1f}" for each in row.limits)
+    prefill = f"{row.prefill_tok_s:.1f} ± {row.prefill_tok_s_deviation:.1f}"
+    decode = f"{row.decode_tok_s:.1f} ± {row.decode_tok_s_deviation:.1f}"
+    return (
+        f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
+        f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
+    )
+
+
+def footer(rows: list[Row]) -> str:
+    """What the shares are shares of."""
+    limits = rows[-1].limits[-1]
+    return (
+        "\nlimit: each op's bytes at the memory's rate or its operations at the peak, whichever "
+        f"takes longer;\nint8 {limits['int8_ops_per_second'] / 1e9:.0f}, "
         f"bf16 {limits['bf16_ops_per_second'] / 1e9:.0f}, "
-        f"fp32 {limits['fp32_ops_per_second'] / 1e9:.0f} Gop/s",
-    ]
-    return "\n".join(lines)
+        f"fp32 {limits['fp32_ops_per_second'] / 1e9:.0f} Gop/s; memory before and after each row"
+    )

@@ -28,22 +28,23 @@ struct RowKernels {
     // Rotates the pairs (2i, 2i + 1); cos and sin have a value an element (each pair's twice), the
     // sine of the even elements negated.
     void (*rope_pairs)(float *head, const float *cos, const float *sin, int64_t dim);
-    // Rounds to 16 bits (nearest, ties to even; beyond f16's range: its largest), every
-    // `stride`-th element of out.
-    void (*to_half)(HalfKind kind, const float *x, uint16_t *out, int64_t n, int64_t stride);
 };
 
-// Attention walks a query's keys in chunks of kChunk positions with an online softmax (Milakov and
-// Gimelshein, 2018), and starts afresh every kPartition positions, so that a long context can be
-// split over threads: the partitions' results are merged in order, whoever computed them. Both
-// boundaries are absolute positions.
+// Attention over keys and values of 16 bits. It takes a query's keys in chunks of kChunk positions:
+// each chunk has a softmax of its own, and the chunks' results are merged in order (the online
+// softmax of Milakov and Gimelshein, 2018). The boundaries are absolute positions, so a context may
+// be split over threads between any two chunks, and the bits are the same.
+//
+// The keys of a block of one head lie in pairs of dimensions, [block_size / 16][head_dim / 2][16
+// tokens][2 dimensions], and the values in pairs of tokens, [block_size / 2][head_dim][2 tokens]:
+// as the products of bf16 pairs take them. Where a tier has these and the cache is bf16, queries
+// and softmax weights are rounded to bf16 too; otherwise all arithmetic is fp32.
 inline constexpr int64_t kTokenTile = 16; // tokens in the lanes of a tile of keys
 inline constexpr int64_t kChunk = 64;
-inline constexpr int64_t kPartition = 256;
 
 struct AttentionShape {
     int64_t heads_per_kv;
-    int64_t head_dim;
+    int64_t head_dim;   // even
     int64_t block_size; // tokens, a multiple of kTokenTile
     int64_t block_bytes;
     HalfKind kind;
@@ -52,12 +53,15 @@ struct AttentionShape {
     int64_t window; // 0: none
 
     [[gnu::always_inline]] int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
-    // Floats of the running maximum, sum and weighted values of `rows` rows (a query of one head).
+    // Floats of a row's sums: of the weights, lane by lane, and of the weighted values.
+    [[gnu::always_inline]] int64_t state_stride() const { return padded_dim() + 16; }
+    // Floats of the state of `rows` rows (a query of one head each).
     [[gnu::always_inline]] int64_t state_floats(int64_t rows) const {
-        return rows * (padded_dim() + 2);
+        return rows * (state_stride() + 1);
     }
     [[gnu::always_inline]] int64_t scratch_floats(int64_t rows) const {
-        return rows * (head_dim + 16) + state_floats(rows) + 16 * kChunk;
+        return rows * head_dim + state_floats(16) + 16 * kChunk +
+               kChunk * (head_dim + padded_dim());
     }
 };
 
@@ -68,31 +72,41 @@ struct AttentionQuery {
     int64_t position; // of the first token
     int64_t tokens;
     const int32_t *blocks; // the sequence's block table
-    // Keys [block_size / 16][head_dim][16] and values [block_size][head_dim] of this layer and head
-    // in block 0; a block further is block_bytes further.
+    // Of this layer and head in block 0; a block further is block_bytes further.
     const std::byte *keys;
     const std::byte *values;
 
-    // First and one past the last partition that any of the tokens sees.
-    [[gnu::always_inline]] int64_t first_partition(int64_t window) const {
+    // First and one past the last chunk that any of the tokens sees.
+    [[gnu::always_inline]] int64_t first_chunk(int64_t window) const {
         const int64_t low = position - window + 1;
-        return window > 0 && low > 0 ? low / kPartition : 0;
+        return window > 0 && low > 0 ? low / kChunk : 0;
     }
-    [[gnu::always_inline]] int64_t end_partition() const {
-        return (position + tokens - 1) / kPartition + 1;
+    [[gnu::always_inline]] int64_t end_chunk() const {
+        return (position + tokens - 1) / kChunk + 1;
     }
 };
 
+// Some of the chunks that a query sees.
+struct AttentionSpan {
+    AttentionQuery query;
+    int64_t begin;
+    int64_t end;
+};
+
 struct AttentionKernels {
-    // state = the partitions [begin, end) of all rows (token by token, head by head), merged in
-    // order.
-    void (*attend)(const AttentionShape &, const AttentionQuery &, int64_t begin, int64_t end,
-                   float *state, float *scratch);
-    // state = state merged with the next partition's.
-    void (*merge)(const AttentionShape &, int64_t rows, float *state, const float *next);
+    // Rounds a token's key and value to the slot of a block, whose keys and values of this head
+    // are given (nearest, ties to even; beyond f16's range: its largest).
+    void (*store)(const AttentionShape &, int64_t slot, const float *key, const float *value,
+                  std::byte *keys, std::byte *values);
+    // One state of all rows (token by token, head by head) over all chunks of the span; `apart`
+    // (for a single token): one for each. What `next`, if any, begins with is fetched into the
+    // cache meanwhile.
+    void (*attend)(const AttentionShape &, const AttentionSpan &, const AttentionSpan *next,
+                   bool apart, float *states, float *scratch);
+    // The state over all chunks from the `count` states of each.
+    void (*fold)(const AttentionShape &, int64_t rows, int64_t count, float *states, float *state);
     // out of head g of token t: out + t * ldo + g * head_dim.
-    void (*finish)(const AttentionShape &, int64_t tokens, const float *state, float *out,
-                   int64_t ldo);
+    void (*finish)(const AttentionShape &, int64_t tokens, float *state, float *out, int64_t ldo);
 };
 
 } // namespace octavo

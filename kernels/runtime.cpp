@@ -11,8 +11,7 @@
 namespace octavo {
 namespace {
 
-constexpr int64_t kFine = 64;     // positions in the fine part of a rope table
-constexpr int64_t kTileRows = 64; // queries (of one head) that attention takes at once
+constexpr int64_t kFine = 64; // positions in the fine part of a rope table
 // Rows that a thread takes through a stretch at once (what they need stays in its own cache), in
 // units of the linear kernels' panels.
 constexpr int64_t kChunkRows = 32;
@@ -51,6 +50,8 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
         refuse("block_size is " + text(config.block_size) + ", not a multiple of " +
                text(kTokenTile));
     }
+    if (config.head_dim % 2 != 0)
+        refuse("head_dim is " + text(config.head_dim) + ", not even");
     if (config.num_heads % config.num_kv_heads != 0) {
         refuse("num_heads " + text(config.num_heads) + " is not a multiple of num_kv_heads " +
                text(config.num_kv_heads));
@@ -79,21 +80,8 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
       shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
       shared_rows_(kChunkRows * config.threads),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
-      arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
-      tile_tokens_(std::max<int64_t>(1, kTileRows * config.num_kv_heads / config.num_heads)),
-      split_below_(4 * config.threads), token_seqs_(size_t(config.max_tokens)),
-      tiles_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {
-    AttentionShape shape{};
-    shape.heads_per_kv = config.num_heads / config.num_kv_heads;
-    shape.head_dim = config.head_dim;
-    const int64_t rows = tile_tokens_ * shape.heads_per_kv;
-    const int64_t partitions =
-        (config.max_blocks_per_seq * config.block_size + kPartition - 1) / kPartition;
-    thread_floats_ = (shape.state_floats(rows) + shape.scratch_floats(rows) + 15) / 16 * 16;
-    thread_space_ = Memory(size_t(thread_floats_ * config.threads) * sizeof(float));
-    partial_states_ = Memory(size_t(split_below_ * partitions) *
-                             size_t(shape.state_floats(shape.heads_per_kv)) * sizeof(float));
-}
+      arena_(size_t(config.num_blocks) * size_t(block_bytes_)), attention_(tier, config_),
+      token_seqs_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {}
 
 size_t Runtime::weight_bytes() const {
     size_t total = weights_.size();
@@ -271,7 +259,7 @@ void Runtime::add_region(Region region) {
             linear->blocks += column_blocks(matrix.n);
         }
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
-        check_layer(attention->group, attention->layer);
+        check_layer(attention->layer.group, attention->layer.index);
         value(attention->q, config_.num_heads * config_.head_dim, "q");
         value(attention->out, config_.num_heads * config_.head_dim, "attention output");
         if (selected || attention->q.local || attention->out.local)
@@ -284,10 +272,7 @@ void Runtime::add_region(Region region) {
         if (!selected || logits->activations.local)
             refuse("logits of all rows, or of a thread's");
     }
-    const bool attends = std::holds_alternative<AttentionRegion>(region.work);
     regions_.push_back(std::move(region));
-    if (attends)
-        regions_.push_back(Region{"attention merge", false, MergeRegion{}, 0.0});
     jobs_.reserve(regions_.size() + 1);
     spans_.reserve(regions_.size() + 1);
     job_ends_.resize(regions_.size() + 1);
@@ -373,24 +358,15 @@ void Runtime::validate(const StepBatch &batch) const {
         refuse("slot " + text(twice) + " is in the batch twice");
 }
 
-void Runtime::make_tiles() {
-    num_tiles_ = 0;
-    for (int64_t s = 0; s < batch_.seqs; ++s) {
-        const int32_t end = batch_.seq_offsets[s + 1];
-        for (int32_t t = batch_.seq_offsets[s]; t < end; t += int32_t(tile_tokens_)) {
-            tiles_[size_t(num_tiles_++)] =
-                QueryTile{int32_t(s), t, std::min(int32_t(tile_tokens_), end - t)};
-        }
-        for (int32_t t = batch_.seq_offsets[s]; t < end; ++t)
-            token_seqs_[size_t(t)] = int32_t(s);
-    }
-}
-
 void Runtime::step(const StepBatch &batch) {
     validate(batch);
     batch_ = batch;
     first_logits_ = 0;
-    make_tiles();
+    for (int64_t s = 0; s < batch_.seqs; ++s) {
+        std::fill(token_seqs_.begin() + batch_.seq_offsets[s],
+                  token_seqs_.begin() + batch_.seq_offsets[s + 1], int32_t(s));
+    }
+    attention_.plan(batch_);
     plan_jobs();
     const ThreadPool::Time start =
         profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
@@ -459,16 +435,8 @@ bool Runtime::is_row_wise(size_t region) const {
     return std::holds_alternative<RowsRegion>(work) || std::holds_alternative<LinearRegion>(work);
 }
 
-Job Runtime::job_of(size_t index, int64_t rows) {
-    const auto job = [&](auto &each) {
-        if constexpr (std::is_same_v<std::decay_t<decltype(each)>, MergeRegion>) {
-            const bool split = std::get<AttentionRegion>(regions_[index - 1].work).split;
-            return Job{split ? num_tiles_ * config_.num_kv_heads : 0, 1};
-        } else {
-            return job_of(each, rows);
-        }
-    };
-    return std::visit(job, regions_[index].work);
+Job Runtime::job_of(size_t index, int64_t rows) const {
+    return std::visit([&](const auto &each) { return job_of(each, rows); }, regions_[index].work);
 }
 
 void Runtime::plan_jobs() {
@@ -508,10 +476,8 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
         run(*linear, scope, begin, end);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         run(*attention, thread, begin, end);
-    } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
-        run(*logits, begin, end);
     } else {
-        merge(std::get<AttentionRegion>(regions_[index - 1].work), begin, end);
+        run(std::get<LogitsRegion>(region.work), begin, end);
     }
 }
 
@@ -630,18 +596,11 @@ void Runtime::run(const RopeStoreStep &step, int64_t row, const Scope &scope) {
     const int64_t slot = position % config_.block_size;
     const int32_t index =
         table(step.group, token_seqs_[size_t(row)])[position / config_.block_size];
-    std::byte *keys = block(index) + step.layer * 2 * config_.num_kv_heads * head_bytes();
-    std::byte *values = keys + config_.num_kv_heads * head_bytes();
     float *k = row_of(step.k, row, scope);
-    const float *v = row_of(step.v, row, scope);
-    for (int64_t h = 0; h < config_.num_kv_heads; ++h) {
+    for (int64_t h = 0; h < config_.num_kv_heads; ++h)
         rotate(k + h * dim, cosines, sines, rope.dim);
-        auto *key = reinterpret_cast<uint16_t *>(keys + h * head_bytes());
-        key += slot / kTokenTile * kTokenTile * dim + slot % kTokenTile;
-        tier_.row.to_half(config_.kv_kind, k + h * dim, key, dim, kTokenTile);
-        auto *value = reinterpret_cast<uint16_t *>(values + h * head_bytes()) + slot * dim;
-        tier_.row.to_half(config_.kv_kind, v + h * dim, value, dim, 1);
-    }
+    attention_.store({step.group, step.layer, 0.0f, 0.0f}, slot, k, row_of(step.v, row, scope),
+                     block(index));
 }
 
 void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {
@@ -703,126 +662,15 @@ void Runtime::run(const LogitsRegion &region, int64_t begin, int64_t end) {
     }
 }
 
-// Attention: an item is a tile of queries on one KV head. When there are too few of them for the
-// threads, an item is one partition of a single token's keys, and the partitions' states are merged
-// in a job of their own.
+// Attention
 
-AttentionShape Runtime::shape_of(const AttentionRegion &region) const {
-    AttentionShape shape{};
-    shape.heads_per_kv = config_.num_heads / config_.num_kv_heads;
-    shape.head_dim = config_.head_dim;
-    shape.block_size = config_.block_size;
-    shape.block_bytes = block_bytes_;
-    shape.kind = config_.kv_kind;
-    shape.scale = region.scale;
-    shape.softcap = region.softcap;
-    shape.window = config_.windows[size_t(region.group)];
-    return shape;
-}
-
-AttentionQuery Runtime::query_of(const AttentionRegion &region, const QueryTile &tile,
-                                 int64_t head) const {
-    const int64_t heads = config_.num_kv_heads;
-    AttentionQuery query{};
-    query.q = row_of(region.q, tile.token) + head * (config_.num_heads / heads) * config_.head_dim;
-    query.ldq = region.q.stride;
-    query.position = batch_.positions[tile.token];
-    query.tokens = tile.tokens;
-    query.blocks = table(region.group, tile.seq);
-    query.keys = arena_.data() + (region.layer * 2 * heads + head) * head_bytes();
-    query.values = query.keys + heads * head_bytes();
-    return query;
-}
-
-// How many items a tile is on each head when attention is split.
-int64_t Runtime::pieces_of(const AttentionRegion &region, const QueryTile &tile) const {
-    if (tile.tokens > 1)
-        return 1;
-    const AttentionQuery query = query_of(region, tile, 0);
-    return query.end_partition() - query.first_partition(config_.windows[size_t(region.group)]);
-}
-
-void Runtime::finish(const AttentionRegion &region, const QueryTile &tile, int64_t head,
-                     const float *state) const {
-    const int64_t group = config_.num_heads / config_.num_kv_heads;
-    tier_.attention.finish(shape_of(region), tile.tokens, state,
-                           row_of(region.out, tile.token) + head * group * config_.head_dim,
-                           region.out.stride);
-}
-
-float *Runtime::slot(int64_t item) const {
-    AttentionShape shape{};
-    shape.head_dim = config_.head_dim;
-    return reinterpret_cast<float *>(partial_states_.data()) +
-           item * shape.state_floats(config_.num_heads / config_.num_kv_heads);
-}
-
-Job Runtime::job_of(AttentionRegion &region, int64_t) const {
-    const int64_t heads = config_.num_kv_heads;
-    region.split = false;
-    if (pool_.size() == 1 || num_tiles_ * heads >= split_below_)
-        return Job{num_tiles_ * heads, 1};
-    int64_t items = 0;
-    for (int64_t i = 0; i < num_tiles_; ++i) {
-        const int64_t pieces = pieces_of(region, tiles_[size_t(i)]);
-        region.split |= pieces > 1;
-        items += pieces * heads;
-    }
-    return Job{items, 1};
+Job Runtime::job_of(const AttentionRegion &region, int64_t) const {
+    return attention_.job(region.layer.group);
 }
 
 void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {
-    const AttentionShape shape = shape_of(region);
-    const int64_t heads = config_.num_kv_heads;
-    float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
-    float *scratch = state + shape.state_floats(tile_tokens_ * shape.heads_per_kv);
-    const auto attend_whole = [&](const QueryTile &tile, int64_t head) {
-        const AttentionQuery query = query_of(region, tile, head);
-        tier_.attention.attend(shape, query, query.first_partition(shape.window),
-                               query.end_partition(), state, scratch);
-        finish(region, tile, head, state);
-    };
-    for (int64_t item = begin; item < end; ++item) {
-        if (!region.split) {
-            attend_whole(tiles_[size_t(item / heads)], item % heads);
-            continue;
-        }
-        int64_t rest = item;
-        int64_t i = 0;
-        int64_t pieces = pieces_of(region, tiles_[0]);
-        while (rest >= pieces * heads) {
-            rest -= pieces * heads;
-            pieces = pieces_of(region, tiles_[size_t(++i)]);
-        }
-        const QueryTile &tile = tiles_[size_t(i)];
-        const int64_t head = rest / pieces;
-        if (pieces == 1) {
-            attend_whole(tile, head);
-            continue;
-        }
-        const AttentionQuery query = query_of(region, tile, head);
-        const int64_t partition = query.first_partition(shape.window) + rest % pieces;
-        tier_.attention.attend(shape, query, partition, partition + 1, slot(item), scratch);
-    }
-}
-
-// Items are tiles on heads, whose partitions lie in consecutive slots.
-void Runtime::merge(const AttentionRegion &region, int64_t begin, int64_t end) {
-    const AttentionShape shape = shape_of(region);
-    int64_t first = 0;
-    int64_t item = 0;
-    for (int64_t i = 0; i < num_tiles_; ++i) {
-        const QueryTile &tile = tiles_[size_t(i)];
-        const int64_t pieces = pieces_of(region, tile);
-        for (int64_t head = 0; head < config_.num_kv_heads; ++head, ++item, first += pieces) {
-            if (item < begin || item >= end || pieces == 1)
-                continue;
-            for (int64_t piece = 1; piece < pieces; ++piece) {
-                tier_.attention.merge(shape, shape.heads_per_kv, slot(first), slot(first + piece));
-            }
-            finish(region, tile, head, slot(first));
-        }
-    }
+    attention_.run(region.layer, row_of(region.q, 0), region.q.stride, row_of(region.out, 0),
+                   region.out.stride, arena_.data(), thread, begin, end);
 }
 
 } // namespace octavo

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "paged_attention.h"
 #include "thread_pool.h"
 #include "tier.h"
 
@@ -111,14 +112,8 @@ struct LinearRegion {
 };
 struct AttentionRegion {
     Value q, out;
-    int64_t group;
-    int64_t layer;
-    float scale;
-    float softcap;
-    bool split = false; // in this step, partitions go to different threads and are merged after
+    PagedAttention::Layer layer;
 };
-// Follows an attention region.
-struct MergeRegion {};
 struct LogitsRegion {
     int64_t matrix;
     Prepared activations;
@@ -128,7 +123,7 @@ struct LogitsRegion {
 struct Region {
     std::string name;
     bool selected; // over the rows that want logits only
-    std::variant<RowsRegion, LinearRegion, AttentionRegion, MergeRegion, LogitsRegion> work;
+    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work;
     double seconds = 0.0;
 };
 
@@ -219,25 +214,18 @@ class Runtime {
         size_t first, last;
         bool chunked;
     };
-    // Consecutive query tokens of one sequence that attention takes at once.
-    struct QueryTile {
-        int32_t seq;
-        int32_t token;
-        int32_t tokens;
-    };
 
     void validate(const StepBatch &batch) const;
-    void make_tiles();
     void plan_jobs();
     void copy_blocks(int64_t begin, int64_t end);
 
     bool is_row_wise(size_t region) const;
-    Job job_of(size_t index, int64_t rows);
+    Job job_of(size_t index, int64_t rows) const;
     // A region's items in this step (0: nothing to do), and the work on a range of them.
     Job job_of(const RowsRegion &region, int64_t rows) const;
     Job job_of(const LinearRegion &region, int64_t rows) const;
     Job job_of(const LogitsRegion &region, int64_t rows) const;
-    Job job_of(AttentionRegion &region, int64_t rows) const;
+    Job job_of(const AttentionRegion &region, int64_t rows) const;
     void account(ThreadPool::Time start);
     void run_items(size_t index, int thread, int64_t begin, int64_t end);
     void run_chunk(const Span &span, int thread, const Scope &scope);
@@ -245,16 +233,6 @@ class Runtime {
     void run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end);
     void run(const LogitsRegion &region, int64_t begin, int64_t end);
     void run(const AttentionRegion &region, int thread, int64_t begin, int64_t end);
-    void merge(const AttentionRegion &region, int64_t begin, int64_t end);
-
-    AttentionShape shape_of(const AttentionRegion &region) const;
-    AttentionQuery query_of(const AttentionRegion &region, const QueryTile &tile,
-                            int64_t head) const;
-    int64_t pieces_of(const AttentionRegion &region, const QueryTile &tile) const;
-    void finish(const AttentionRegion &region, const QueryTile &tile, int64_t head,
-                const float *state) const;
-    float *slot(int64_t item) const;
-
     void run(const EmbedStep &step, int64_t row, const Scope &scope);
     void run(const NormStep &step, int64_t row, const Scope &scope);
     void run(const AddStep &step, int64_t row, const Scope &scope);
@@ -291,7 +269,6 @@ class Runtime {
         return batch_.block_tables +
                (group * config_.max_seqs + batch_.seq_slots[seq]) * config_.max_blocks_per_seq;
     }
-    int64_t head_bytes() const { return config_.head_dim * config_.block_size * 2; }
 
     void check_value(const Value &value, int64_t width, const char *what) const;
     void check_matrix(int64_t index) const;
@@ -323,19 +300,11 @@ class Runtime {
     Memory logits_;
     int64_t first_logits_ = 0; // the row that logits_ begins with
     Memory arena_;
-
-    // Attention's work space: states of partitions that wait to be merged, and each thread's own.
-    int64_t tile_tokens_;
-    int64_t split_below_; // items; with fewer, single tokens' partitions are spread over threads
-    int64_t thread_floats_;
-    Memory partial_states_;
-    Memory thread_space_;
+    PagedAttention attention_;
 
     // The step being run.
     StepBatch batch_{};
-    std::vector<int32_t> token_seqs_; // [max_tokens]
-    std::vector<QueryTile> tiles_;
-    int64_t num_tiles_ = 0;
+    std::vector<int32_t> token_seqs_;        // [max_tokens]
     mutable std::vector<uint8_t> slot_seen_; // [max_seqs], all zero between steps
     bool profiling_ = false;
 };

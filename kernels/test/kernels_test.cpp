@@ -132,48 +132,86 @@ void test_rows(const Tier &tier) {
         expect(tier, "rope", pairs[2 * i], head[2 * i] * c - head[2 * i + 1] * s, 2e-6);
         expect(tier, "rope", pairs[2 * i + 1], head[2 * i] * s + head[2 * i + 1] * c, 2e-6);
     }
+}
 
-    // To 16 bits: values of every magnitude, the special ones among them.
-    Floats wide = normal(n);
-    for (float &value : wide)
-        value = std::ldexp(value, int(draw(-30, 20)));
-    wide[0] = std::vector<float>{
-        0.0f, -0.0f, INFINITY, -INFINITY, NAN, 65504.0f, 65520.0f, 1e30f}[size_t(draw(0, 7))];
-    const int64_t stride = draw(1, 3);
-    for (const HalfKind kind : {HalfKind::F16, HalfKind::BF16}) {
-        std::vector<uint16_t> stored(static_cast<size_t>((n - 1) * stride + 1));
-        row.to_half(kind, wide.data(), stored.data(), n, stride);
-        for (size_t i = 0; i < wide.size(); ++i) {
-            double wanted = wide[i];
-            if (kind == HalfKind::F16 && !std::isnan(wanted)) {
+// Where element d of the token in `slot` lies in a block's keys and values of one head.
+size_t key_at(int64_t dim, int64_t slot, int64_t d) {
+    return size_t((slot / kTokenTile * dim / 2 + d / 2) * 2 * kTokenTile + slot % kTokenTile * 2 +
+                  d % 2);
+}
+size_t value_at(int64_t dim, int64_t slot, int64_t d) {
+    return size_t((slot / 2 * dim + d) * 2 + slot % 2);
+}
+
+// Rounding to 16 bits: values of every magnitude, the special ones among them, and nothing beside
+// the slot is written.
+void test_store(const Tier &tier) {
+    AttentionShape shape{};
+    shape.head_dim = 2 * draw(1, 50);
+    shape.block_size = kTokenTile * draw(1, 3);
+    shape.kind = draw(0, 1) == 0 ? HalfKind::F16 : HalfKind::BF16;
+    const int64_t dim = shape.head_dim;
+    const int64_t slot = draw(0, shape.block_size - 1);
+    Floats x[2] = {normal(dim), normal(dim)};
+    for (Floats &each : x) {
+        for (float &value : each)
+            value = std::ldexp(value, int(draw(-30, 20)));
+        each[0] = std::vector<float>{0.0f, -0.0f,    INFINITY, -INFINITY,
+                                     NAN,  65504.0f, 65520.0f, 1e30f}[size_t(draw(0, 7))];
+    }
+    const auto untouched = uint16_t(draw(0, 0xffff));
+    std::vector<uint16_t> stored[2];
+    for (auto &each : stored)
+        each.assign(size_t(dim * shape.block_size), untouched);
+    tier.attention.store(shape, slot, x[0].data(), x[1].data(),
+                         reinterpret_cast<std::byte *>(stored[0].data()),
+                         reinterpret_cast<std::byte *>(stored[1].data()));
+    for (int which = 0; which < 2; ++which) {
+        for (int64_t d = 0; d < dim; ++d) {
+            const size_t at = which == 0 ? key_at(dim, slot, d) : value_at(dim, slot, d);
+            double wanted = x[which][size_t(d)];
+            if (shape.kind == HalfKind::F16 && !std::isnan(wanted))
                 wanted = std::clamp(wanted, -65504.0, 65504.0);
-            }
-            const double got = from_half(kind, stored[i * size_t(stride)]);
+            const double got = from_half(shape.kind, stored[which][at]);
+            stored[which][at] = untouched;
             if (std::isinf(wanted) && got == wanted)
                 continue;
-            const double step = kind == HalfKind::F16
+            const double step = shape.kind == HalfKind::F16
                                     ? std::max(std::abs(wanted) * 0x1p-11, 0x1p-25)
                                     : std::abs(wanted) * 0x1p-8;
-            if (std::isnan(wanted) != std::isnan(got) || std::abs(got - wanted) > step) {
-                expect(tier, "to_half", got, wanted, 0);
-            }
+            if (std::isnan(wanted) != std::isnan(got) || std::abs(got - wanted) > step)
+                expect(tier, "store", got, wanted, 0);
+        }
+        for (const uint16_t each : stored[which]) {
+            if (each != untouched)
+                expect(tier, "store: another slot", each, untouched, 0);
         }
     }
+}
+
+float to_bf16(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    bits = (bits + 0x7fff + (bits >> 16 & 1)) & ~0xffffu;
+    std::memcpy(&value, &bits, sizeof bits);
+    return value;
 }
 
 // Sequences over blocks that are separate allocations would need a common base, so the arena is one
 // allocation of exactly the blocks in use; unseen slots hold NaN, and unused table entries are -1.
 void test_attention(const Tier &tier) {
     AttentionShape shape{};
-    shape.heads_per_kv = draw(1, 9);
-    shape.head_dim = draw(0, 3) == 0 ? 64 : 2 * draw(1, 50);
+    shape.heads_per_kv = draw(0, 9) == 0 ? draw(10, 40) : draw(1, 9);
+    shape.head_dim = draw(0, 3) == 0
+                         ? std::vector<int64_t>{64, 80, 96, 128, 256}[size_t(draw(0, 4))]
+                         : 2 * draw(1, 50);
     shape.block_size = kTokenTile * draw(1, 3);
     shape.block_bytes = 2 * shape.head_dim * shape.block_size * 2;
     shape.kind = draw(0, 1) == 0 ? HalfKind::F16 : HalfKind::BF16;
     shape.scale = 0.2f;
     shape.softcap = draw(0, 2) == 0 ? 4.0f : 0.0f;
-    shape.window = draw(0, 1) == 0 ? 0 : draw(1, 400);
-    const int64_t tokens = draw(1, 12);
+    shape.window = draw(0, 1) == 0 ? 0 : draw(1, draw(0, 1) == 0 ? 80 : 400);
+    const int64_t tokens = draw(0, 4) == 0 ? draw(20, 80) : draw(1, 12);
     const int64_t position = draw(0, 1) == 0 ? draw(0, 70) : draw(0, 700);
     const int64_t length = position + tokens;
     const int64_t dim = shape.head_dim, group = shape.heads_per_kv;
@@ -200,13 +238,13 @@ void test_attention(const Tier &tier) {
         const int64_t slot = p % shape.block_size;
         uint16_t *block =
             arena.data() + size_t(table[size_t(p / shape.block_size)]) * values_at * 2;
-        uint16_t *key_to = block + slot / kTokenTile * kTokenTile * dim + slot % kTokenTile;
-        uint16_t *value_to = block + values_at + slot * dim;
-        tier.row.to_half(shape.kind, key.data(), key_to, dim, kTokenTile);
-        tier.row.to_half(shape.kind, value.data(), value_to, dim, 1);
+        tier.attention.store(shape, slot, key.data(), value.data(),
+                             reinterpret_cast<std::byte *>(block),
+                             reinterpret_cast<std::byte *>(block + values_at));
         for (int64_t d = 0; d < dim; ++d) {
-            keys.back()[size_t(d)] = from_half(shape.kind, key_to[d * kTokenTile]);
-            values.back()[size_t(d)] = from_half(shape.kind, value_to[d]);
+            keys.back()[size_t(d)] = from_half(shape.kind, block[key_at(dim, slot, d)]);
+            values.back()[size_t(d)] =
+                from_half(shape.kind, block[values_at + value_at(dim, slot, d)]);
         }
     }
     const int64_t stride = group * dim + draw(0, 5);
@@ -215,28 +253,38 @@ void test_attention(const Tier &tier) {
     const AttentionQuery query{
         q.data(), stride, position, tokens, table.data(), base, base + values_at * 2};
 
-    const auto run = [&](const AttentionQuery &part, bool split) {
+    const auto run = [&](const AttentionQuery &part, bool apart) {
         const int64_t rows = part.tokens * group;
-        Floats state(size_t(shape.state_floats(rows))), next(state.size());
-        Floats scratch(size_t(shape.scratch_floats(rows)));
+        const int64_t begin = part.first_chunk(shape.window), end = part.end_chunk();
+        Floats state(size_t(shape.state_floats(rows))), scratch(size_t(shape.scratch_floats(rows)));
         Floats out(size_t((part.tokens - 1) * stride + group * dim));
-        const int64_t begin = part.first_partition(shape.window), end = part.end_partition();
-        tier.attention.attend(shape, part, begin, split ? begin + 1 : end, state.data(),
-                              scratch.data());
-        for (int64_t i = begin + 1; split && i < end; ++i) {
-            tier.attention.attend(shape, part, i, i + 1, next.data(), scratch.data());
-            tier.attention.merge(shape, rows, state.data(), next.data());
+        if (!apart) {
+            const AttentionSpan next{query, query.first_chunk(shape.window), query.end_chunk()};
+            tier.attention.attend(shape, {part, begin, end}, draw(0, 1) == 0 ? &next : nullptr,
+                                  false, state.data(), scratch.data());
+        } else {
+            Floats states(size_t(shape.state_floats(rows) * (end - begin)));
+            for (int64_t c = begin; c < end;) {
+                const int64_t to = std::min(end, c + draw(1, 3));
+                float *at = states.data() + shape.state_floats(rows) * (c - begin);
+                tier.attention.attend(shape, {part, c, to}, nullptr, true, at, scratch.data());
+                c = to;
+            }
+            tier.attention.fold(shape, rows, end - begin, states.data(), state.data());
         }
         tier.attention.finish(shape, part.tokens, state.data(), out.data(), stride);
         return out;
     };
+    // Queries and weights are rounded to bf16 where the products are of bf16.
+    const bool pairs = shape.kind == HalfKind::BF16 && tier.name == std::string("avx512_bf16");
+    const float factor = shape.scale * 1.44269504f;
     const Floats out = run(query, false);
     for (int64_t t = 0; t < tokens; ++t) {
         AttentionQuery single = query;
         single.q += t * stride;
         single.position += t;
         single.tokens = 1;
-        const Floats alone = run(single, true);
+        const Floats alone = run(single, draw(0, 1) == 0);
         if (std::memcmp(alone.data(), out.data() + t * stride, alone.size() * sizeof(float)) != 0) {
             std::printf("%s attention: other bits alone (position %ld, window %ld)\n", tier.name,
                         long(position + t), long(shape.window));
@@ -250,9 +298,11 @@ void test_attention(const Tier &tier) {
             double top = -INFINITY;
             for (int64_t p = first; p <= position + t; ++p) {
                 double score = 0.0;
-                for (int64_t d = 0; d < dim; ++d)
-                    score += row[d] * double(keys[size_t(p)][size_t(d)]);
-                score *= shape.scale;
+                for (int64_t d = 0; d < dim; ++d) {
+                    const double x = pairs ? to_bf16(row[d] * factor) : row[d] * factor;
+                    score += x * double(keys[size_t(p)][size_t(d)]);
+                }
+                score *= M_LN2;
                 if (shape.softcap > 0)
                     score = shape.softcap * std::tanh(score / shape.softcap);
                 scores.push_back(score);
@@ -263,11 +313,16 @@ void test_attention(const Tier &tier) {
                 total += score = std::exp(score - top);
             for (int64_t d = 0; d < dim; ++d) {
                 double wanted = 0.0;
+                for (size_t i = 0; i < scores.size(); ++i)
+                    wanted += scores[i] / total * values[size_t(first) + i][size_t(d)];
+                // Errors of rounded weights are independent, so their squares add up.
+                double squares = 0.0;
                 for (size_t i = 0; i < scores.size(); ++i) {
-                    wanted += scores[i] * values[size_t(first) + i][size_t(d)];
+                    const double off = values[size_t(first) + i][size_t(d)] - wanted;
+                    squares += std::pow(scores[i] / total * off, 2);
                 }
-                expect(tier, "attention", out[size_t(t * stride + g * dim + d)], wanted / total,
-                       1e-5);
+                expect(tier, "attention", out[size_t(t * stride + g * dim + d)], wanted,
+                       1e-5 + (pairs ? 0x1p-6 * std::sqrt(squares) : 0.0));
             }
         }
     }
@@ -284,6 +339,7 @@ int main(int argc, char **argv) {
             const Tier &tier = find_tier(name);
             for (int i = 0; i < cases; ++i) {
                 test_rows(tier);
+                test_store(tier);
                 test_attention(tier);
             }
         } catch (const std::invalid_argument &error) {

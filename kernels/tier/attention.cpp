@@ -20,195 +20,15 @@ constexpr int64_t kMaxRows = 2;
 constexpr int64_t kAccumulators = 2;
 #endif
 
-constexpr float kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+// Without it GCC 12 unrolls so late that the accumulators stay in memory.
+#define OCTAVO_UNROLLED _Pragma("GCC unroll 8")
 
 // How many vectors wide a tile of `rows` rows is.
 constexpr int64_t width_for(int64_t rows) {
     return rows * 4 <= kAccumulators ? 4 : rows * 2 <= kAccumulators ? 2 : 1;
 }
 
-// The running maximum, sum and weighted values of some rows.
-struct State {
-    float *maximum;
-    float *sum;
-    float *values; // [rows][padded_dim]
-
-    State(int64_t rows, float *floats)
-        : maximum(floats), sum(floats + rows), values(floats + 2 * rows) {}
-};
-
-// The keys or values of a chunk, tile by tile.
-struct Chunk {
-    const uint16_t *keys[kTilesPerChunk];
-    const uint16_t *values[kTilesPerChunk];
-};
-
-// scores[r][t] = q row r · keys of tile first + t, for `width` tiles; dimensions in order.
-template <HalfKind kind, int64_t rows, int64_t width>
-void score_tiles(const float *q, int64_t head_dim, const uint16_t *const *keys, float *scores) {
-    Vec total[rows][width];
-    for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t t = 0; t < width; ++t)
-            total[r][t] = Vec::set(0.0f);
-    }
-    for (int64_t d = 0; d < head_dim; ++d) {
-        Vec key[width];
-        for (int64_t t = 0; t < width; ++t)
-            key[t] = Vec::load_half<kind>(keys[t] + d * kTokenTile);
-        for (int64_t r = 0; r < rows; ++r) {
-            const Vec query = Vec::set(q[r * head_dim + d]);
-            for (int64_t t = 0; t < width; ++t)
-                total[r][t] = fma(query, key[t], total[r][t]);
-        }
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t t = 0; t < width; ++t)
-            total[r][t].store(scores + r * kChunk + t * kTokenTile);
-    }
-}
-
-template <HalfKind kind, int64_t rows>
-void score(const float *q, int64_t head_dim, const Chunk &chunk, int64_t tile_begin,
-           int64_t tile_end, float *scores) {
-    constexpr int64_t width = width_for(rows);
-    int64_t t = tile_begin;
-    for (; t + width <= tile_end; t += width) {
-        score_tiles<kind, rows, width>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
-    }
-    if constexpr (width > 2) {
-        for (; t + 2 <= tile_end; t += 2)
-            score_tiles<kind, rows, 2>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
-    }
-    for (; t < tile_end; ++t) {
-        score_tiles<kind, rows, 1>(q, head_dim, chunk.keys + t, scores + t * kTokenTile);
-    }
-}
-
-// values[r] = values[r] * decay[r] + sum over keys [begin, end) of the chunk, in order, of
-// weight[r][key] * value[key], for `width` vectors of dimensions from `dim` (only `count` lanes of
-// them where partial).
-template <HalfKind kind, int64_t rows, int64_t width, bool partial>
-void weigh_columns(const float *weights, const float *decay, const AttentionShape &shape,
-                   const Chunk &chunk, int64_t begin, int64_t end, int64_t dim, float *values) {
-    const int64_t stride = shape.padded_dim();
-    Vec total[rows][width];
-    for (int64_t r = 0; r < rows; ++r) {
-        const Vec factor = Vec::set(decay[r]);
-        for (int64_t v = 0; v < width; ++v) {
-            total[r][v] = Vec::load(values + r * stride + dim + v * kLanes) * factor;
-        }
-    }
-    for (int64_t tile = begin / kTokenTile; tile * kTokenTile < end; ++tile) {
-        const int64_t base = tile * kTokenTile;
-        const int64_t first = begin > base ? begin - base : 0;
-        const int64_t last = end - base < kTokenTile ? end - base : kTokenTile;
-        const uint16_t *row = chunk.values[tile] + first * shape.head_dim + dim;
-        for (int64_t key = first; key < last; ++key, row += shape.head_dim) {
-            Vec value[width];
-            for (int64_t v = 0; v < width; ++v) {
-                if constexpr (partial) {
-                    value[v] = load_half_first<kind>(row, shape.head_dim - dim);
-                } else {
-                    value[v] = Vec::load_half<kind>(row + v * kLanes);
-                }
-            }
-            for (int64_t r = 0; r < rows; ++r) {
-                const Vec weight = Vec::set(weights[r * kChunk + base + key]);
-                for (int64_t v = 0; v < width; ++v)
-                    total[r][v] = fma(weight, value[v], total[r][v]);
-            }
-        }
-    }
-    for (int64_t r = 0; r < rows; ++r) {
-        for (int64_t v = 0; v < width; ++v) {
-            total[r][v].store(values + r * stride + dim + v * kLanes);
-        }
-    }
-}
-
-template <HalfKind kind, int64_t rows>
-void weigh(const float *weights, const float *decay, const AttentionShape &shape,
-           const Chunk &chunk, int64_t begin, int64_t end, float *values) {
-    constexpr int64_t width = width_for(rows);
-    int64_t dim = 0;
-    for (; dim + width * kLanes <= shape.head_dim; dim += width * kLanes) {
-        weigh_columns<kind, rows, width, false>(weights, decay, shape, chunk, begin, end, dim,
-                                                values);
-    }
-    for (; dim + kLanes <= shape.head_dim; dim += kLanes) {
-        weigh_columns<kind, rows, 1, false>(weights, decay, shape, chunk, begin, end, dim, values);
-    }
-    if (dim < shape.head_dim) {
-        weigh_columns<kind, rows, 1, true>(weights, decay, shape, chunk, begin, end, dim, values);
-    }
-}
-
-// One chunk for `rows` rows that all see its keys [begin, end), of which there is at least one.
-// Scores and weights of the others are -inf and 0; their keys' tiles are read only where a seen key
-// shares them, their values never.
-template <HalfKind kind, int64_t rows>
-void attend_rows(const AttentionShape &shape, const float *q, const Chunk &chunk, int64_t begin,
-                 int64_t end, float *maximum, float *lane_sums, float *values, float *weights) {
-    const int64_t tile_begin = begin / kTokenTile;
-    const int64_t tile_end = (end + kTokenTile - 1) / kTokenTile;
-    score<kind, rows>(q, shape.head_dim, chunk, tile_begin, tile_end, weights);
-
-    const Vec lowest = Vec::set(-__builtin_inff());
-    float change[kLanes] = {};
-    for (int64_t r = 0; r < rows; ++r) {
-        Vec top = lowest;
-        for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-            float *scores = weights + r * kChunk + t * kTokenTile;
-            Vec s = lowest;
-            if (t >= tile_begin && t < tile_end) {
-                s = Vec::load(scores);
-                if (shape.softcap > 0.0f)
-                    s = softcapped(s, shape.softcap);
-                const int64_t low = begin - t * kTokenTile;
-                const int64_t high = end - t * kTokenTile;
-                if (low > 0 || high < kTokenTile) {
-                    const Vec lane = Vec::load(kLaneNumbers);
-                    s = where_ge(lane, Vec::set(float(low)), s, lowest);
-                    s = where_ge(lane, Vec::set(float(high)), lowest, s);
-                }
-            }
-            s.store(scores);
-            top = max(top, s);
-        }
-        const float before = maximum[r];
-        const float highest = largest(top);
-        maximum[r] = before > highest ? before : highest;
-        change[r] = before - maximum[r];
-    }
-    float decay[kLanes];
-    exp_of_negative(Vec::load(change)).store(decay);
-    for (int64_t r = 0; r < rows; ++r) {
-        const Vec offset = Vec::set(maximum[r]);
-        Vec part[kTilesPerChunk];
-        for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-            float *scores = weights + r * kChunk + t * kTokenTile;
-            part[t] = exp_of_negative(Vec::load(scores) - offset);
-            part[t].store(scores);
-        }
-        const Vec added = (part[0] + part[1]) + (part[2] + part[3]);
-        fma(Vec::load(lane_sums + r * kLanes), Vec::set(decay[r]), added)
-            .store(lane_sums + r * kLanes);
-    }
-    weigh<kind, rows>(weights, decay, shape, chunk, begin, end, values);
-}
-
-template <HalfKind kind, int64_t rows = 1>
-void attend_group(int64_t count, const AttentionShape &shape, const float *q, const Chunk &chunk,
-                  int64_t begin, int64_t end, float *maximum, float *lane_sums, float *values,
-                  float *weights) {
-    if constexpr (rows < kMaxRows) {
-        if (count > rows) {
-            return attend_group<kind, rows + 1>(count, shape, q, chunk, begin, end, maximum,
-                                                lane_sums, values, weights);
-        }
-    }
-    attend_rows<kind, rows>(shape, q, chunk, begin, end, maximum, lane_sums, values, weights);
-}
+constexpr float kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
 int64_t smaller(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -219,151 +39,595 @@ int64_t larger(int64_t a, int64_t b) {
 
 // The keys of the chunk at `base` that a query at `position` sees: [begin, end) relative to base.
 struct Seen {
-    int64_t begin;
-    int64_t end;
+    int64_t begin = 0;
+    int64_t end = 0;
 
+    Seen() = default;
     Seen(const AttentionShape &shape, int64_t position, int64_t base)
         : begin(shape.window > 0 ? larger(position - shape.window + 1 - base, 0) : 0),
           end(smaller(position + 1 - base, kChunk)) {}
 
-    bool any() const { return begin < end; }
-    bool all() const { return begin == 0 && end == kChunk; }
+    int64_t first_tile() const { return begin / kTokenTile; }
+    int64_t end_tile() const { return (end + kTokenTile - 1) / kTokenTile; }
 };
 
-Chunk find_chunk(const AttentionShape &shape, const AttentionQuery &query, int64_t base,
-                 int64_t begin, int64_t end) {
-    Chunk chunk{};
+// The two arithmetics. Both work on words of four bytes, sixteen to a vector: a word is a number of
+// fp32, or a pair of bf16 as it lies in the cache (of neighbouring dimensions of a key or a query;
+// of neighbouring tokens' values or weights), whose products are both added to an fp32 number.
+
+struct Floats {
+    using Word = float;
+    static constexpr int64_t kPack = 1;
+
+    using Operand = Vec;
+    static Operand load(const Word *p) { return Vec::load(p); }
+    static Operand broadcast(Word word) { return Vec::set(word); }
+    static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
+
+    static Operand keep(uint32_t, Operand a) { return a; }
+
+    // Of rows of values, which are padded to whole vectors.
+    static Operand load_last(const Word *p, int64_t) { return load(p); }
+    static int64_t value_stride(const AttentionShape &shape) { return shape.padded_dim(); }
+
+    static void prepare(const float *q, float factor, Word *out, int64_t n) {
+        for (int64_t i = 0; i < n; ++i)
+            out[i] = q[i] * factor;
+    }
+    // The weights of two tiles; returns their sums lane by lane, added to `sums`.
+    static Vec put_weights(Vec first, Vec second, Word *out, Vec sums) {
+        first.store(out);
+        second.store(out + kLanes);
+        return sums + (first + second);
+    }
+};
+
+#if defined(__AVX512BF16__)
+struct Bf16Pairs {
+    using Word = uint32_t;
+    static constexpr int64_t kPack = 2;
+
+    using Operand = __m512i;
+    static Operand load(const Word *p) { return _mm512_loadu_si512(p); }
+    static Operand broadcast(Word word) { return _mm512_set1_epi32(int(word)); }
+    static Vec multiply_add(Operand a, Operand b, Vec c) {
+        return {_mm512_dpbf16_ps(c.v, (__m512bh)a, (__m512bh)b)};
+    }
+
+    static Operand keep(uint32_t bits, Operand a) {
+        return bits == ~0u ? a : _mm512_and_si512(a, broadcast(bits));
+    }
+
+    static Operand load_last(const Word *p, int64_t count) {
+        return _mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), p);
+    }
+    static int64_t value_stride(const AttentionShape &shape) { return shape.head_dim; }
+
+    static void prepare(const float *q, float factor, Word *out, int64_t n) {
+        for (int64_t i = 0; i < n; i += kLanes) {
+            const auto mask = __mmask16((1u << smaller(n - i, kLanes)) - 1);
+            const __m512 scaled =
+                _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, q + i), _mm512_set1_ps(factor));
+            _mm256_mask_storeu_epi32(out + i / 2, __mmask8((1u << smaller(n - i, kLanes) / 2) - 1),
+                                     (__m256i)_mm512_cvtneps_pbh(scaled));
+        }
+    }
+    // The sums are those of the rounded weights, so that the weights used add up to one.
+    static Vec put_weights(Vec first, Vec second, Word *out, Vec sums) {
+        const auto pairs = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
+        _mm512_storeu_si512(out, pairs);
+        return multiply_add(pairs, broadcast(0x3f803f80u), sums); // times one
+    }
+};
+#endif
+
+// Where the tiles of a chunk lie in the cache.
+struct Tiles {
+    const std::byte *keys[kTilesPerChunk];
+    const std::byte *values[kTilesPerChunk];
+};
+
+// A chunk's keys [tile][dim / pack][16 tokens] and values [tile][16 / pack tokens][stride], and the
+// next chunk's tiles, to be fetched meanwhile: this one's own where there is no next, for nothing.
+template <class A> struct Chunk {
+    const typename A::Word *keys[kTilesPerChunk];
+    const typename A::Word *values[kTilesPerChunk];
+    Tiles ahead;
+};
+
+void fetch(const void *p) {
+    __builtin_prefetch(p, 0, 2);
+}
+
+// Fetches what there is of the next chunk where this one has nothing in its place.
+void fetch_others(const AttentionShape &shape, Seen here, Seen next, const Tiles &ahead) {
+    for (int64_t t = next.first_tile(); t < next.end_tile(); ++t) {
+        if (t >= here.first_tile() && t < here.end_tile())
+            continue;
+        for (int64_t i = 0; i < shape.head_dim * kTokenTile * 2; i += 64) {
+            fetch(ahead.keys[t] + i);
+            fetch(ahead.values[t] + i);
+        }
+    }
+}
+
+// scores[r][t] = q row r · keys of tile first + t, for `width` tiles; dimensions in order.
+template <class A, int64_t rows, int64_t width>
+void score_tiles(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk, int64_t first,
+                 float *scores) {
+    Vec total[rows][width];
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t t = 0; t < width; ++t)
+            total[r][t] = Vec::set(0.0f);
+    }
+    for (int64_t i = 0; i < steps; ++i) {
+        typename A::Operand key[width];
+        OCTAVO_UNROLLED
+        for (int64_t t = 0; t < width; ++t) {
+            key[t] = A::load(chunk.keys[first + t] + i * kLanes);
+            if constexpr (A::kPack > 1)
+                fetch(chunk.ahead.keys[first + t] + i * 64);
+        }
+        OCTAVO_UNROLLED
+        for (int64_t r = 0; r < rows; ++r) {
+            const auto query = A::broadcast(q[r * steps + i]);
+            OCTAVO_UNROLLED
+            for (int64_t t = 0; t < width; ++t)
+                total[r][t] = A::multiply_add(query, key[t], total[r][t]);
+        }
+    }
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t t = 0; t < width; ++t)
+            total[r][t].store(scores + r * kChunk + (first + t) * kTokenTile);
+    }
+}
+
+template <class A, int64_t rows>
+void score(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk, int64_t tile,
+           int64_t tile_end, float *scores) {
+    constexpr int64_t width = width_for(rows);
+    for (; tile + width <= tile_end; tile += width)
+        score_tiles<A, rows, width>(q, steps, chunk, tile, scores);
+    if constexpr (width > 2) {
+        for (; tile + 2 <= tile_end; tile += 2)
+            score_tiles<A, rows, 2>(q, steps, chunk, tile, scores);
+    }
+    for (; tile < tile_end; ++tile)
+        score_tiles<A, rows, 1>(q, steps, chunk, tile, scores);
+}
+
+// The weights e^(score - highest score) of the seen keys of a chunk (scores are in units of ln 2);
+// in the words that they share with unseen keys, those have the weight 0. Returns the highest
+// score.
+template <class A>
+float weights_of(const AttentionShape &shape, const float *scores, Seen seen,
+                 typename A::Word *weights, float *lane_sums) {
+    const Vec lowest = Vec::set(-__builtin_inff());
+    const int64_t first = seen.first_tile();
+    const int64_t end = seen.end_tile();
+    Vec score[kTilesPerChunk] = {lowest, lowest, lowest, lowest};
+    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
+        if (t < first || t >= end)
+            continue;
+        score[t] = Vec::load(scores + t * kTokenTile);
+        if (shape.softcap > 0.0f)
+            score[t] = softcapped(score[t], shape.softcap * kLog2E);
+        const int64_t low = seen.begin - t * kTokenTile;
+        const int64_t high = seen.end - t * kTokenTile;
+        if (low > 0 || high < kTokenTile) {
+            const Vec lane = Vec::load(kLaneNumbers);
+            score[t] = where_ge(lane, Vec::set(float(low)), score[t], lowest);
+            score[t] = where_ge(lane, Vec::set(float(high)), lowest, score[t]);
+        }
+    }
+    const float highest = largest(max(max(score[0], score[1]), max(score[2], score[3])));
+    const Vec offset = Vec::set(highest);
+    Vec sums = Vec::set(0.0f);
+    for (int64_t t = 0; t < kTilesPerChunk; t += 2) {
+        if (t + 2 <= first || t >= end)
+            continue;
+        sums = A::put_weights(exp2_of_negative(score[t] - offset),
+                              exp2_of_negative(score[t + 1] - offset),
+                              weights + t * kTokenTile / A::kPack, sums);
+    }
+    sums.store(lane_sums);
+    return highest;
+}
+
+// sums[r] (or 0 where fresh) += weight[r][key] * value[key] over the keys of words [word, end) of
+// the chunk, in order, for `width` vectors of dimensions from `dim`, the last of them of `last`
+// dimensions. Only the halves `keep` of the values are taken: the others may be anything.
+template <class A, int64_t rows, int64_t width, uint32_t keep>
+void weigh_columns(const typename A::Word *weights, const Chunk<A> &chunk, int64_t word,
+                   int64_t end, int64_t value_stride, int64_t dim, int64_t last, bool fresh,
+                   float *sums, int64_t stride) {
+    constexpr uint64_t words_per_tile = kTokenTile / A::kPack;
+    Vec total[rows][width];
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v) {
+            total[r][v] = fresh ? Vec::set(0.0f) : Vec::load(sums + r * stride + dim + v * kLanes);
+        }
+    }
+    for (; word < end; ++word) {
+        const uint64_t tile = uint64_t(word) / words_per_tile;
+        const int64_t offset = int64_t(uint64_t(word) % words_per_tile) * value_stride + dim;
+        const typename A::Word *values = chunk.values[tile] + offset;
+        typename A::Operand value[width];
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v) {
+            const typename A::Word *from = values + v * kLanes;
+            value[v] = A::keep(keep, v + 1 < width ? A::load(from) : A::load_last(from, last));
+            if constexpr (A::kPack > 1)
+                fetch(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
+        }
+        OCTAVO_UNROLLED
+        for (int64_t r = 0; r < rows; ++r) {
+            const auto weight = A::broadcast(weights[r * kChunk / A::kPack + word]);
+            OCTAVO_UNROLLED
+            for (int64_t v = 0; v < width; ++v)
+                total[r][v] = A::multiply_add(weight, value[v], total[r][v]);
+        }
+    }
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v)
+            total[r][v].store(sums + r * stride + dim + v * kLanes);
+    }
+}
+
+template <class A, int64_t rows, uint32_t keep>
+void weigh_words(const typename A::Word *weights, const AttentionShape &shape,
+                 const Chunk<A> &chunk, int64_t word, int64_t end, bool fresh, float *sums) {
+    constexpr int64_t width = width_for(rows);
+    int64_t dim = 0;
+    const auto columns = [&]<int64_t count>() {
+        const int64_t last = smaller(shape.head_dim - dim - (count - 1) * kLanes, kLanes);
+        weigh_columns<A, rows, count, keep>(weights, chunk, word, end, A::value_stride(shape), dim,
+                                            last, fresh, sums, shape.state_stride());
+        dim += count * kLanes;
+    };
+    while (dim + (width - 1) * kLanes < shape.head_dim)
+        columns.template operator()<width>();
+    if constexpr (width > 2) {
+        if (dim + kLanes < shape.head_dim)
+            columns.template operator()<2>();
+    }
+    while (dim < shape.head_dim)
+        columns.template operator()<1>();
+}
+
+// The same over keys [begin, end). A key outside has no part in it even where it shares a word.
+template <class A, int64_t rows>
+void weigh(const typename A::Word *weights, const AttentionShape &shape, const Chunk<A> &chunk,
+           int64_t begin, int64_t end, bool fresh, float *sums) {
+    if constexpr (A::kPack > 1) {
+        if (begin % 2 != 0 && begin < end) {
+            weigh_words<A, rows, 0xffff0000u>(weights, shape, chunk, begin / 2, begin / 2 + 1,
+                                              fresh, sums);
+            fresh = false;
+            ++begin;
+        }
+    }
+    if (begin / A::kPack < end / A::kPack || fresh) {
+        weigh_words<A, rows, ~0u>(weights, shape, chunk, begin / A::kPack, end / A::kPack, fresh,
+                                  sums);
+    }
+    if constexpr (A::kPack > 1) {
+        if (end % 2 != 0 && begin < end)
+            weigh_words<A, rows, 0x0000ffffu>(weights, shape, chunk, end / 2, end / 2 + 1, false,
+                                              sums);
+    }
+}
+
+// One chunk, by itself, for `rows` rows that each see a key of it, in order of position. Per row:
+// the highest score, and [16 lanes of the sum of weights][weighted values].
+template <class A, int64_t rows>
+void attend_rows(const AttentionShape &shape, const typename A::Word *q, const Chunk<A> &chunk,
+                 const Seen *seen, float *maximum, float *sums, float *space) {
+    const int64_t stride = shape.state_stride();
+    const int64_t words = kChunk / A::kPack;
+    auto *weights = reinterpret_cast<typename A::Word *>(space);
+    float *scores = space + kMaxRows * kChunk;
+    score<A, rows>(q, shape.head_dim / A::kPack, chunk, seen[0].first_tile(),
+                   seen[rows - 1].end_tile(), scores);
+    for (int64_t r = 0; r < rows; ++r) {
+        maximum[r] = weights_of<A>(shape, scores + r * kChunk, seen[r], weights + r * words,
+                                   sums + r * stride);
+    }
+    // Together from where the last begins to where the first ends; what is before and after that,
+    // row by row.
+    float *values = sums + kLanes;
+    const int64_t begin = (seen[rows - 1].begin + A::kPack - 1) / A::kPack * A::kPack;
+    const int64_t end = seen[0].end / A::kPack * A::kPack;
+    const auto alone = [&](int64_t r, int64_t from, int64_t to, bool fresh) {
+        weigh<A, 1>(weights + r * words, shape, chunk, from, to, fresh, values + r * stride);
+    };
+    if (seen[0].begin == seen[rows - 1].begin && seen[0].end == seen[rows - 1].end) {
+        weigh<A, rows>(weights, shape, chunk, seen[0].begin, seen[0].end, true, values);
+    } else if (begin >= end) {
+        for (int64_t r = 0; r < rows; ++r)
+            alone(r, seen[r].begin, seen[r].end, true);
+    } else {
+        const bool fresh = seen[0].begin >= begin;
+        for (int64_t r = 0; r < rows && !fresh; ++r)
+            alone(r, seen[r].begin, begin, true);
+        weigh<A, rows>(weights, shape, chunk, begin, end, fresh, values);
+        for (int64_t r = 0; r < rows; ++r) {
+            if (seen[r].end > end)
+                alone(r, end, seen[r].end, false);
+        }
+    }
+}
+
+template <class A, int64_t rows = 1>
+void attend_group(int64_t count, const AttentionShape &shape, const typename A::Word *q,
+                  const Chunk<A> &chunk, const Seen *seen, float *maximum, float *sums,
+                  float *space) {
+    if constexpr (rows < kMaxRows) {
+        if (count > rows) {
+            return attend_group<A, rows + 1>(count, shape, q, chunk, seen, maximum, sums, space);
+        }
+    }
+    attend_rows<A, rows>(shape, q, chunk, seen, maximum, sums, space);
+}
+
+// A state: each row's highest score, then each row's sums as above.
+struct State {
+    float *maximum;
+    float *sums;
+
+    State(int64_t rows, float *floats) : maximum(floats), sums(floats + rows) {}
+
+    State from(const AttentionShape &shape, int64_t row) const {
+        State rest = *this;
+        rest.maximum += row;
+        rest.sums += row * shape.state_stride();
+        return rest;
+    }
+};
+
+void clear(const AttentionShape &shape, int64_t rows, float *state) {
+    for (int64_t r = 0; r < rows; ++r)
+        state[r] = -__builtin_inff();
+    std::memset(state + rows, 0, size_t(rows * shape.state_stride()) * sizeof(float));
+}
+
+// into = into and the next chunk's, for at most kLanes rows. A row that has seen nothing of a chunk
+// passes unchanged.
+void merge(const AttentionShape &shape, int64_t rows, State into, const State &next) {
+    const int64_t stride = shape.state_stride();
+    const Vec before = load_first(into.maximum, rows);
+    const Vec added = load_first(next.maximum, rows);
+    const Vec top = max(before, added);
+    float old_factor[kLanes], new_factor[kLanes];
+    exp2_of_negative(before - top).store(old_factor);
+    exp2_of_negative(added - top).store(new_factor);
+    for (int64_t r = 0; r < rows; ++r) {
+        if (next.maximum[r] == -__builtin_inff())
+            continue;
+        float *to = into.sums + r * stride;
+        const float *from = next.sums + r * stride;
+        const Vec old = Vec::set(old_factor[r]);
+        const Vec fresh = Vec::set(new_factor[r]);
+        for (int64_t i = 0; i < stride; i += kLanes)
+            fma(Vec::load(from + i), fresh, Vec::load(to + i) * old).store(to + i);
+    }
+    store_first(top, into.maximum, rows);
+}
+
+// Where the tiles [seen.first_tile(), seen.end_tile()) of the chunk at `base` lie; the others are
+// left alone.
+void locate(const AttentionShape &shape, const AttentionQuery &query, int64_t base, Seen seen,
+            Tiles &tiles) {
     const int64_t tiles_per_block = shape.block_size / kTokenTile;
-    const int64_t tile_bytes = shape.head_dim * kTokenTile * int64_t(sizeof(uint16_t));
-    for (int64_t t = begin / kTokenTile; t * kTokenTile < end; ++t) {
+    const int64_t tile_bytes = shape.head_dim * kTokenTile * 2;
+    for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
         const int64_t tile = base / kTokenTile + t;
         const int64_t offset = query.blocks[tile / tiles_per_block] * shape.block_bytes +
                                tile % tiles_per_block * tile_bytes;
-        chunk.keys[t] = reinterpret_cast<const uint16_t *>(query.keys + offset);
-        chunk.values[t] = reinterpret_cast<const uint16_t *>(query.values + offset);
+        tiles.keys[t] = query.keys + offset;
+        tiles.values[t] = query.values + offset;
+    }
+}
+
+// What the query's tokens together see of a chunk.
+Seen seen_of(const AttentionShape &shape, const AttentionQuery &query, int64_t chunk) {
+    Seen seen(shape, query.position, chunk * kChunk);
+    seen.end = Seen(shape, query.position + query.tokens - 1, chunk * kChunk).end;
+    return seen;
+}
+
+// Pairs of the cache as fp32: keys [tile][dim][16], values [token][padded dim].
+template <HalfKind kind>
+void unpack(const AttentionShape &shape, Seen seen, const Tiles &here, const Tiles &ahead,
+            float *space, Chunk<Floats> &chunk) {
+    const int64_t dim = shape.head_dim;
+    const int64_t padded = shape.padded_dim();
+    float *values = space + kChunk * dim;
+    for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
+        float *key = space + t * kTokenTile * dim;
+        chunk.keys[t] = key;
+        chunk.values[t] = values + t * kTokenTile * padded;
+        for (int64_t d = 0; d < dim; d += 2, key += 2 * kTokenTile) {
+            fetch(ahead.keys[t] + d * 32);
+            Vec low, high;
+            load_pairs<kind>(reinterpret_cast<const uint16_t *>(here.keys[t]) + d * kTokenTile, low,
+                             high);
+            low.store(key);
+            high.store(key + kTokenTile);
+        }
+    }
+    for (int64_t token = seen.begin / 2 * 2; token < seen.end; token += 2) {
+        const int64_t t = token / kTokenTile;
+        const int64_t offset = token % kTokenTile * dim;
+        const auto *from = reinterpret_cast<const uint16_t *>(here.values[t]) + offset;
+        float *to = values + token * padded;
+        for (int64_t d = 0; d < dim; d += kLanes) {
+            fetch(ahead.values[t] + (offset + 2 * d) * 2);
+            Vec low, high;
+            if (d + kLanes <= dim) {
+                load_pairs<kind>(from + 2 * d, low, high);
+            } else {
+                load_pairs_first<kind>(from + 2 * d, dim - d, low, high);
+            }
+            low.store(to + d);
+            high.store(to + padded + d);
+        }
+    }
+}
+
+template <class A>
+Chunk<A> chunk_of(const AttentionShape &shape, Seen seen, const Tiles &here, const Tiles &ahead,
+                  float *space) {
+    Chunk<A> chunk{};
+    if constexpr (A::kPack == 1) {
+        if (shape.kind == HalfKind::F16) {
+            unpack<HalfKind::F16>(shape, seen, here, ahead, space, chunk);
+        } else {
+            unpack<HalfKind::BF16>(shape, seen, here, ahead, space, chunk);
+        }
+    } else {
+        for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
+            chunk.keys[t] = reinterpret_cast<const typename A::Word *>(here.keys[t]);
+            chunk.values[t] = reinterpret_cast<const typename A::Word *>(here.values[t]);
+        }
+        chunk.ahead = ahead;
     }
     return chunk;
 }
 
-template <HalfKind kind>
-void attend_partition(const AttentionShape &shape, const AttentionQuery &query, const float *q,
-                      int64_t partition, State state, float *lane_sums, float *weights) {
+// The chunks [span.begin, span.end), in order, the rows of each in tiles of kMaxRows. `apart`: each
+// chunk's state goes to a place of its own in `states`; otherwise all are merged to one.
+template <class A>
+void attend_in(const AttentionShape &shape, const AttentionSpan &span, const AttentionSpan *next,
+               bool apart, float *states, float *scratch) {
+    const AttentionQuery &query = span.query;
     const int64_t group = shape.heads_per_kv;
-    const int64_t rows = query.tokens * group;
-    const int64_t dim = shape.padded_dim();
-    for (int64_t r = 0; r < rows; ++r)
-        state.maximum[r] = -__builtin_inff();
-    std::memset(lane_sums, 0, size_t(rows * kLanes) * sizeof(float));
-    std::memset(state.values, 0, size_t(rows * dim) * sizeof(float));
-
-    const int64_t last = query.position + query.tokens - 1;
-    for (int64_t base = partition * kPartition; base < (partition + 1) * kPartition;
-         base += kChunk) {
-        const Seen first_seen(shape, query.position, base);
-        const Seen last_seen(shape, last, base);
-        if (last_seen.end <= 0 || first_seen.begin >= kChunk)
-            continue;
-        const Chunk chunk = find_chunk(shape, query, base, first_seen.begin, last_seen.end);
-        const auto run = [&](int64_t row, int64_t end_row, Seen seen) {
-            for (; row < end_row; row += kMaxRows) {
-                attend_group<kind>(smaller(end_row - row, kMaxRows), shape,
-                                   q + row * shape.head_dim, chunk, seen.begin, seen.end,
-                                   state.maximum + row, lane_sums + row * kLanes,
-                                   state.values + row * dim, weights);
-            }
-        };
-        // Tokens that see all of the chunk are tiled together; the others go one by one.
-        for (int64_t token = 0; token < query.tokens;) {
-            const Seen seen(shape, query.position + token, base);
-            int64_t next = token + 1;
-            if (seen.all()) {
-                while (next < query.tokens && Seen(shape, query.position + next, base).all()) {
-                    ++next;
-                }
-            }
-            if (seen.any())
-                run(token * group, next * group, seen);
-            token = next;
-        }
+    const int64_t all_rows = query.tokens * group;
+    const int64_t dim = shape.head_dim;
+    auto *q = reinterpret_cast<typename A::Word *>(scratch);
+    const State part(kLanes, scratch + all_rows * dim);
+    float *space = part.sums + kMaxRows * shape.state_stride();
+    float *unpacked = space + 2 * kMaxRows * kChunk;
+    for (int64_t row = 0; row < all_rows; ++row) {
+        A::prepare(query.q + row / group * query.ldq + row % group * dim, shape.scale * kLog2E,
+                   q + row * dim / A::kPack, dim);
     }
-    for (int64_t r = 0; r < rows; ++r)
-        state.sum[r] = sum(Vec::load(lane_sums + r * kLanes));
+    if (!apart)
+        clear(shape, all_rows, states);
+
+    Seen seen = seen_of(shape, query, span.begin);
+    Tiles here{};
+    locate(shape, query, span.begin * kChunk, seen, here);
+    for (int64_t c = span.begin; c < span.end; ++c) {
+        const int64_t base = c * kChunk;
+        Tiles ahead = here;
+        Seen seen_ahead;
+        if (c + 1 < span.end) {
+            seen_ahead = seen_of(shape, query, c + 1);
+            locate(shape, query, base + kChunk, seen_ahead, ahead);
+        } else if (next != nullptr) {
+            seen_ahead = seen_of(shape, next->query, next->begin);
+            locate(shape, next->query, next->begin * kChunk, seen_ahead, ahead);
+        }
+        fetch_others(shape, seen, seen_ahead, ahead);
+        Chunk<A> chunk = chunk_of<A>(shape, seen, here, ahead, unpacked);
+
+        // The tokens that see a key of the chunk are consecutive.
+        const int64_t first = larger(0, base - query.position) * group;
+        const int64_t end_token =
+            shape.window > 0 ? base + kChunk - 1 + shape.window - query.position : query.tokens;
+        const int64_t rows = smaller(end_token, query.tokens) * group - first;
+        const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t row = first + tile * rows / tiles;
+            const int64_t count = first + (tile + 1) * rows / tiles - row;
+            Seen row_seen[kMaxRows];
+            for (int64_t r = 0; r < count; ++r)
+                row_seen[r] = Seen(shape, query.position + (row + r) / group, base);
+            State to = part;
+            if (apart) {
+                to = State(all_rows, states + (c - span.begin) * shape.state_floats(all_rows))
+                         .from(shape, row);
+            }
+            attend_group<A>(count, shape, q + row * dim / A::kPack, chunk, row_seen, to.maximum,
+                            to.sums, space);
+            if (!apart)
+                merge(shape, count, State(all_rows, states).from(shape, row), part);
+            chunk.ahead = here; // once is enough
+        }
+        here = ahead;
+        seen = seen_ahead;
+    }
 }
 
-// A row that sees nothing of a partition has the sum 0 there, and passes through unchanged.
-void merge(const AttentionShape &shape, int64_t rows, float *into, const float *next) {
-    State a(rows, into);
-    const State b(rows, const_cast<float *>(next));
-    const int64_t dim = shape.padded_dim();
+void attend(const AttentionShape &shape, const AttentionSpan &span, const AttentionSpan *next,
+            bool apart, float *states, float *scratch) {
+#if defined(__AVX512BF16__)
+    if (shape.kind == HalfKind::BF16)
+        return attend_in<Bf16Pairs>(shape, span, next, apart, states, scratch);
+#endif
+    attend_in<Floats>(shape, span, next, apart, states, scratch);
+}
+
+void fold(const AttentionShape &shape, int64_t rows, int64_t count, float *states, float *state) {
+    clear(shape, rows, state);
+    for (int64_t c = 0; c < count; ++c) {
+        for (int64_t r = 0; r < rows; r += kLanes) {
+            merge(shape, smaller(kLanes, rows - r), State(rows, state).from(shape, r),
+                  State(rows, states + c * shape.state_floats(rows)).from(shape, r));
+        }
+    }
+}
+
+void finish(const AttentionShape &shape, int64_t tokens, float *state, float *out, int64_t ldo) {
+    const int64_t group = shape.heads_per_kv;
+    const int64_t rows = tokens * group;
     for (int64_t r = 0; r < rows; ++r) {
-        if (b.sum[r] == 0.0f)
-            continue;
-        float *to = a.values + r * dim;
-        const float *from = b.values + r * dim;
-        if (a.sum[r] == 0.0f) {
-            a.maximum[r] = b.maximum[r];
-            a.sum[r] = b.sum[r];
-            std::memcpy(to, from, size_t(dim) * sizeof(float));
-            continue;
-        }
-        const float top = a.maximum[r] > b.maximum[r] ? a.maximum[r] : b.maximum[r];
-        float factors[kLanes] = {a.maximum[r] - top, b.maximum[r] - top};
-        exp_of_negative(Vec::load(factors)).store(factors);
-        a.maximum[r] = top;
-        a.sum[r] = a.sum[r] * factors[0] + b.sum[r] * factors[1];
-        for (int64_t d = 0; d < dim; d += kLanes) {
-            const Vec scaled = Vec::load(to + d) * Vec::set(factors[0]);
-            fma(Vec::load(from + d), Vec::set(factors[1]), scaled).store(to + d);
-        }
+        const State from = State(rows, state).from(shape, r);
+        float *to = out + r / group * ldo + r % group * shape.head_dim;
+        const float factor = 1.0f / sum(Vec::load(from.sums));
+        for (int64_t d = 0; d < shape.head_dim; ++d)
+            to[d] = from.sums[kLanes + d] * factor;
     }
 }
 
 template <HalfKind kind>
-void attend_kind(const AttentionShape &shape, const AttentionQuery &query, int64_t begin,
-                 int64_t end, float *state, float *scratch) {
-    const int64_t group = shape.heads_per_kv;
-    const int64_t rows = query.tokens * group;
-    float *q = scratch;
-    float *lane_sums = q + rows * shape.head_dim;
-    float *weights = lane_sums + rows * kLanes;
-    float *next = weights + kMaxRows * kChunk;
-    for (int64_t token = 0; token < query.tokens; ++token) {
-        const float *from = query.q + token * query.ldq;
-        float *to = q + token * group * shape.head_dim;
-        for (int64_t i = 0; i < group * shape.head_dim; ++i)
-            to[i] = from[i] * shape.scale;
-    }
-    for (int64_t partition = begin; partition < end; ++partition) {
-        float *target = partition == begin ? state : next;
-        attend_partition<kind>(shape, query, q, partition, State(rows, target), lane_sums, weights);
-        if (partition != begin)
-            merge(shape, rows, state, next);
+void store_pairs(int64_t dim, int64_t slot, const float *key, const float *value, std::byte *keys,
+                 std::byte *values) {
+    // Only this token's halves are written: its neighbour may be another thread's.
+    auto *key_to = reinterpret_cast<uint16_t *>(keys) + slot / kTokenTile * kTokenTile * dim +
+                   slot % kTokenTile * 2;
+    auto *value_to = reinterpret_cast<uint16_t *>(values) + slot / 2 * 2 * dim + slot % 2;
+    for (int64_t d = 0; d < dim; d += kLanes) {
+        const int64_t count = smaller(kLanes, dim - d);
+        uint16_t k[kLanes], v[kLanes];
+        store_half<kind>(load_first(key + d, count), k);
+        store_half<kind>(load_first(value + d, count), v);
+        for (int64_t i = 0; i < count; ++i) {
+            key_to[(d + i) / 2 * 2 * kTokenTile + i % 2] = k[i];
+            value_to[(d + i) * 2] = v[i];
+        }
     }
 }
 
-void attend(const AttentionShape &shape, const AttentionQuery &query, int64_t begin, int64_t end,
-            float *state, float *scratch) {
+void store(const AttentionShape &shape, int64_t slot, const float *key, const float *value,
+           std::byte *keys, std::byte *values) {
     if (shape.kind == HalfKind::F16) {
-        attend_kind<HalfKind::F16>(shape, query, begin, end, state, scratch);
+        store_pairs<HalfKind::F16>(shape.head_dim, slot, key, value, keys, values);
     } else {
-        attend_kind<HalfKind::BF16>(shape, query, begin, end, state, scratch);
+        store_pairs<HalfKind::BF16>(shape.head_dim, slot, key, value, keys, values);
     }
 }
 
-void finish(const AttentionShape &shape, int64_t tokens, const float *state, float *out,
-            int64_t ldo) {
-    const int64_t group = shape.heads_per_kv;
-    const int64_t dim = shape.padded_dim();
-    const State from(tokens * group, const_cast<float *>(state));
-    for (int64_t r = 0; r < tokens * group; ++r) {
-        float *to = out + r / group * ldo + r % group * shape.head_dim;
-        const float factor = 1.0f / from.sum[r];
-        for (int64_t d = 0; d < shape.head_dim; ++d)
-            to[d] = from.values[r * dim + d] * factor;
-    }
-}
-
-constexpr AttentionKernels kKernels{attend, merge, finish};
+constexpr AttentionKernels kKernels{store, attend, fold, finish};
 
 } // namespace
 } // namespace OCTAVO_TIER

@@ -108,28 +108,8 @@ void rope_pairs(float *head, const float *cos, const float *sin, int64_t dim) {
     });
 }
 
-template <HalfKind kind> void to_half_of(const float *x, uint16_t *out, int64_t n, int64_t stride) {
-    for_vectors(n, [&](int64_t i, int64_t count) {
-        const Vec value = load_part(x + i, count);
-        if (stride == 1 && count == kLanes)
-            return store_half<kind>(value, out + i);
-        uint16_t lanes[kLanes];
-        store_half<kind>(value, lanes);
-        for (int64_t lane = 0; lane < count; ++lane)
-            out[(i + lane) * stride] = lanes[lane];
-    });
-}
-
-void to_half(HalfKind kind, const float *x, uint16_t *out, int64_t n, int64_t stride) {
-    if (kind == HalfKind::F16) {
-        to_half_of<HalfKind::F16>(x, out, n, stride);
-    } else {
-        to_half_of<HalfKind::BF16>(x, out, n, stride);
-    }
-}
-
-constexpr RowKernels kKernels{rms_norm, add,         scale,      silu,   gelu_tanh,
-                              softcap,  rope_halves, rope_pairs, to_half};
+constexpr RowKernels kKernels{rms_norm,  add,     scale,       silu,
+                              gelu_tanh, softcap, rope_halves, rope_pairs};
 
 } // namespace
 } // namespace OCTAVO_TIER

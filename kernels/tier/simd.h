@@ -64,13 +64,6 @@ struct Vec {
     static Vec load(const float *p) { return {_mm512_loadu_ps(p)}; }
     void store(float *p) const { _mm512_storeu_ps(p, v); }
 
-    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
-        const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
-        if constexpr (kind == HalfKind::F16)
-            return {_mm512_cvtph_ps(half)};
-        return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16))};
-    }
-
     friend Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
     friend Vec operator-(Vec a, Vec b) { return {_mm512_sub_ps(a.v, b.v)}; }
     friend Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -98,6 +91,17 @@ inline void store_f16(Vec a, uint16_t *p) {
     const __m256i half = _mm512_cvtps_ph(clamped.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), half);
 }
+// The first and the second halves of sixteen pairs.
+template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+    const __m512i pairs = _mm512_loadu_si512(p);
+    if constexpr (kind == HalfKind::F16) {
+        first.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
+        second.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
+    } else {
+        first.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+        second.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff)));
+    }
+}
 // value where a >= bound (false for NaN), other elsewhere.
 inline Vec where_ge(Vec a, Vec bound, Vec value, Vec other) {
     return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, bound.v, _CMP_GE_OQ), other.v, value.v)};
@@ -113,15 +117,6 @@ struct Vec {
     void store(float *p) const {
         _mm256_storeu_ps(p, a);
         _mm256_storeu_ps(p + 8, b);
-    }
-
-    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
-        const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p));
-        const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i *>(p + 8));
-        if constexpr (kind == HalfKind::F16)
-            return {_mm256_cvtph_ps(low), _mm256_cvtph_ps(high)};
-        return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(low), 16)),
-                _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(high), 16))};
     }
 
     friend Vec operator+(Vec x, Vec y) {
@@ -161,6 +156,29 @@ inline void store_f16(Vec x, uint16_t *p) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8),
                      _mm256_cvtps_ph(clamped.b, _MM_FROUND_TO_NEAREST_INT));
 }
+template <HalfKind kind> inline void load_pairs(const uint16_t *p, __m256 &first, __m256 &second) {
+    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    const __m256i low = _mm256_slli_epi32(pairs, 16);
+    if constexpr (kind == HalfKind::F16) {
+        // Each half of the register keeps its four pairs, first then second halves.
+        const __m256i parts =
+            _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(pairs, 16));
+        const __m256 left = _mm256_cvtph_ps(_mm256_castsi256_si128(parts));
+        const __m256 right = _mm256_cvtph_ps(_mm256_extracti128_si256(parts, 1));
+        first = _mm256_permute2f128_ps(left, right, 0x20);
+        second = _mm256_permute2f128_ps(left, right, 0x31);
+    } else {
+        first = _mm256_castsi256_ps(low);
+        second = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(~0xffff)));
+    }
+}
+template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+    load_pairs<kind>(p, first.a, second.a);
+    load_pairs<kind>(p + 16, first.b, second.b);
+}
+inline Vec floor(Vec x) {
+    return {_mm256_floor_ps(x.a), _mm256_floor_ps(x.b)};
+}
 inline __m256 exp2_whole(__m256 x) {
     const __m256i biased = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127));
     return _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23));
@@ -194,10 +212,6 @@ struct Vec {
     void store(float *p) const {
         for (int64_t i = 0; i < kLanes; ++i)
             p[i] = v[i];
-    }
-
-    template <HalfKind kind> static Vec load_half(const uint16_t *p) {
-        return each([&](int64_t i) { return float_from_half<kind>(p[i]); });
     }
 
     friend Vec operator+(const Vec &a, const Vec &b) {
@@ -235,6 +249,15 @@ inline void store_f16(const Vec &a, uint16_t *p) {
     for (int64_t i = 0; i < kLanes; ++i)
         p[i] = f16_from_float(a.v[i]);
 }
+template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+    first = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i]); });
+    second = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i + 1]); });
+}
+inline Vec floor(const Vec &a) {
+    const Vec nearest = round(a);
+    return Vec::each(
+        [&](int64_t i) { return nearest.v[i] - (nearest.v[i] > a.v[i] ? 1.0f : 0.0f); });
+}
 inline Vec exp2_whole(const Vec &a) {
     // Adding 1.5 * 2^23 leaves a in the low bits: unlike a conversion, defined for NaN too.
     return Vec::each(
@@ -259,10 +282,11 @@ inline void store_first(Vec x, float *p, int64_t count) {
     std::memcpy(p, lanes, size_t(count) * sizeof(float));
 }
 
-template <HalfKind kind> inline Vec load_half_first(const uint16_t *p, int64_t count) {
-    uint16_t lanes[kLanes] = {};
-    std::memcpy(lanes, p, size_t(count) * sizeof(uint16_t));
-    return Vec::load_half<kind>(lanes);
+template <HalfKind kind>
+inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
+    uint16_t pairs[2 * kLanes] = {};
+    std::memcpy(pairs, p, size_t(count) * 2 * sizeof(uint16_t));
+    load_pairs<kind>(pairs, first, second);
 }
 
 template <HalfKind kind> inline void store_half(Vec x, uint16_t *p) {
@@ -328,10 +352,12 @@ inline float largest(Vec x) {
 }
 #endif
 
+constexpr float kLog2E = 1.44269504f;
+
 // p * e^r = e^x with x = n ln 2 + r, |r| <= ln 2 / 2: ln 2 in two parts (Cody and Waite, 1980), and
 // e^r by its Taylor polynomial of degree 7 (relative error below 2^-27).
 inline Vec exp_parts(Vec x, Vec &n) {
-    n = round(x * Vec::set(1.44269504f));
+    n = round(x * Vec::set(kLog2E));
     Vec r = fma(n, Vec::set(-0x1.62e4p-1f), x);
     r = fma(n, Vec::set(-0x1.7f7d1cp-20f), r);
     Vec p = Vec::set(1.0f / 5040.0f);
@@ -346,46 +372,50 @@ inline Vec exp_parts(Vec x, Vec &n) {
 
 constexpr float kLowestExp = -87.33654f;
 
-#if defined(__AVX512F__)
-// Scaling by a power of two goes beyond the range by itself, to +inf.
-inline Vec exp_from(Vec x, Vec clamped) {
-    Vec n;
-    const Vec p = exp_parts(clamped, n);
-    const __mmask16 keep = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(kLowestExp), _CMP_NLT_UQ);
-    return {_mm512_maskz_scalef_ps(keep, p.v, n.v)};
-}
-
-// e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above; NaN for NaN.
-inline Vec exp(Vec x) {
-    return exp_from(x, min(Vec::set(89.0f), max(Vec::set(kLowestExp), x)));
-}
-
-// The same for x <= 0, as in a softmax; NaN gives NaN.
-inline Vec exp_of_negative(Vec x) {
-    return exp_from(x, max(Vec::set(kLowestExp), x));
-}
-#else
 // e^x within 2 ulp for x in [-87.3, 88.7]; 0 below, +inf above; NaN for NaN.
 inline Vec exp(Vec x) {
     const Vec low = Vec::set(kLowestExp);
-    const Vec high = Vec::set(88.72284f);
     Vec n;
+#if defined(__AVX512F__)
+    // Scaling by a power of two goes beyond the range by itself, to +inf.
+    const Vec p = exp_parts(min(Vec::set(89.0f), max(low, x)), n);
+    const __mmask16 keep = _mm512_cmp_ps_mask(x.v, low.v, _CMP_NLT_UQ);
+    return {_mm512_maskz_scalef_ps(keep, p.v, n.v)};
+#else
+    const Vec high = Vec::set(88.72284f);
     const Vec p = exp_parts(min(max(low, x), high), n);
     // The exponent moves in two steps, so that n = 128 does not overflow before its time.
     const Vec half_n = round(n * Vec::set(0.5f));
     const Vec value = p * exp2_whole(half_n) * exp2_whole(n - half_n);
     const Vec in_range = where_ge(high, x, value, x * Vec::set(__builtin_inff())); // +inf, or NaN
     return where_ge(x, low, in_range, where_ge(low, x, Vec::set(0.0f), x));
+#endif
 }
 
-// The same for x <= 0, as in a softmax; NaN gives NaN.
-inline Vec exp_of_negative(Vec x) {
-    const Vec low = Vec::set(kLowestExp);
-    Vec n;
-    const Vec p = exp_parts(max(low, x), n);
-    return where_ge(low, x, Vec::set(0.0f), p * exp2_whole(n));
-}
+// 2^x for x <= 0, as in a softmax, within 3 ulp; 0 where that would be subnormal (AVX-512: only
+// where it is 0); NaN for NaN. The fraction's power by the polynomial of degree 5 that is exact at
+// 0 and has the least relative error elsewhere, below 2^-23.
+inline Vec exp2_of_negative(Vec x) {
+#if defined(__AVX512F__)
+    const Vec f = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#else
+    const Vec low = Vec::set(-126.0f);
+    const Vec clamped = max(low, x);
+    const Vec n = floor(clamped);
+    const Vec f = clamped - n;
 #endif
+    Vec p = Vec::set(0x1.e97514p-10f);
+    p = fma(p, f, Vec::set(0x1.27784ep-7f));
+    p = fma(p, f, Vec::set(0x1.c91ce8p-5f));
+    p = fma(p, f, Vec::set(0x1.ebdb56p-3f));
+    p = fma(p, f, Vec::set(0x1.62e4bap-1f));
+    p = fma(p, f, Vec::set(1.0f));
+#if defined(__AVX512F__)
+    return {_mm512_scalef_ps(p.v, x.v)};
+#else
+    return where_ge(low, x, Vec::set(0.0f), p * exp2_whole(n));
+#endif
+}
 
 // cap * tanh(x / cap), tanh(u) = 1 - 2 / (e^(2u) + 1): absolute error below 2^-22 cap.
 inline Vec softcapped(Vec x, float cap) {

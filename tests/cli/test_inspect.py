@@ -46,8 +46,8 @@ def test_smollm2(smollm2_path: Path) -> None:
 
 
 def test_the_dtype_asked_for_is_the_one_shown(smollm2_path: Path) -> None:
-    assert inspect(str(smollm2_path))["kv_cache_dtype"] == "fp16"
-    assert inspect(str(smollm2_path), "--kv-cache-dtype", "bf16")["kv_cache_dtype"] == "bf16"
+    assert inspect(str(smollm2_path))["kv_cache_dtype"] == "bf16"
+    assert inspect(str(smollm2_path), "--kv-cache-dtype", "fp16")["kv_cache_dtype"] == "fp16"
 
 
 def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:

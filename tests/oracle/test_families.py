@@ -58,7 +58,7 @@ def folder(
 
 def run(checkpoint: Checkpoint, isa: str, ids: list[int], chunks: list[int], **kw: Any) -> Float32:
     try:
-        driver = Driver(checkpoint, isa=isa, **kw)
+        driver = Driver(checkpoint, isa=isa, kv_dtype="fp16", **kw)
     except ValueError as error:
         pytest.skip(str(error))
     logits = driver.run(ids, chunks)

@@ -42,7 +42,7 @@ MARGIN = 0.25  # nats between first and second from which a greedy token must be
 class Runner:
     """One sequence at a time through the native executor, in chunks of `chunk` tokens."""
 
-    def __init__(self, path: Path, tokens: int, chunk: int) -> None:
+    def __init__(self, path: Path, tokens: int, chunk: int, kv_dtype: str = "auto") -> None:
         checkpoint = checkpoints.load(path)
         layout = KvLayout.of(checkpoint.config)
         blocks, groups = -(-tokens // layout.block_size), len(layout.groups)
@@ -58,6 +58,7 @@ class Runner:
             logits_slice=chunk,
             max_seqs=1,
             max_blocks_per_seq=blocks,
+            kv_dtype=kv_dtype,
         )
 
     def extend(self, ids: Int32, start: int) -> Float:
@@ -104,7 +105,7 @@ def log_softmax(logits: Float) -> Float:
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_models_have_the_recorded_logits(name: str) -> None:
     with np.load(HERE / f"{name}.npz") as data:
-        runner = Runner(HERE / f"{name}.gguf", tokens=64, chunk=17)
+        runner = Runner(HERE / f"{name}.gguf", tokens=64, chunk=17, kv_dtype="fp16")
         difference = np.abs(runner.extend(data["ids"], 0) - data["logits"])
         mean, most = TINY[name]
         assert difference.mean() < mean

@@ -92,7 +92,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
         "weights_bytes": held,
         "parts": parts,
-        "kv_cache_dtype": "fp16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+        "kv_cache_dtype": "bf16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
         "tokenizer": tokenizer.kind,

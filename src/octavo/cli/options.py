@@ -167,7 +167,7 @@ ENGINE_OPTIONS = [
         "--memory-utilization", "--gpu-memory-utilization", show_default="0.5",
     ),
     option(
-        "kv_cache_dtype", str | None, None, "Numbers in the KV cache: fp16, bf16 or auto (fp16).",
+        "kv_cache_dtype", str | None, None, "Numbers in the KV cache: bf16, fp16 or auto (bf16).",
         _ENGINE, show_default="auto",
     ),
     option(

@@ -45,7 +45,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
     memory_utilization: float = 0.5  # share of the memory available beside the weights
-    kv_cache_dtype: str = "auto"  # "auto" (fp16), "fp16" or "bf16"
+    kv_cache_dtype: str = "auto"  # "auto" (bf16), "bf16" or "fp16"
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     threads: int | None = None
@@ -65,9 +65,9 @@ class EngineConfig:
             raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
-        if self.kv_cache_dtype not in ("auto", "fp16", "bf16"):
+        if self.kv_cache_dtype not in ("auto", "bf16", "fp16"):
             raise ValueError(
-                f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; fp16 and bf16 are"
+                f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; bf16 and fp16 are"
             )
 
 

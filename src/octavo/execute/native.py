@@ -22,8 +22,7 @@ from octavo.model.program import Program
 
 logger = logging.getLogger(__name__)
 
-KV_DTYPES = ("auto", "fp16", "bf16")
-MERGE = "attention merge"  # kernels/runtime.cpp
+KV_DTYPES = ("auto", "bf16", "fp16")
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -106,7 +105,7 @@ class NativeExecutor:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            bf16=kv_dtype == "bf16",
+            bf16=kv_dtype != "fp16",
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
@@ -115,7 +114,7 @@ class NativeExecutor:
         )
         self.weight_bytes: int = runtime.weight_bytes
         weights = {role: checkpoint.weights[role] for role in program.weights}
-        bf16_attention = kv_dtype == "bf16" and self.isa == "avx512_bf16"
+        bf16_attention = kv_dtype != "fp16" and self.isa == "avx512_bf16"
         self.costs = CostModel(
             program,
             layout,
@@ -171,13 +170,10 @@ class NativeExecutor:
 
     def profile(self) -> list[RegionTime]:
         """The seconds since `start_profile` of every region, in the order they run in."""
-        regions = iter(self._regions)
-        times = []
-        for name, seconds in self._open.profile():
-            # The runtime adds the merges of split attention, which are part of no op's own region.
-            ops = () if name == MERGE else next(regions).ops
-            times.append(RegionTime(name, ops, seconds))
-        return times
+        return [
+            RegionTime(name, region.ops, seconds)
+            for region, (name, seconds) in zip(self._regions, self._open.profile(), strict=True)
+        ]
 
     @property
     def num_meetings(self) -> int:

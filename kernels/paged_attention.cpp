@@ -1,0 +1,190 @@
+#include "paged_attention.h"
+
+#include <algorithm>
+
+#include "runtime.h"
+
+namespace octavo {
+namespace {
+
+constexpr int64_t kTileRows = 60;     // queries of one KV head that are taken at once
+constexpr int64_t kItemsAThread = 16; // wanted of a job, so that the threads end together
+
+int64_t ceil_div(int64_t a, int64_t b) {
+    return (a + b - 1) / b;
+}
+
+} // namespace
+
+PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config)
+    : tier_(tier), config_(config), group_heads_(config.num_heads / config.num_kv_heads),
+      head_bytes_(config.head_dim * config.block_size * 2),
+      tile_tokens_(std::max<int64_t>(1, kTileRows / group_heads_)),
+      least_items_(config.threads > 1 ? config.threads * kItemsAThread : 0),
+      plans_(config.windows.size()) {
+    const int64_t tiles = config.max_tokens / tile_tokens_ + config.max_seqs;
+    // What is split has more than a least_items_-th of all chunks, so there are fewer of them.
+    const int64_t heads = tiles * config.num_kv_heads;
+    const int64_t split = std::min(least_items_, heads);
+    const int64_t chunks = ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
+    AttentionShape shape{};
+    shape.heads_per_kv = group_heads_;
+    shape.head_dim = config.head_dim;
+    const int64_t rows = tile_tokens_ * group_heads_;
+    thread_floats_ = ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16;
+    thread_space_ = Memory(size_t(thread_floats_ * config.threads) * sizeof(float));
+    slots_ = Memory(size_t(split * chunks * shape.state_floats(group_heads_)) * sizeof(float));
+    done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(heads));
+    tiles_.reserve(size_t(tiles));
+    for (Plan &plan : plans_) {
+        plan.first_item.reserve(size_t(tiles + 1));
+        plan.first_slot.reserve(size_t(tiles));
+    }
+}
+
+AttentionShape PagedAttention::shape_of(const Layer &layer) const {
+    AttentionShape shape{};
+    shape.heads_per_kv = group_heads_;
+    shape.head_dim = config_.head_dim;
+    shape.block_size = config_.block_size;
+    shape.block_bytes = config_.layers_per_group * 2 * config_.num_kv_heads * head_bytes_;
+    shape.kind = config_.kv_kind;
+    shape.scale = layer.scale;
+    shape.softcap = layer.softcap;
+    shape.window = config_.windows[size_t(layer.group)];
+    return shape;
+}
+
+AttentionQuery PagedAttention::query_of(int64_t group, const Tile &tile) const {
+    AttentionQuery query{};
+    query.position = batch_->positions[tile.token];
+    query.tokens = tile.tokens;
+    query.blocks = batch_->block_tables + (group * config_.max_seqs + batch_->seq_slots[tile.seq]) *
+                                              config_.max_blocks_per_seq;
+    return query;
+}
+
+void PagedAttention::plan(const StepBatch &batch) {
+    batch_ = &batch;
+    tiles_.clear();
+    for (int32_t seq = 0; seq < int32_t(batch.seqs); ++seq) {
+        // The last first: they see the most keys.
+        const int32_t begin = batch.seq_offsets[seq];
+        for (int32_t end = batch.seq_offsets[seq + 1]; end > begin;) {
+            const int32_t token = std::max(begin, end - int32_t(tile_tokens_));
+            tiles_.push_back(Tile{seq, token, end - token});
+            end = token;
+        }
+    }
+    const int64_t heads = config_.num_kv_heads;
+    for (size_t group = 0; group < plans_.size(); ++group) {
+        Plan &plan = plans_[group];
+        const auto chunks_of = [&](const Tile &tile) {
+            const AttentionQuery query = query_of(int64_t(group), tile);
+            return query.end_chunk() - query.first_chunk(config_.windows[group]);
+        };
+        plan.first_item.clear();
+        plan.first_slot.clear();
+        int64_t chunks = 0;
+        for (const Tile &tile : tiles_)
+            chunks += chunks_of(tile) * tile.tokens * heads;
+        plan.piece = least_items_ > 0 ? ceil_div(chunks, least_items_) : chunks;
+        int64_t items = 0;
+        int64_t slots = 0;
+        for (const Tile &tile : tiles_) {
+            plan.first_item.push_back(items);
+            plan.first_slot.push_back(slots);
+            const int64_t seen = chunks_of(tile);
+            const bool split = tile.tokens == 1 && seen > plan.piece;
+            items += (split ? ceil_div(seen, plan.piece) : 1) * heads;
+            slots += split ? seen * heads : 0;
+        }
+        plan.first_item.push_back(items);
+    }
+}
+
+Job PagedAttention::job(int64_t group) const {
+    const int64_t items = plans_[size_t(group)].first_item.back();
+    return Job{items, std::max<int64_t>(1, items / (config_.threads * kItemsAThread))};
+}
+
+PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, int64_t tile) const {
+    const Plan &plan = plans_[size_t(layer.group)];
+    const int64_t heads = config_.num_kv_heads;
+    const int64_t within = item - plan.first_item[size_t(tile)];
+    Item out{};
+    out.tile = tile;
+    out.pieces = (plan.first_item[size_t(tile) + 1] - plan.first_item[size_t(tile)]) / heads;
+    out.head = within / out.pieces;
+    out.piece = within % out.pieces;
+    out.span.query = query_of(layer.group, tiles_[size_t(tile)]);
+    out.first_chunk = out.span.query.first_chunk(config_.windows[size_t(layer.group)]);
+    out.span.begin = out.first_chunk + out.piece * plan.piece;
+    out.span.end = out.span.query.end_chunk();
+    if (out.pieces > 1)
+        out.span.end = std::min(out.span.end, out.span.begin + plan.piece);
+    return out;
+}
+
+void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float *out, int64_t ldo,
+                         const std::byte *arena, int thread, int64_t begin, int64_t end) {
+    const AttentionKernels &kernels = tier_.attention;
+    const AttentionShape shape = shape_of(layer);
+    const Plan &plan = plans_[size_t(layer.group)];
+    const int64_t heads = config_.num_kv_heads;
+    const int64_t width = group_heads_ * config_.head_dim;
+    const int64_t slot_floats = shape.state_floats(group_heads_);
+    float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
+    float *scratch = state + shape.state_floats(tile_tokens_ * group_heads_);
+    const auto at = [&](int64_t item, int64_t tile) {
+        Item found = item_at(layer, item, tile);
+        found.span.query.q = q + tiles_[size_t(tile)].token * ldq + found.head * width;
+        found.span.query.ldq = ldq;
+        found.span.query.keys = arena + (layer.index * heads + found.head) * 2 * head_bytes_;
+        found.span.query.values = found.span.query.keys + head_bytes_;
+        return found;
+    };
+    const auto after = std::upper_bound(plan.first_item.begin(), plan.first_item.end(), begin);
+    Item here = at(begin, after - plan.first_item.begin() - 1);
+    for (int64_t item = begin; item < end; ++item) {
+        Item next{};
+        const bool more = item + 1 < plan.first_item.back();
+        if (more) {
+            const bool same = item + 1 < plan.first_item[size_t(here.tile) + 1];
+            next = at(item + 1, same ? here.tile : here.tile + 1);
+        }
+        const AttentionSpan *ahead = more ? &next.span : nullptr;
+        const Tile &tile = tiles_[size_t(here.tile)];
+        float *to = out + tile.token * ldo + here.head * width;
+        if (here.pieces == 1) {
+            kernels.attend(shape, here.span, ahead, false, state, scratch);
+            kernels.finish(shape, tile.tokens, state, to, ldo);
+        } else {
+            const int64_t chunks = here.span.query.end_chunk() - here.first_chunk;
+            float *slots = reinterpret_cast<float *>(slots_.data()) +
+                           (plan.first_slot[size_t(here.tile)] + here.head * chunks) * slot_floats;
+            kernels.attend(shape, here.span, ahead, true,
+                           slots + (here.span.begin - here.first_chunk) * slot_floats, scratch);
+            std::atomic<int32_t> &done = done_[size_t(here.tile * heads + here.head)];
+            if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == here.pieces) {
+                done.store(0, std::memory_order_relaxed);
+                kernels.fold(shape, group_heads_, chunks, slots, state);
+                kernels.finish(shape, 1, state, to, ldo);
+            }
+        }
+        here = next;
+    }
+}
+
+void PagedAttention::store(const Layer &layer, int64_t slot, const float *k, const float *v,
+                           std::byte *block) const {
+    const AttentionShape shape = shape_of(layer);
+    const int64_t heads = config_.num_kv_heads;
+    std::byte *keys = block + layer.index * heads * 2 * head_bytes_;
+    for (int64_t h = 0; h < heads; ++h, keys += 2 * head_bytes_) {
+        tier_.attention.store(shape, slot, k + h * config_.head_dim, v + h * config_.head_dim, keys,
+                              keys + head_bytes_);
+    }
+}
+
+} // namespace octavo

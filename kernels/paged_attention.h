@@ -1,0 +1,84 @@
+// Paged attention of a step: its queries cut into items, and the threads' work on them.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "memory.h"
+#include "thread_pool.h"
+#include "tier.h"
+
+namespace octavo {
+
+struct RuntimeConfig;
+struct StepBatch;
+
+// An item is a tile of queries (consecutive tokens of one sequence) on one KV head, with all the
+// keys they see; or, for a single token that sees far more keys than a thread's share, some chunks
+// of them. Whoever completes a token's last piece puts the pieces together.
+class PagedAttention {
+  public:
+    struct Layer {
+        int64_t group; // KV group
+        int64_t index; // within the group
+        float scale;
+        float softcap; // 0: none
+    };
+
+    PagedAttention(const Tier &tier, const RuntimeConfig &config);
+
+    // Cuts the batch, which must stay as it is until the next plan.
+    void plan(const StepBatch &batch);
+    Job job(int64_t group) const;
+    // Items [begin, end) of a layer's job. Row t of q and out is token t's, all heads; rows are ldq
+    // and ldo floats apart. `arena` is the KV cache.
+    void run(const Layer &layer, const float *q, int64_t ldq, float *out, int64_t ldo,
+             const std::byte *arena, int thread, int64_t begin, int64_t end);
+
+    // Puts a token's keys and values (all heads) into a slot of a block of the arena.
+    void store(const Layer &layer, int64_t slot, const float *k, const float *v,
+               std::byte *block) const;
+
+  private:
+    struct Tile {
+        int32_t seq;
+        int32_t token;
+        int32_t tokens;
+    };
+    // A KV group's items: of each tile, all pieces of its first head, and so on.
+    struct Plan {
+        int64_t piece = 0;               // most chunks of a single token's item
+        std::vector<int64_t> first_item; // of each tile, and past the last
+        std::vector<int64_t> first_slot; // of each tile, among the states that wait to be merged
+    };
+    struct Item {
+        int64_t tile;
+        int64_t head;
+        int64_t piece;
+        int64_t pieces;
+        int64_t first_chunk; // of all pieces
+        AttentionSpan span;
+    };
+
+    AttentionShape shape_of(const Layer &layer) const;
+    AttentionQuery query_of(int64_t group, const Tile &tile) const;
+    Item item_at(const Layer &layer, int64_t item, int64_t tile) const;
+
+    const Tier &tier_;
+    const RuntimeConfig &config_;
+    const int64_t group_heads_; // query heads of a KV head
+    const int64_t head_bytes_;  // keys or values of a block on one head
+    const int64_t tile_tokens_;
+    const int64_t least_items_; // wanted of a job; 0: nothing is split
+
+    const StepBatch *batch_ = nullptr;
+    std::vector<Tile> tiles_;
+    std::vector<Plan> plans_;                      // by group
+    std::unique_ptr<std::atomic<int32_t>[]> done_; // pieces, [tiles][KV heads]; zero between jobs
+    int64_t thread_floats_;
+    Memory thread_space_; // a thread's state and scratch
+    Memory slots_;        // states of single chunks on one head
+};
+
+} // namespace octavo

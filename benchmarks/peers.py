@@ -59,6 +59,7 @@ from octavo import checkpoint
 
 PEERS = ("llama.cpp", "ik_llama.cpp", "openvino")
 CLOSE = 0.9  # of the best: candidates that are probed a second time
+CONTENDER = 0.8  # of the best: those that are tried for the next number of sequences
 
 
 class Lengths(NamedTuple):
@@ -101,6 +102,7 @@ class Comparison:
 
     def probe(self, workloads: list[Workload], known: dict[str, dict[str, Settings]]) -> None:
         """Chooses each engine's settings, known ones first; leaves out who cannot do it at all."""
+        contenders: dict[str, list[Settings]] = {}
         for workload in workloads:
             for peer in self.peers:
                 chosen = self.settings.setdefault(peer.name, {})
@@ -108,18 +110,26 @@ class Comparison:
                     chosen[workload.name] = known[peer.name][workload.name]
                     continue
                 candidates = peer.candidates(workload)
-                if workload.kind == "serve" and chosen:  # it takes long, and is made of the others
+                # These take long and are made of what went before, whose best are tried alone.
+                if workload.kind == "serve" and chosen:
                     candidates = [s for s in candidates if s in chosen.values()]
+                if workload.kind == "decode" and workload.parallel > 1:
+                    candidates = contenders.get(peer.name, candidates)
                 try:
-                    chosen[workload.name] = self.fastest(peer, workload, candidates)
+                    ranking = self.rank(peer, workload, candidates)
                 except Unavailable as reason:
                     self.leave_out(peer, workload, reason)
+                    continue
+                chosen[workload.name] = ranking[0]
+                if workload.kind == "decode" and workload.parallel > 1:
+                    contenders[peer.name] = ranking
 
-    def fastest(self, peer: Peer, workload: Workload, candidates: list[Settings]) -> Settings:
+    def rank(self, peer: Peer, workload: Workload, candidates: list[Settings]) -> list[Settings]:
+        """The contenders for the fastest settings, best first. Raises `Unavailable`."""
         if workload.kind == "serve":
             peer.server(workload.parallel, candidates[0])  # raises if it has none
         if len(candidates) == 1:
-            return candidates[0]
+            return candidates
         rates: dict[int, float] = {}
         failed: dict[int, Unavailable] = {}
         for again in (False, True):
@@ -143,7 +153,8 @@ class Comparison:
                 )
             if not rates:
                 raise failed[0]
-        return candidates[max(rates, key=lambda index: rates[index])]
+        order = sorted(rates, key=lambda index: -rates[index])
+        return [candidates[i] for i in order if rates[i] > CONTENDER * rates[order[0]]]
 
     def round(self, workload: Workload, index: int) -> None:
         for peer in self.peers if index % 2 == 0 else self.peers[::-1]:

@@ -139,6 +139,20 @@ def test_the_probe_keeps_the_fastest_settings_that_work() -> None:
     assert not it.left_out
 
 
+def test_more_sequences_are_probed_with_the_contenders_of_fewer() -> None:
+    clear, close = (
+        Fake("clear", {"fa=on": 5, "fa=off": 9}),
+        Fake("close", {"fa=on": 8, "fa=off": 9}),
+    )
+    it = comparison(clear, close)
+    it.probe([Workload("decode", 1), DECODE, Workload("decode", 32)], {})
+    asked = [settings for name, settings in clear.asked if name == "decode-8"]
+    assert set(asked) == {"fa=on", "fa=off"}
+    assert not [name for name, _ in clear.asked if name == "decode-32"]  # nothing left to choose
+    assert it.settings["clear"]["decode-32"] == {"fa": "off"}
+    assert {s for name, s in close.asked if name == "decode-32"} == {"fa=on", "fa=off"}
+
+
 def test_known_settings_are_not_probed() -> None:
     peer = Fake("peer", {"fa=on": 5})
     it = comparison(peer)

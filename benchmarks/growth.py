@@ -21,7 +21,7 @@ import numpy as np
 
 from _models import models
 from octavo.bench.drive import Drive, Load
-from octavo.bench.limits import Limits, highest
+from octavo.bench.limits import highest
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch
 
@@ -72,8 +72,7 @@ def measure(
 ) -> tuple[list[Length], Line, list[dict[str, object]]]:
     loads = [Load(sequences, context, STEPS) for context in contexts]
     drive = Drive.load(path, EngineConfig(threads=threads), loads)
-    pool = drive.executor.pool
-    limits = [Limits.measure(quick=True, pool=pool)]
+    limits = [drive.limits()]
     drive.prefill(drive.prompts(loads[0]))  # a warm-up
     prefills: dict[Load, list[float]] = {load: [] for load in loads}
     decodes: dict[Load, list[float]] = {load: [] for load in loads}
@@ -87,7 +86,7 @@ def measure(
             decode = drive.decode(prompts, STEPS)
             decodes[load] += decode.times
             batches[load] = prefill.batches, decode.batches[STEPS // 2]
-    limits.append(Limits.measure(quick=True, pool=pool))
+    limits.append(drive.limits())
     lengths = []
     costs = drive.executor.costs
     for load in loads:

@@ -52,7 +52,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_quick_measurement_has_every_part() -> None:
+def test_a_quick_measurement_has_every_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As if the caches were small, so that it is over soon on a busy machine as well.
+    monkeypatch.setattr(module, "cache_sizes", lambda: {2: (1 << 18, 1), 3: (1 << 20, 1)})
+    monkeypatch.setattr(module, "_LEAST_MEMORY_READ", 8 << 20)
     seen: list[str] = []
     measured = Limits.measure(2, quick=True, progress=seen.append)
     assert measured.quick

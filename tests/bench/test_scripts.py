@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from bench.test_limits import made_up
+from octavo.bench.limits import Limits
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -36,10 +39,8 @@ def test_a_line_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_growth_of_a_model(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from bench.test_limits import made_up
-
     growth = script("growth", monkeypatch)
-    monkeypatch.setattr(growth.Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
     model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
     options = ["--context", "16,32,64", "--repetitions", "1", "--json"]
     monkeypatch.setattr(sys, "argv", ["growth.py", "--model", f"tiny={model}", *options])

@@ -13,6 +13,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 import octavo.checkpoint
+from octavo.bench.limits import Limits, Progress
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.engine import Engine, Step
@@ -119,6 +120,11 @@ class Drive:
         return self.loaded.weight_bytes + load.sequences * layout.block_bytes * peak_blocks(
             layout, load.prompt_len
         )
+
+    def limits(self, progress: Progress = lambda _: None) -> Limits:
+        """The machine's, measured quickly on the engine's threads."""
+        progress("measuring the machine's limits")
+        return Limits.measure(quick=True, pool=self.executor.pool)
 
     # Being an observer
 

@@ -93,13 +93,13 @@ class Limits:
     ) -> Self:
         """Measure on 1, 2, 4, … ``threads`` (None: as many as the engine would take).
 
-        ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on these threads,
-        quickly.
+        ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on its threads only.
         """
-        most = threads or (pool.size if pool else usable_cpus()[0])
+        most = pool.size if pool else threads or usable_cpus()[0]
         counts = [most] if quick or pool else _thread_counts(most)
         pools = {count: pool or _native.ThreadPool(count) for count in counts}
         caches = cache_sizes()
+        sizes = {count: _working_sets(count, caches) for count in counts}
         peaks: dict[str, list[Rate]] = {name: [] for name in ARITHMETICS}
         reads: list[Read] = []
         barriers: list[Rate] = []
@@ -110,11 +110,11 @@ class Limits:
             progress(f"thread pool of {_threads(count)}")
             seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
             barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
-        largest = max(size for _, size in _working_sets(most, caches))
+        largest = max(size for levels in sizes.values() for _, size in levels)
         buffer = _native.ReadBuffer(pools[counts[-1]], largest)
         for count, each in pools.items():
             good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
-            for level, size in _working_sets(count, caches):
+            for level, size in sizes[count]:
                 progress(f"reading {size / 2**20:.4g} MiB ({level}) on {_threads(count)}")
                 ways = good.get(level) or _ways(quick)
                 rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)

@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from octavo.bench.drive import Drive, Load
-from octavo.bench.limits import Limits, highest
+from octavo.bench.limits import Limits, Progress, highest
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import OpCost, Rates
 from octavo.execute.native import RegionTime
 from octavo.model.program import Op, Program
-
-Progress = Callable[[str], None]
 
 
 class Span(NamedTuple):
@@ -122,23 +120,17 @@ def profile(
     progress("loading the model")
     drive = Drive.load(model, config, [load])
     try:
-        around = [limits or _limits(drive, progress)]
+        around = [limits or drive.limits(progress)]
         progress(f"running {steps} steps")
         with _watched(drive) as record:
-            recorded = _prefill(drive, load, steps, record) if prefill else _decode(
-                drive, load, steps, record
-            )  # fmt: skip
+            run = _prefill if prefill else _decode
+            recorded = run(drive, load, steps, record)
         if limits is None:
-            around.append(_limits(drive, progress))
+            around.append(drive.limits(progress))
         chosen = sorted(recorded, key=lambda step: step.seconds)[len(recorded) // 2]
         return _taken_apart(drive, load, chosen, len(recorded), around, prefill), chosen
     finally:
         drive.close()
-
-
-def _limits(drive: Drive, progress: Progress) -> Limits:
-    progress("measuring the machine's limits")
-    return Limits.measure(quick=True, pool=drive.executor.pool)
 
 
 # --- running -------------------------------------------------------------------------------------

@@ -9,18 +9,17 @@ them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.bench.drive import Drive, Load, Phase
-from octavo.bench.limits import Limits, highest
+from octavo.bench.limits import Limits, Progress, highest
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.load import EngineConfig
 from octavo.execute.cost import Rates
 
-Progress = Callable[[str], None]
 _WARM_UP = Load(1, 32, 8)
 
 
@@ -85,7 +84,7 @@ def throughput(
     try:
         progress("warming up")
         _phases(drive, _WARM_UP)
-        before = _limits(drive, limits, progress)
+        before = limits or drive.limits(progress)
         for load in loads:
             prefills, decodes = [], []
             for repetition in range(repetitions):
@@ -93,19 +92,13 @@ def throughput(
                 prefill, decode = _phases(drive, load)
                 prefills.append(prefill)
                 decodes.append(decode)
-            after = _limits(drive, limits, progress)
-            around = [before] if after is before else [before, after]
+            around = [before]
+            if limits is None:
+                before = drive.limits(progress)  # of the next
+                around.append(before)
             yield _row(drive, load, prefills, decodes, around)
-            before = after
     finally:
         drive.close()
-
-
-def _limits(drive: Drive, limits: Limits | None, progress: Progress) -> Limits:
-    if limits is not None:
-        return limits
-    progress("measuring the machine's limits")
-    return Limits.measure(quick=True, pool=drive.executor.pool)
 
 
 def _phases(drive: Drive, load: Load) -> tuple[Phase, Phase]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -293,10 +294,12 @@ def test_local(tmp_path: Path) -> None:
     with pytest.raises(PullError, match="holds no GGUF"):
         pull.resolve(str(folder))
     (folder / "model.safetensors").write_text("")
-    with pytest.raises(PullError, match="safetensors"):
+    with pytest.raises(PullError, match=r"safetensors, but not their config\.json"):
         pull.resolve(str(folder))
-    with pytest.raises(PullError, match="safetensors"):
+    with pytest.raises(PullError, match="give the folder"):
         pull.resolve(str(folder / "model.safetensors"))
+    (folder / "config.json").write_text("{}")
+    assert pull.resolve(str(folder)) == folder.resolve()
     (folder / "a.gguf").write_text("")
     assert pull.resolve(str(folder)) == (folder / "a.gguf").resolve()
     (folder / "b.gguf").write_text("")
@@ -326,8 +329,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]
 
     repos: dict[str, list[str]] = {}
 
-    def not_cached(repo: str, **_: object) -> str:
-        raise LocalEntryNotFoundError("not cached")
+    def not_cached(repo: str, local_files_only: bool = False, **_: object) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
+        return f"{tmp_path}/{repo}"
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: repos[repo])
@@ -343,14 +348,16 @@ def test_hub(hub: dict[str, list[str]], tmp_path: Path) -> None:
     hub["org/one"] = ["README.md", "one.gguf"]
     hub["org/two"] = ["m-Q4_0.gguf", "m-Q8_0.gguf"]
     hub["org/st"] = ["model.safetensors"]
+    hub["org/folder"] = ["config.json", "model.safetensors", "original/x.safetensors"]
     hub["org/split"] = ["m-00001-of-00002.gguf"]
     assert pull.resolve("org/one") == tmp_path / "org/one/one.gguf"
     assert pull.resolve("org/two:m-Q8_0.gguf") == tmp_path / "org/two/m-Q8_0.gguf"
     assert pull.resolve("org/two:q4_0") == tmp_path / "org/two/m-Q4_0.gguf"
+    assert pull.resolve("org/folder") == tmp_path / "org/folder"
     for model, message in {
         "org/two": r"2 GGUF files; name one of: m-Q4_0\.gguf, m-Q8_0\.gguf",
         "org/two:Q5_0": r"no GGUF files matching 'Q5_0'; name one of: m-Q4_0\.gguf",
-        "org/st": "safetensors",
+        "org/st": r"safetensors, but not their config\.json",
         "org/split": "2 pieces",
     }.items():
         with pytest.raises(PullError, match=message):
@@ -376,3 +383,12 @@ def test_hub_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert pull.resolve("org/one") == tmp_path / "one.gguf"
     with pytest.raises(PullError, match="no network"):
         pull.resolve("org/one:other.gguf")
+    (tmp_path / "one.gguf").unlink()
+    for name in ("config.json", "model-1.safetensors"):
+        (tmp_path / name).write_text("")
+    places = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(PullError, match="no network"):  # a shard is missing
+        pull.resolve("org/one")
+    (tmp_path / "model-2.safetensors").write_text("")
+    assert pull.resolve("org/one") == tmp_path

@@ -45,6 +45,14 @@ class Weight(NamedTuple):
     format: WeightFormat
     shape: tuple[int, ...]  # outermost first
     data: npt.NDArray[np.uint8]
+    narrow: WeightFormat | None = None  # what a vector was in the file, if not F32
+
+    @property
+    def stored(self) -> tuple[WeightFormat, int]:
+        """Format and bytes in the file."""
+        if self.narrow is None:
+            return self.format, self.data.nbytes
+        return self.narrow, self.data.nbytes // 2  # F16 or BF16
 
     def split(self, rows: list[int]) -> list[Weight]:
         """Views of consecutive rows; ``rows`` add up to all of them."""

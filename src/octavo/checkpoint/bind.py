@@ -52,7 +52,8 @@ def vector(weight: Weight) -> Weight:
             f"tensor {weight.name!r} is a vector of type {weight.format.name}, not a float's"
         )
     wide.flags.writeable = False
-    return weight._replace(format=WeightFormat.F32, data=wide.view(np.uint8))
+    data = wide.view(np.uint8)
+    return weight._replace(format=WeightFormat.F32, data=data, narrow=weight.format)
 
 
 def listed(names: list[str]) -> str:

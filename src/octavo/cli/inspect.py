@@ -54,7 +54,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         parts = weigh(checkpoint, engine.isa)
     except ValueError as error:  # no such instruction set here
         raise SettingsError(str(error)) from None
-    held = sum(part["held_bytes"] for part in parts.values())
+    parameters, stored, held = (
+        sum(part[name] for part in parts.values())
+        for name in ("parameters", "stored_bytes", "held_bytes")
+    )
     windows: dict[str, int] = {}
     for layer in config.layers:
         kind = "global" if layer.window is None else str(layer.window)
@@ -87,10 +90,12 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "context_length": config.context_length,
         "windows": windows,
         "tied_embeddings": config.tied_embeddings,
-        "parameters": sum(part["parameters"] for part in parts.values()),
+        "parameters": parameters,
         "file_bytes": checkpoint.file_bytes,
-        "stored_bytes": sum(part["stored_bytes"] for part in parts.values()),
+        "stored_bytes": stored,
         "weights_bytes": held,
+        "stored_bytes_per_weight": stored / parameters,
+        "held_bytes_per_weight": held / parameters,
         "parts": parts,
         "kv_cache_dtype": "bf16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "kv_bytes_per_token": layout.bytes_per_token,
@@ -117,12 +122,15 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
         part = parts.setdefault(
             part_of(role), {"parameters": 0, "stored_bytes": 0, "held_bytes": 0, "formats": {}}
         )
-        stored = weight.data.nbytes
+        format, stored = weight.stored
         part["parameters"] += prod(weight.shape)
         part["stored_bytes"] += stored
         part["held_bytes"] += held_bytes(weight, isa)
         formats = part["formats"]
-        formats[weight.format.name] = formats.get(weight.format.name, 0) + stored
+        formats[format.name] = formats.get(format.name, 0) + stored
+    for part in parts.values():
+        for kind in ("stored", "held"):
+            part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
     order = ("embedding", "attention", "ffn", "norms", "head")
     return {name: parts[name] for name in order if name in parts}
 
@@ -159,7 +167,8 @@ def as_text(facts: dict[str, Any]) -> str:
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
         "",
-        f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}  formats",
+        f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}{'bytes a weight':>16}"
+        "  formats",
     ]
     for name, part in facts["parts"].items():
         total = part["stored_bytes"]
@@ -170,11 +179,12 @@ def as_text(facts: dict[str, Any]) -> str:
         tied = " (also the head)" if name == "embedding" and facts["tied_embeddings"] else ""
         lines.append(
             f"{name:<12}{part['parameters']:>14,}{_mib(part['stored_bytes']):>12}"
-            f"{_mib(part['held_bytes']):>12}  {formats}{tied}"
+            f"{_mib(part['held_bytes']):>12}{_per_weight(part)}  {formats}{tied}"
         )
     lines += [
         f"{'all':<12}{facts['parameters']:>14,}{_mib(facts['stored_bytes']):>12}"
-        f"{_mib(facts['weights_bytes']):>12}",
+        f"{_mib(facts['weights_bytes']):>12}"
+        f"{_per_weight(facts)}",
         "",
         f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
     ]
@@ -187,6 +197,12 @@ def as_text(facts: dict[str, Any]) -> str:
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
     return "\n".join(lines)
+
+
+def _per_weight(part: dict[str, Any]) -> str:
+    """As stored and as held."""
+    stored, held = part["stored_bytes_per_weight"], part["held_bytes_per_weight"]
+    return f"{f'{stored:.3g} → {held:.3g}':>16}"
 
 
 def _mib(size: int) -> str:

@@ -1,0 +1,177 @@
+"""Tokenizers of Hugging Face folders: equal to transformers' own, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from octavo.checkpoint.base import CheckpointError
+from octavo.checkpoint.hf import _chat_template
+from octavo.checkpoint.hf_folder import HfFolder
+from octavo.checkpoint.hf_tokenizer import hf_tokenizer
+from octavo.checkpoint.tokenizer import BpeTokenizer
+
+RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers"
+KINDS = sorted(path.name for path in RECORDED.iterdir())
+
+
+def cases(kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RECORDED / kind / "cases.json").read_text())
+    return found
+
+
+def copy(kind: str, path: Path, config: dict[str, Any] | None = None) -> Path:
+    shutil.copytree(RECORDED / kind, path, dirs_exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config or {}))
+    return path
+
+
+def load(path: Path, vocab_size: int) -> BpeTokenizer:
+    return hf_tokenizer(HfFolder(path), vocab_size)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_transformers(kind: str, tmp_path: Path) -> None:
+    recorded = cases(kind)
+    tokenizer = load(copy(kind, tmp_path), recorded["chat"]["size"])
+    assert len(recorded["cases"]) > 250
+    for case in recorded["cases"]:
+        assert tokenizer.encode(case["text"]) == case["ids"], case["text"]
+        assert tokenizer.decode(case["ids"], skip_special_tokens=False) == case["decoded"]
+        assert tokenizer.decode(case["ids"]) == case["skipped"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_chat_template_is_the_folders(kind: str, tmp_path: Path) -> None:
+    chat = cases(kind)["chat"]
+    template = _chat_template(HfFolder(copy(kind, tmp_path)))
+    if chat["text"] is None:
+        assert template is None
+    else:
+        assert template is not None
+        assert template.render(chat["messages"]) == chat["text"]
+
+
+def test_stop_tokens_are_those_of_all_files(tmp_path: Path) -> None:
+    size = cases("qwen2")["chat"]["size"]
+    path = copy("qwen2", tmp_path, {"eos_token_id": 7})
+    ids = {text: load(path, size).encode(text)[0] for text in ("<|im_end|>", "<|endoftext|>")}
+    (path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
+    tokenizer = load(path, size)
+    assert tokenizer.eos_token_ids == {5, 6, 7, *ids.values()}
+    assert tokenizer.bos_token_id is None
+    assert tokenizer.kind == "byte-level BPE"
+    (path / "generation_config.json").write_text('{"eos_token_id": 4}')
+    assert load(path, size).eos_token_ids == {4, 7, *ids.values()}
+
+
+def test_names_of_tokens_come_from_either_file(tmp_path: Path) -> None:
+    path = copy("llama2", tmp_path, {"bos_token_id": 2})
+    size = cases("llama2")["chat"]["size"]
+    assert load(path, size).bos_token_id == 1
+    (path / "tokenizer_config.json").write_text("{}")
+    assert load(path, size).bos_token_id == 2
+    named = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (path / "special_tokens_map.json").write_text(json.dumps(named))
+    tokenizer = load(path, size)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, {2})
+    assert tokenizer.kind == "SentencePiece-style BPE"
+
+
+def test_special_tokens_are_no_text(tmp_path: Path) -> None:
+    tokenizer = load(copy("qwen2", tmp_path), 600)
+    ids = tokenizer.encode("<|im_end|><tool_call>é")
+    assert [tokenizer.is_special(token_id) for token_id in ids[:2]] == [True, False]
+    assert [tokenizer.token_bytes(token_id) for token_id in ids[:2]] == [b"", b"<tool_call>"]
+    assert tokenizer.token_text(ids[0]) == "<|im_end|>"
+    # Rows of the embedding that no token has.
+    assert (tokenizer.token_bytes(599), tokenizer.token_text(599)) == (b"", "")
+    assert tokenizer.decode([599, *ids]) == "<tool_call>é"
+    with pytest.raises(IndexError):
+        tokenizer.token_bytes(600)
+
+
+def test_a_token_that_the_model_has_no_row_for(tmp_path: Path) -> None:
+    tokenizer = load(copy("gemma", tmp_path), cases("gemma")["chat"]["size"] - 1)
+    with pytest.raises(ValueError, match="not in the model's vocabulary of 722"):
+        tokenizer.encode("▁▁")
+    assert tokenizer.encode("a")
+
+
+def test_settings_of_training_do_not_cut_or_fill(tmp_path: Path) -> None:
+    path = copy("gpt2", tmp_path)
+
+    def change(values: dict[str, Any]) -> None:
+        values["truncation"] = {
+            "direction": "Right",
+            "max_length": 2,
+            "strategy": "LongestFirst",
+            "stride": 0,
+        }
+        values["padding"] = {
+            "strategy": {"Fixed": 64},
+            "direction": "Right",
+            "pad_to_multiple_of": None,
+            "pad_id": 0,
+            "pad_type_id": 0,
+            "pad_token": "!",
+        }
+
+    expected = load(path, 600).encode("a text of some more tokens")
+    edit(path, change)
+    assert load(path, 600).encode("a text of some more tokens") == expected
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    values = json.loads((path / "tokenizer.json").read_text())
+    change(values)
+    (path / "tokenizer.json").write_text(json.dumps(values))
+
+
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "not BPE": (
+        lambda v: v.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+        "model type 'WordLevel' is not supported",
+    ),
+    "unreadable": (lambda v: v.update(model=3), "cannot be read"),
+    "merges": (lambda v: v["model"].update(merges=[["zz", "qq"]]), "cannot be read"),
+    "decoder": (lambda v: v.update(decoder=None), "decoder null is not supported"),
+    "another decoder": (
+        lambda v: v.update(decoder={"type": "BPEDecoder", "suffix": "</w>"}),
+        'decoder {"type": "BPEDecoder"',
+    ),
+    "post-processor": (
+        lambda v: v.update(
+            post_processor={"type": "BertProcessing", "sep": ["a", 1], "cls": ["a", 1]}
+        ),
+        "post_processor 'BertProcessing' is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, tmp_path: Path) -> None:
+    change, reason = REFUSED[name]
+    path = copy("gpt2", tmp_path)
+    edit(path, change)
+    with pytest.raises(CheckpointError) as caught:
+        load(path, 600)
+    assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
+    assert reason in str(caught.value)
+
+
+def test_templates_that_are_none(tmp_path: Path) -> None:
+    path = copy("qwen2", tmp_path)
+    (path / "tokenizer_config.json").write_text('{"chat_template": 3}')
+    with pytest.raises(CheckpointError, match="chat_template is a int, not a string"):
+        _chat_template(HfFolder(path))
+    (path / "tokenizer_config.json").write_text('{"chat_template": []}')
+    assert _chat_template(HfFolder(path)) is None
+    (path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is not UTF-8"):
+        _chat_template(HfFolder(path))

@@ -1,0 +1,62 @@
+"""The recorded tiny models (families/) as the folders and files that Octavo loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer, decoders, models
+
+FAMILIES = Path(__file__).parent / "families"
+
+
+def recorded(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    with np.load(FAMILIES / name / "logits.npz") as data:
+        arrays = dict(data)
+    meta: dict[str, Any] = json.loads(str(arrays.pop("meta")))
+    return meta, arrays
+
+
+def folder(
+    name: str, path: Path, changes: dict[str, Any] | None = None, *, bf16: bool = False
+) -> Path:
+    """A copy of a family's folder, with a tokenizer of the model's size."""
+    path.mkdir()
+    config = json.loads((FAMILIES / name / "config.json").read_text()) | (changes or {})
+    weights = load_file(FAMILIES / name / "model.safetensors")
+    if bf16:
+        config["dtype"] = "bfloat16"
+        weights = {key: value.astype(ml_dtypes.bfloat16) for key, value in weights.items()}
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    (path / "config.json").write_text(json.dumps(config))
+    vocab = {chr(0x21 + index): index for index in range(config["vocab_size"])}
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+def gguf_file(name: str, label: str, path: Path) -> Path:
+    """The file that llama.cpp's converter made, from its header and the folder's tensors."""
+    with np.load(FAMILIES / name / "gguf.npz") as data:
+        tensors = json.loads(str(data["meta"]))[label]
+        content = bytearray(data[label].tobytes())
+    weights = load_file(FAMILIES / name / "model.safetensors")
+    for offset, source, *how in tensors:
+        if how:
+            values = weights[source]
+            heads, shift = how
+            if heads:
+                halves = values.reshape(heads, 2, -1, *values.shape[1:])
+                values = halves.swapaxes(1, 2).reshape(values.shape)
+            values = values + np.float32(shift)
+        else:
+            values = np.array(source, np.float32)
+        content = content.ljust(offset, b"\0")
+        content[offset:] = values.tobytes()
+    path.write_bytes(content)
+    return path

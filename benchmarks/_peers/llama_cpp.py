@@ -89,7 +89,9 @@ class IkLlamaCpp(LlamaCpp):
     transparent huge pages, ``mqkv`` one matrix of Q, K and V."""
 
     name = "ik_llama.cpp"
-    request: ClassVar[dict[str, Any]] = {"cache_prompt": False}  # of a slot's last request
+    # No cache of a slot's last prompt; and streams, as an answer in one piece fails where its text
+    # is not UTF-8, which the random continuations of random prompts often are not.
+    request: ClassVar[dict[str, Any]] = {"cache_prompt": False, "stream": True}
 
     def candidates(self, workload: Workload) -> list[Settings]:
         best = {"fa": "on", "rtr": "on"}

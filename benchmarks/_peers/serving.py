@@ -52,7 +52,7 @@ async def load(
 
     async def client(prompts: list[list[int]]) -> None:
         for prompt in prompts:
-            body = {
+            body: dict[str, Any] = {
                 "model": "model",
                 "prompt": prompt,
                 "max_tokens": task.output,
@@ -61,7 +61,7 @@ async def load(
                 "stream": task.stream,
                 **request,
             }
-            if task.stream:
+            if body["stream"]:
                 body["stream_options"] = {"include_usage": True}
             began = time.perf_counter()
             status, reply, first = await http(
@@ -69,7 +69,7 @@ async def load(
             )
             if status != 200:
                 raise Unavailable(f"its server answered {status}: {reply[:300]!r}")
-            got = completion_tokens(reply, task.stream)
+            got = completion_tokens(reply, bool(body["stream"]))
             if got != task.output:
                 raise Unavailable(f"its server made {got} tokens instead of {task.output}")
             firsts.append(first)

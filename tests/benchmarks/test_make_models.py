@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -26,6 +26,7 @@ def from_q4_0(data: make.Bytes) -> make.Floats:
     return ((quants.astype(np.float32) - 8) * scale).reshape(-1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=32, max_size=32))
 def test_q4_0_is_as_near_as_its_scale_allows(values: list[float]) -> None:
     exact = np.array(values, np.float32)

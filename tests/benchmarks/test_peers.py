@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -79,6 +79,7 @@ def test_without_a_peer_or_without_us_there_is_no_ratio() -> None:
         assert table("model", rows, ENGINES).splitlines()[1].split()[-1] == "-"
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from(ENGINES),

@@ -8,24 +8,27 @@ namespace {
 constexpr int64_t kTilesPerChunk = kChunk / kTokenTile;
 
 // Rows that share each load of keys and values, and the accumulators (of sixteen floats) that the
-// registers hold beside the operands.
+// registers hold beside the operands, or beside operands of two vectors each.
 #if defined(__AVX512F__)
 constexpr int64_t kMaxRows = 6;
 constexpr int64_t kAccumulators = 24;
+constexpr int64_t kFewerAccumulators = 16;
 #elif defined(__AVX2__)
 constexpr int64_t kMaxRows = 6;
 constexpr int64_t kAccumulators = 6;
+constexpr int64_t kFewerAccumulators = 4;
 #else
 constexpr int64_t kMaxRows = 2;
 constexpr int64_t kAccumulators = 2;
+constexpr int64_t kFewerAccumulators = 2;
 #endif
 
 // Without it GCC 12 unrolls so late that the accumulators stay in memory.
 #define OCTAVO_UNROLLED _Pragma("GCC unroll 8")
 
 // How many vectors wide a tile of `rows` rows is.
-constexpr int64_t width_for(int64_t rows) {
-    return rows * 4 <= kAccumulators ? 4 : rows * 2 <= kAccumulators ? 2 : 1;
+template <class A> constexpr int64_t width_for(int64_t rows) {
+    return rows * 4 <= A::kAccumulators ? 4 : rows * 2 <= A::kAccumulators ? 2 : 1;
 }
 
 constexpr float kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -51,23 +54,25 @@ struct Seen {
     int64_t end_tile() const { return (end + kTokenTile - 1) / kTokenTile; }
 };
 
-// The two arithmetics. Both work on words of four bytes, sixteen to a vector: a word is a number of
-// fp32, or a pair of bf16 as it lies in the cache (of neighbouring dimensions of a key or a query;
-// of neighbouring tokens' values or weights), whose products are both added to an fp32 number.
+// The arithmetics: what words the sums run over, sixteen side by side. `Stored` are words of keys
+// and values; `Word` are those of queries and of weights.
 
+// Keys and values unpacked to fp32.
 struct Floats {
     using Word = float;
+    using Stored = float;
     static constexpr int64_t kPack = 1;
+    static constexpr int64_t kAccumulators = OCTAVO_TIER::kAccumulators;
 
     using Operand = Vec;
-    static Operand load(const Word *p) { return Vec::load(p); }
+    static Operand load(const Stored *p) { return Vec::load(p); }
     static Operand broadcast(Word word) { return Vec::set(word); }
-    static Vec multiply_add(Operand a, Operand b, Vec c) { return fma(a, b, c); }
-
-    static Operand keep(uint32_t, Operand a) { return a; }
+    template <uint32_t> static Vec multiply_add(Operand a, Operand b, Vec c) {
+        return fma(a, b, c);
+    }
 
     // Of rows of values, which are padded to whole vectors.
-    static Operand load_last(const Word *p, int64_t) { return load(p); }
+    static Operand load_last(const Stored *p, int64_t) { return load(p); }
     static int64_t value_stride(const AttentionShape &shape) { return shape.padded_dim(); }
 
     static void prepare(const float *q, float factor, Word *out, int64_t n) {
@@ -82,23 +87,66 @@ struct Floats {
     }
 };
 
+// The same operations in the same order, on pairs as they lie in the cache: for few rows.
+template <HalfKind kind> struct Halves {
+    struct Word {
+        float first, second;
+    };
+    using Stored = uint32_t;
+    static constexpr int64_t kPack = 2;
+    static constexpr int64_t kAccumulators = kFewerAccumulators;
+
+    struct Operand {
+        Vec first, second;
+    };
+    static Operand load(const Stored *p) {
+        Operand out;
+        load_pairs<kind>(reinterpret_cast<const uint16_t *>(p), out.first, out.second);
+        return out;
+    }
+    static Operand broadcast(Word word) { return {Vec::set(word.first), Vec::set(word.second)}; }
+    // Only with the halves `keep` of b: the others may be anything.
+    template <uint32_t keep> static Vec multiply_add(Operand a, Operand b, Vec c) {
+        if constexpr ((keep & 0xffffu) != 0)
+            c = fma(a.first, b.first, c);
+        if constexpr (keep >> 16 != 0)
+            c = fma(a.second, b.second, c);
+        return c;
+    }
+
+    static Operand load_last(const Stored *p, int64_t count) {
+        Operand out;
+        load_pairs_first<kind>(reinterpret_cast<const uint16_t *>(p), count, out.first, out.second);
+        return out;
+    }
+    static int64_t value_stride(const AttentionShape &shape) { return shape.head_dim; }
+
+    static void prepare(const float *q, float factor, Word *out, int64_t n) {
+        Floats::prepare(q, factor, &out->first, n);
+    }
+    static Vec put_weights(Vec first, Vec second, Word *out, Vec sums) {
+        return Floats::put_weights(first, second, &out->first, sums);
+    }
+};
+
 #if defined(__AVX512BF16__)
+// Pairs of bf16, whose products are both added to an fp32 sum at once.
 struct Bf16Pairs {
     using Word = uint32_t;
+    using Stored = uint32_t;
     static constexpr int64_t kPack = 2;
+    static constexpr int64_t kAccumulators = OCTAVO_TIER::kAccumulators;
 
     using Operand = __m512i;
-    static Operand load(const Word *p) { return _mm512_loadu_si512(p); }
+    static Operand load(const Stored *p) { return _mm512_loadu_si512(p); }
     static Operand broadcast(Word word) { return _mm512_set1_epi32(int(word)); }
-    static Vec multiply_add(Operand a, Operand b, Vec c) {
+    template <uint32_t keep> static Vec multiply_add(Operand a, Operand b, Vec c) {
+        if constexpr (keep != ~0u)
+            b = _mm512_and_si512(b, broadcast(keep));
         return {_mm512_dpbf16_ps(c.v, (__m512bh)a, (__m512bh)b)};
     }
 
-    static Operand keep(uint32_t bits, Operand a) {
-        return bits == ~0u ? a : _mm512_and_si512(a, broadcast(bits));
-    }
-
-    static Operand load_last(const Word *p, int64_t count) {
+    static Operand load_last(const Stored *p, int64_t count) {
         return _mm512_maskz_loadu_epi32(__mmask16((1u << count) - 1), p);
     }
     static int64_t value_stride(const AttentionShape &shape) { return shape.head_dim; }
@@ -116,7 +164,7 @@ struct Bf16Pairs {
     static Vec put_weights(Vec first, Vec second, Word *out, Vec sums) {
         const auto pairs = (__m512i)_mm512_cvtne2ps_pbh(second.v, first.v);
         _mm512_storeu_si512(out, pairs);
-        return multiply_add(pairs, broadcast(0x3f803f80u), sums); // times one
+        return multiply_add<~0u>(pairs, broadcast(0x3f803f80u), sums); // times one
     }
 };
 #endif
@@ -130,8 +178,8 @@ struct Tiles {
 // A chunk's keys [tile][dim / pack][16 tokens] and values [tile][16 / pack tokens][stride], and the
 // next chunk's tiles, to be fetched meanwhile: this one's own where there is no next, for nothing.
 template <class A> struct Chunk {
-    const typename A::Word *keys[kTilesPerChunk];
-    const typename A::Word *values[kTilesPerChunk];
+    const typename A::Stored *keys[kTilesPerChunk];
+    const typename A::Stored *values[kTilesPerChunk];
     Tiles ahead;
 };
 
@@ -175,7 +223,7 @@ void score_tiles(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk
             const auto query = A::broadcast(q[r * steps + i]);
             OCTAVO_UNROLLED
             for (int64_t t = 0; t < width; ++t)
-                total[r][t] = A::multiply_add(query, key[t], total[r][t]);
+                total[r][t] = A::template multiply_add<~0u>(query, key[t], total[r][t]);
         }
     }
     OCTAVO_UNROLLED
@@ -189,7 +237,7 @@ void score_tiles(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk
 template <class A, int64_t rows>
 void score(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk, int64_t tile,
            int64_t tile_end, float *scores) {
-    constexpr int64_t width = width_for(rows);
+    constexpr int64_t width = width_for<A>(rows);
     for (; tile + width <= tile_end; tile += width)
         score_tiles<A, rows, width>(q, steps, chunk, tile, scores);
     if constexpr (width > 2) {
@@ -257,12 +305,12 @@ void weigh_columns(const typename A::Word *weights, const Chunk<A> &chunk, int64
     for (; word < end; ++word) {
         const uint64_t tile = uint64_t(word) / words_per_tile;
         const int64_t offset = int64_t(uint64_t(word) % words_per_tile) * value_stride + dim;
-        const typename A::Word *values = chunk.values[tile] + offset;
+        const typename A::Stored *values = chunk.values[tile] + offset;
         typename A::Operand value[width];
         OCTAVO_UNROLLED
         for (int64_t v = 0; v < width; ++v) {
-            const typename A::Word *from = values + v * kLanes;
-            value[v] = A::keep(keep, v + 1 < width ? A::load(from) : A::load_last(from, last));
+            const typename A::Stored *from = values + v * kLanes;
+            value[v] = v + 1 < width ? A::load(from) : A::load_last(from, last);
             if constexpr (A::kPack > 1)
                 fetch(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
         }
@@ -271,7 +319,7 @@ void weigh_columns(const typename A::Word *weights, const Chunk<A> &chunk, int64
             const auto weight = A::broadcast(weights[r * kChunk / A::kPack + word]);
             OCTAVO_UNROLLED
             for (int64_t v = 0; v < width; ++v)
-                total[r][v] = A::multiply_add(weight, value[v], total[r][v]);
+                total[r][v] = A::template multiply_add<keep>(weight, value[v], total[r][v]);
         }
     }
     OCTAVO_UNROLLED
@@ -285,7 +333,7 @@ void weigh_columns(const typename A::Word *weights, const Chunk<A> &chunk, int64
 template <class A, int64_t rows, uint32_t keep>
 void weigh_words(const typename A::Word *weights, const AttentionShape &shape,
                  const Chunk<A> &chunk, int64_t word, int64_t end, bool fresh, float *sums) {
-    constexpr int64_t width = width_for(rows);
+    constexpr int64_t width = width_for<A>(rows);
     int64_t dim = 0;
     const auto columns = [&]<int64_t count>() {
         const int64_t last = smaller(shape.head_dim - dim - (count - 1) * kLanes, kLanes);
@@ -495,8 +543,8 @@ Chunk<A> chunk_of(const AttentionShape &shape, Seen seen, const Tiles &here, con
         }
     } else {
         for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
-            chunk.keys[t] = reinterpret_cast<const typename A::Word *>(here.keys[t]);
-            chunk.values[t] = reinterpret_cast<const typename A::Word *>(here.values[t]);
+            chunk.keys[t] = reinterpret_cast<const typename A::Stored *>(here.keys[t]);
+            chunk.values[t] = reinterpret_cast<const typename A::Stored *>(here.values[t]);
         }
         chunk.ahead = ahead;
     }
@@ -574,7 +622,13 @@ void attend(const AttentionShape &shape, const AttentionSpan &span, const Attent
     if (shape.kind == HalfKind::BF16)
         return attend_in<Bf16Pairs>(shape, span, next, apart, states, scratch);
 #endif
-    attend_in<Floats>(shape, span, next, apart, states, scratch);
+    if (span.query.tokens * shape.heads_per_kv > 2 * kMaxRows)
+        return attend_in<Floats>(shape, span, next, apart, states, scratch);
+    if (shape.kind == HalfKind::F16) {
+        attend_in<Halves<HalfKind::F16>>(shape, span, next, apart, states, scratch);
+    } else {
+        attend_in<Halves<HalfKind::BF16>>(shape, span, next, apart, states, scratch);
+    }
 }
 
 void fold(const AttentionShape &shape, int64_t rows, int64_t count, float *states, float *state) {

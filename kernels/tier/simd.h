@@ -92,8 +92,7 @@ inline void store_f16(Vec a, uint16_t *p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), half);
 }
 // The first and the second halves of sixteen pairs.
-template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
-    const __m512i pairs = _mm512_loadu_si512(p);
+template <HalfKind kind> inline void unpack_pairs(__m512i pairs, Vec &first, Vec &second) {
     if constexpr (kind == HalfKind::F16) {
         first.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
         second.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
@@ -101,6 +100,15 @@ template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, V
         first.v = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
         second.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff)));
     }
+}
+template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+    unpack_pairs<kind>(_mm512_loadu_si512(p), first, second);
+}
+// Of the first `count` pairs, zeros after them; nothing past these is read.
+template <HalfKind kind>
+inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
+    const auto mask = __mmask16((1u << count) - 1);
+    unpack_pairs<kind>(_mm512_maskz_loadu_epi32(mask, p), first, second);
 }
 // value where a >= bound (false for NaN), other elsewhere.
 inline Vec where_ge(Vec a, Vec bound, Vec value, Vec other) {
@@ -156,8 +164,7 @@ inline void store_f16(Vec x, uint16_t *p) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8),
                      _mm256_cvtps_ph(clamped.b, _MM_FROUND_TO_NEAREST_INT));
 }
-template <HalfKind kind> inline void load_pairs(const uint16_t *p, __m256 &first, __m256 &second) {
-    const __m256i pairs = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+template <HalfKind kind> inline void unpack_pairs(__m256i pairs, __m256 &first, __m256 &second) {
     const __m256i low = _mm256_slli_epi32(pairs, 16);
     if constexpr (kind == HalfKind::F16) {
         // Each half of the register keeps its four pairs, first then second halves.
@@ -173,8 +180,19 @@ template <HalfKind kind> inline void load_pairs(const uint16_t *p, __m256 &first
     }
 }
 template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
-    load_pairs<kind>(p, first.a, second.a);
-    load_pairs<kind>(p + 16, first.b, second.b);
+    const auto *pairs = reinterpret_cast<const __m256i *>(p);
+    unpack_pairs<kind>(_mm256_loadu_si256(pairs), first.a, second.a);
+    unpack_pairs<kind>(_mm256_loadu_si256(pairs + 1), first.b, second.b);
+}
+// Of the first `count` pairs, zeros after them; nothing past these is read.
+template <HalfKind kind>
+inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
+    const auto *pairs = reinterpret_cast<const int *>(p);
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i low = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count)), lanes);
+    const __m256i high = _mm256_cmpgt_epi32(_mm256_set1_epi32(int(count) - 8), lanes);
+    unpack_pairs<kind>(_mm256_maskload_epi32(pairs, low), first.a, second.a);
+    unpack_pairs<kind>(_mm256_maskload_epi32(pairs + 8, high), first.b, second.b);
 }
 inline Vec floor(Vec x) {
     return {_mm256_floor_ps(x.a), _mm256_floor_ps(x.b)};
@@ -253,6 +271,13 @@ template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, V
     first = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i]); });
     second = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i + 1]); });
 }
+// Of the first `count` pairs, zeros after them; nothing past these is read.
+template <HalfKind kind>
+inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
+    uint16_t pairs[2 * kLanes] = {};
+    std::memcpy(pairs, p, size_t(count) * 2 * sizeof(uint16_t));
+    load_pairs<kind>(pairs, first, second);
+}
 inline Vec floor(const Vec &a) {
     const Vec nearest = round(a);
     return Vec::each(
@@ -280,13 +305,6 @@ inline void store_first(Vec x, float *p, int64_t count) {
     float lanes[kLanes];
     x.store(lanes);
     std::memcpy(p, lanes, size_t(count) * sizeof(float));
-}
-
-template <HalfKind kind>
-inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
-    uint16_t pairs[2 * kLanes] = {};
-    std::memcpy(pairs, p, size_t(count) * 2 * sizeof(uint16_t));
-    load_pairs<kind>(pairs, first, second);
 }
 
 template <HalfKind kind> inline void store_half(Vec x, uint16_t *p) {

@@ -60,3 +60,19 @@ def gguf_file(name: str, label: str, path: Path) -> Path:
         content[offset:] = values.tobytes()
     path.write_bytes(content)
     return path
+
+
+def talking_folder(path: Path) -> Path:
+    """A bfloat16 Qwen2 with the recorded qwen2 tokenizer and chat template: it talks nonsense."""
+    source = FAMILIES.parent / "tokenizers" / "qwen2"
+    size = json.loads((source / "cases.json").read_text())["chat"]["size"]
+    folder("qwen2", path, {"vocab_size": size, "eos_token_id": None}, bf16=True)
+    for file in source.iterdir():
+        if file.name != "cases.json":
+            (path / file.name).write_bytes(file.read_bytes())
+    weights = load_file(path / "model.safetensors")
+    rng = np.random.default_rng(0)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        weights[name] = rng.normal(0, 0.3, (size, 32)).astype(ml_dtypes.bfloat16)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path

@@ -3,7 +3,8 @@
 Tolerances are shares of the logits' standard deviation. transformers computed in float32 on keys
 and values rounded to float16, as Octavo's cache has them. So float32 weights differ by the order of
 sums, and by single keys and values that this puts on the other side of a rounding. bfloat16 weights
-are the same numbers to both.
+are the same numbers to both; a tier that multiplies them with bfloat16 units rounds activations to
+eight bits of mantissa as well (one part in 512), as every engine on those units does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from oracle.tiny_folders import FAMILIES, folder, gguf_file, recorded
 NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 TIERS = ("generic", "avx2", "avx512", "avx512_bf16")
 PROMPT = 40
-MEAN, MOST = 1e-4, 4e-3
+EXACT = (1e-4, 4e-3)  # mean and largest difference
+ROUNDED = (1.5e-2, 0.2)
 
 
 def run(checkpoint: Checkpoint, isa: str, ids: list[int], chunks: list[int], **kw: Any) -> Float32:
@@ -36,11 +38,11 @@ def run(checkpoint: Checkpoint, isa: str, ids: list[int], chunks: list[int], **k
     return logits
 
 
-def assert_close(got: Float32, expected: Float32) -> None:
+def assert_close(got: Float32, expected: Float32, tolerance: tuple[float, float] = EXACT) -> None:
     difference = np.abs(got - expected) / expected.std()
     print(f"mean {difference.mean():.1e}, most {difference.max():.1e}")
-    assert difference.mean() < MEAN
-    assert difference.max() < MOST
+    assert difference.mean() < tolerance[0]
+    assert difference.max() < tolerance[1]
 
 
 @pytest.mark.parametrize("isa", TIERS)
@@ -62,7 +64,8 @@ def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
     assert matrices == {WeightFormat.BF16}
     ids = arrays["ids"].tolist()
     got = run(checkpoint, isa, ids, [PROMPT, 1])
-    assert_close(got[meta["first_row"] :], arrays["bfloat16"])
+    tolerance = ROUNDED if isa == "avx512_bf16" else EXACT
+    assert_close(got[meta["first_row"] :], arrays["bfloat16"], tolerance)
     # Same bits however it is cut, and on however many threads.
     assert np.array_equal(run(checkpoint, isa, ids, [len(ids)], threads=2), got)
 

@@ -1,96 +1,227 @@
-// Speed of the linear kernels on one thread.
+// Speed of the linear kernels beside the limits of the machine, both taken in turn in one run.
 //
-//   linear_bench [tier] [n] [k] [MB] [format number …]
+//   linear_bench [tier] [threads] [format name …]
 //
-// Operations a second (a multiplication and an addition for each weight and row) and bytes of
-// packed weights a second: the best of many short runs, each over other matrices, of which there
-// are MB (default 128) so that one row reads memory rather than cache. 0: one matrix only.
+// Layers are run as the runtime runs them (kernels/runtime.cpp): a few rows share out column blocks
+// over the threads, many rows are shared out in chunks. Each run takes other weights, 256 MB of
+// them, so that these come from memory. For each number of rows: operations a second (a multiply-
+// add is two), bytes of packed weights a second, and the share of the limit that binds: the time
+// that the format's arithmetic at its peak (c) or reading the weights once (m) would have taken,
+// whichever is longer, over the time taken. Medians of several rounds.
 #include "formats.h"
+#include "machine_limits.h"
+#include "memory.h"
+#include "thread_pool.h"
 #include "tier.h"
-
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
-using namespace octavo;
-
+namespace octavo {
 namespace {
 
-std::byte *huge_pages(size_t size) {
-    constexpr size_t kPage = size_t{2} << 20;
-    size = (size + kPage - 1) / kPage * kPage;
-    void *memory = std::aligned_alloc(kPage, size);
-    madvise(memory, size, MADV_HUGEPAGE);
-    return static_cast<std::byte *>(memory);
-}
+constexpr Format kFormats[] = {Format::Q4_0, Format::Q4_1, Format::Q4_K, Format::Q8_0,
+                               Format::Q5_0, Format::Q5_1, Format::Q5_K, Format::Q6_K,
+                               Format::BF16, Format::F16,  Format::F32};
+constexpr int64_t kRows[] = {1, 4, 8, 32, 64, 512};
+struct Shape {
+    int64_t k, n;
+};
+constexpr Shape kShapes[] = {{576, 1536}, {1536, 576}, {2048, 8192}, {8192, 2048}};
 
-double seconds() {
+constexpr int64_t kWeightBytes = int64_t(256) << 20;
+constexpr int64_t kReadBytes = int64_t(256) << 20;
+constexpr int64_t kMaxRows = 512;
+constexpr int64_t kMaxWidth = 8192;
+constexpr int64_t kChunkRows = 32; // a thread's, when rows are shared out
+constexpr int kRounds = 7;
+constexpr double kSeconds = 0.002; // of a measurement, about
+
+double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
         .count();
 }
 
+double median(std::vector<double> values) {
+    std::nth_element(values.begin(), values.begin() + std::ssize(values) / 2, values.end());
+    return values[values.size() / 2];
+}
+
+class Bench {
+  public:
+    Bench(const Tier &tier, int threads)
+        : tier_(tier), pool_(threads), weights_(size_t(kWeightBytes)),
+          activations_(size_t(kMaxRows * kMaxWidth * 4)), x_(size_t(kMaxRows * kMaxWidth)),
+          out_(size_t(kMaxRows * kMaxWidth)), buffer_(pool_, kReadBytes) {
+        // Any bits will do but a NaN's or a subnormal's.
+        for (int64_t i = 0; i < kWeightBytes; ++i)
+            weights_.data()[i] = static_cast<std::byte>(i % 2 == 0 ? i * 7 % 256 : 0x2c);
+        for (size_t i = 0; i < x_.size(); ++i)
+            x_[i] = static_cast<float>(i % 17) - 8;
+        choose_read_loop();
+    }
+
+    void print_limits() {
+        for (const char *arithmetic : {"int8", "bf16", "fp32"})
+            if (const PeakLoop *loop = peak_loop(arithmetic))
+                std::printf("%s %.0f Gop/s (%s)  ", arithmetic, 1e-9 * peak(*loop), loop->name);
+        std::printf("read %.1f GB/s (%s, %d streams, %ld ahead)\n", 1e-9 * bandwidth(),
+                    read_loop_->name, read_loop_->streams, read_ahead_);
+    }
+
+    void run(Format format, Shape shape) {
+        std::printf("%-5s %4ld>%-4ld", format_name(format), shape.k, shape.n);
+        for (const int64_t rows : kRows)
+            run(format, shape, rows);
+        std::printf(" %9.2f\n", prepare_time(format, shape.k));
+        std::fflush(stdout);
+    }
+
+  private:
+    // The best loop of the tier's own vectors.
+    const PeakLoop *peak_loop(const std::string &arithmetic) const {
+        const std::string tier = tier_.name;
+        const char *width = tier == "generic" ? "128" : tier == "avx2" ? "256" : "512";
+        for (const PeakLoop &loop : peak_loops())
+            if (loop.arithmetic == arithmetic && std::strstr(loop.name, width) != nullptr)
+                return &loop;
+        return nullptr;
+    }
+
+    double peak(const PeakLoop &loop) { return median(measure_peak(pool_, loop, kSeconds, 3)); }
+
+    double bandwidth() {
+        return median(buffer_.measure(pool_, *read_loop_, read_ahead_, kReadBytes, kSeconds, 1));
+    }
+
+    void choose_read_loop() {
+        double best = 0;
+        for (const ReadLoop &loop : read_loops())
+            for (const int64_t ahead : {1024, 2048, 4096, 8192}) {
+                const double rate =
+                    median(buffer_.measure(pool_, loop, ahead, kReadBytes, kSeconds, 3));
+                if (rate > best) {
+                    best = rate;
+                    read_loop_ = &loop;
+                    read_ahead_ = ahead;
+                }
+                if (!loop.prefetches)
+                    break;
+            }
+    }
+
+    // Seconds a layer, `count` layers one after the other.
+    double layers(Format format, Shape shape, int64_t rows, int64_t count) {
+        const auto size = int64_t(tier_.linear.packed_bytes(format, shape.n, shape.k));
+        const int64_t blocks = (shape.n + kColumns - 1) / kColumns;
+        const bool chunked = rows > kChunkRows * pool_.size();
+        const Job job = chunked ? Job{(rows + kPanel - 1) / kPanel, kChunkRows / kPanel}
+                                : Job{blocks, std::max<int64_t>(1, blocks / (pool_.size() * 6))};
+        const std::vector<Job> jobs(size_t(count), job);
+        const int64_t first = next_;
+        const auto work = [&](int64_t layer, int, int64_t begin, int64_t end) {
+            const PackedMatrix matrix{format, shape.n, shape.k,
+                                      weights_.data() +
+                                          (first + layer) % (kWeightBytes / size) * size};
+            if (!chunked) {
+                tier_.linear.matmul(matrix, activations_.data(), rows, 0, rows, begin, end,
+                                    out_.data(), shape.n, false);
+                return;
+            }
+            for (int64_t row = begin * kPanel; row < end * kPanel; row += kChunkRows)
+                tier_.linear.matmul(matrix, activations_.data(), rows, row,
+                                    std::min({rows, end * kPanel, row + kChunkRows}), 0, blocks,
+                                    out_.data(), shape.n, false);
+        };
+        const double begin = now();
+        pool_.run(jobs.data(), count, work);
+        next_ += count;
+        return (now() - begin) / double(count);
+    }
+
+    void run(Format format, Shape shape, int64_t rows) {
+        const bool bf16 =
+            format == Format::BF16 && !tier_.linear.same_activations(Format::BF16, Format::F32);
+        const PeakLoop *loop = peak_loop(format_info(format).quantized ? "int8"
+                                         : bf16                        ? "bf16"
+                                                                       : "fp32");
+        tier_.linear.prepare(format, x_.data(), shape.k, rows, shape.k, activations_.data(), 0,
+                             rows);
+        const double ops = 2.0 * double(rows) * double(shape.k) * double(shape.n);
+        const auto bytes = double(tier_.linear.packed_bytes(format, shape.n, shape.k));
+        const double once = layers(format, shape, rows, 4);
+        const int64_t count = std::max<int64_t>(2, int64_t(2 * kSeconds / once));
+        std::vector<double> seconds, shares;
+        int memory_bound = 0;
+        for (int round = 0; round < kRounds; ++round) {
+            const double compute = ops / peak(*loop), read = bytes / bandwidth();
+            seconds.push_back(layers(format, shape, rows, count));
+            shares.push_back(std::max(compute, read) / seconds.back());
+            memory_bound += read > compute ? 1 : 0;
+        }
+        const double time = median(seconds);
+        std::printf(" | %5.0f %4.1f %3.0f%c", 1e-9 * ops / time, 1e-9 * bytes / time,
+                    100 * median(shares), 2 * memory_bound > kRounds ? 'm' : 'c');
+    }
+
+    // Nanoseconds for 32 numbers of a row, on one thread.
+    double prepare_time(Format format, int64_t k) {
+        constexpr int64_t kCount = 64;
+        std::vector<double> times;
+        for (int round = 0; round < 3 * kRounds; ++round) {
+            const double begin = now();
+            for (int64_t row = 0; row < kCount; ++row)
+                tier_.linear.prepare(format, x_.data(), k, kCount, k, activations_.data(), row,
+                                     row + 1);
+            times.push_back(now() - begin);
+        }
+        return 1e9 * median(times) / double(kCount * k / 32);
+    }
+
+    const Tier &tier_;
+    ThreadPool pool_;
+    Memory weights_;
+    Memory activations_;
+    std::vector<float> x_, out_;
+    ReadBuffer buffer_;
+    const ReadLoop *read_loop_ = nullptr;
+    int64_t read_ahead_ = 0;
+    int64_t next_ = 0; // layers done
+};
+
 } // namespace
+} // namespace octavo
 
 int main(int argc, char **argv) {
-    const LinearKernels &kernels = find_tier(argc > 1 ? argv[1] : "").linear;
-    const int64_t n = argc > 2 ? std::atol(argv[2]) : 1536;
-    const int64_t k = argc > 3 ? std::atol(argv[3]) : 1536;
-    const auto total = static_cast<size_t>(argc > 4 ? std::atol(argv[4]) : 128) << 20;
-    std::vector<Format> formats;
-    for (int i = 5; i < argc; ++i)
-        formats.push_back(static_cast<Format>(std::atoi(argv[i])));
-    if (formats.empty())
-        formats = {Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1,
-                   Format::Q8_0, Format::Q4_K, Format::Q5_K, Format::Q6_K,
-                   Format::F16,  Format::BF16, Format::F32};
-    constexpr int64_t kRows[] = {1, 2, 3, 4, 6, 8, 12, 32, 128, 512};
-    const int64_t blocks = (n + kColumns - 1) / kColumns;
-    std::printf("Gop/s  ");
-    for (const int64_t rows : kRows)
-        std::printf(" %6ld", rows);
-    std::printf("  GB/s at 1  prepare ns/row\n");
-    for (const Format format : formats) {
-        if (k % format_info(format).block_values != 0)
-            continue;
-        const size_t size = kernels.packed_bytes(format, n, k);
-        const auto matrices = static_cast<int64_t>(std::max<size_t>(1, total / size));
-        std::byte *weights = huge_pages(size * static_cast<size_t>(matrices));
-        // Any bits will do but a NaN's or a subnormal's.
-        for (size_t i = 0; i < size * static_cast<size_t>(matrices); ++i)
-            weights[i] = static_cast<std::byte>(i % 2 == 0 ? i * 7 % 256 : 0x2c);
-        std::printf("%-7s", format_name(format));
-        double one_row = 0, prepare_time = 1e9;
-        int64_t next = 0;
-        for (const int64_t rows : kRows) {
-            std::vector<float> x(static_cast<size_t>(rows * k)), out(static_cast<size_t>(rows * n));
-            for (size_t i = 0; i < x.size(); ++i)
-                x[i] = static_cast<float>(i % 17) - 8;
-            std::byte *activations = huge_pages(kernels.activation_bytes(format, rows, k));
-            const int64_t used = std::clamp<int64_t>(16 / rows, 1, matrices);
-            double best = 1e9;
-            for (int64_t repeat = 0; repeat < std::clamp<int64_t>(512 / rows, 12, 64); ++repeat) {
-                double begin = seconds();
-                kernels.prepare(format, x.data(), k, rows, k, activations, 0, rows);
-                prepare_time =
-                    std::min(prepare_time, (seconds() - begin) / static_cast<double>(rows));
-                begin = seconds();
-                for (int64_t m = 0; m < used; ++m, next = (next + 1) % matrices)
-                    kernels.matmul({format, n, k, weights + static_cast<size_t>(next) * size},
-                                   activations, rows, 0, rows, 0, blocks, out.data(), n, false);
-                best = std::min(best, (seconds() - begin) / static_cast<double>(used));
-            }
-            if (rows == 1)
-                one_row = best;
-            std::printf(" %6.1f", 2e-9 * static_cast<double>(n * k * rows) / best);
-            std::free(activations);
+    using namespace octavo;
+    try {
+        const Tier &tier = find_tier(argc > 1 ? argv[1] : "");
+        const int threads = argc > 2 ? std::atoi(argv[2]) : 1;
+        Bench bench(tier, threads);
+        std::printf("%s, %d thread%s: ", tier.name, threads, threads == 1 ? "" : "s");
+        bench.print_limits();
+        std::printf("%-15s", "format  k>n");
+        for (const int64_t rows : kRows)
+            std::printf(" | %3ld: Gop GB/s   %%", rows);
+        std::printf(" prepare ns\n");
+        for (const Format format : kFormats) {
+            const auto named = [&](const char *name) {
+                return std::strcmp(name, format_name(format)) == 0;
+            };
+            if (argc > 3 && std::none_of(argv + 3, argv + argc, named))
+                continue;
+            for (const Shape shape : kShapes)
+                if (shape.k % format_info(format).block_values == 0)
+                    bench.run(format, shape);
         }
-        std::printf("  %9.1f  %14.0f\n", 1e-9 * static_cast<double>(size) / one_row,
-                    prepare_time * 1e9);
-        std::fflush(stdout);
-        std::free(weights);
+    } catch (const std::exception &error) {
+        std::fprintf(stderr, "linear_bench: %s\n", error.what());
+        return 1;
     }
 }

@@ -48,10 +48,11 @@ bool is_bf16(Format format) {
 // Cells of 16 floats; the last one's rest is zero.
 void prepare_floats(const float *x, int64_t k, std::byte *to, int64_t step) {
     constexpr int64_t kFloats = kLine / 4;
-    for (; k > 0; k -= kFloats, x += kFloats, to += step) {
-        const int64_t count = k < kFloats ? k : kFloats;
+    for (; k >= kFloats; k -= kFloats, x += kFloats, to += step)
+        std::memcpy(to, x, kLine);
+    if (k > 0) {
         std::memset(to, 0, kLine);
-        std::memcpy(to, x, static_cast<size_t>(count) * sizeof(float));
+        std::memcpy(to, x, static_cast<size_t>(k) * sizeof(float));
     }
 }
 

@@ -270,8 +270,8 @@ template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane
                 totals[r] = _mm256_add_epi32(totals[r], sum);
             }
             if (lane == 0) {
-                prefetch_group<F>(tile.weights, g);
-                prefetch_group<F>(tile.weights, g + 1);
+                prefetch_group<F, R>(tile.weights, g);
+                prefetch_group<F, R>(tile.weights, g + 1);
             }
         }
 #pragma GCC unroll 8
@@ -356,7 +356,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
                 }
             }
         }
-        prefetch_group<F>(tile.weights, g);
+        prefetch_group<F, R>(tile.weights, g);
         x += height;
     }
     for (int r = 0; r < R; ++r)

@@ -143,6 +143,8 @@ template <int R, int C> inline void write_tile(const Tile &tile, __m512 (&sums)[
         }
 }
 
+constexpr int64_t kFloatPrefetch = 6144; // bytes ahead
+
 // The weights of an input.
 template <Format F> inline __m512 load_input(const uint8_t *from, int64_t i) {
     if constexpr (F == Format::F32)
@@ -186,7 +188,7 @@ template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
 #pragma GCC unroll 8
             for (int c = 0; c < C; ++c)
                 if (i * kLanes * format_info(F).block_bytes % kLine == 0)
-                    prefetch(weights + c * tile.block_bytes + kPrefetchDistance +
+                    prefetch(weights + c * tile.block_bytes + kFloatPrefetch +
                              i * kLanes * format_info(F).block_bytes);
         }
         weights += kBytes;
@@ -219,7 +221,7 @@ template <int R, int C> inline void bf16_tile(const Tile &tile) {
         for (int c = 0; c < C; ++c) {
             const uint8_t *from = weights + c * tile.block_bytes + i * kLine;
             w[c] = _mm512_loadu_si512(from);
-            prefetch(from + kPrefetchDistance);
+            prefetch(from + kFloatPrefetch);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -271,20 +273,14 @@ inline __m512i pair_lanes(__m512i even, __m512i odd) {
     return _mm512_mask_mov_epi16(even, 0xaaaaaaaau, _mm512_slli_epi32(odd, 16));
 }
 
-// The fixed-point scales and mins of two groups.
+// The fixed-point scales and mins of a span.
 template <Format F> struct FixedScales {
     __m512 exponent, min_exponent;
-    __m512i super, super_min; // K formats: 64 d and 64 dmin of the span
+    __m512i super, super_min; // K formats: 64 d and 64 dmin
 
-    explicit FixedScales(const uint8_t *header)
-        : exponent(_mm512_getexp_ps(_mm512_loadu_ps(header))),
-          min_exponent(_mm512_sub_ps(exponent, _mm512_set1_ps(4))) {}
-
-    static __m512i convert(const uint8_t *halves, __m512 to) {
-        return _mm512_cvtps_epi32(_mm512_scalef_ps(load_halves(halves), to));
-    }
-
-    void begin_span(const GroupParts<const uint8_t> &part) {
+    FixedScales(const uint8_t *column_block, const GroupParts<const uint8_t> &part)
+        : exponent(_mm512_getexp_ps(_mm512_loadu_ps(column_block))),
+          min_exponent(_mm512_sub_ps(exponent, _mm512_set1_ps(4))) {
         if constexpr (traits(F).k_quant) {
             const __m512 six = _mm512_set1_ps(6);
             super = convert(part.shared, _mm512_add_ps(exponent, six));
@@ -294,6 +290,11 @@ template <Format F> struct FixedScales {
         }
     }
 
+    static __m512i convert(const uint8_t *halves, __m512 to) {
+        return _mm512_cvtps_epi32(_mm512_scalef_ps(load_halves(halves), to));
+    }
+
+    // Of two groups.
     void get(const GroupParts<const uint8_t> &part, __m512i &scale, __m512i &min) const {
         if constexpr (traits(F).k_quant) {
             const auto times = [](const uint8_t *bytes, __m512i by) {
@@ -320,7 +321,6 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
-    FixedScales<F> scales(tile.weights);
     __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -329,7 +329,7 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
     for (int64_t g = 0; g < groups;) {
         const int64_t end = g + kSpan < groups ? g + kSpan : groups;
         const ActivationGroup *span = x;
-        scales.begin_span(group_at<F>(tile.weights, g));
+        const FixedScales<F> scales(tile.weights, group_at<F>(tile.weights, g));
         __m512i totals[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
@@ -339,17 +339,16 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
             const GroupParts<const uint8_t> even = group_at<F>(tile.weights, g);
             const GroupParts<const uint8_t> odd = group_at<F>(tile.weights, g + 1);
             const ActivationGroup *next = x + height;
-            __m512i dots[R], dots_odd[R];
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-                dots_odd[r] = broadcast(&next[r].minus_8);
-            multiply_group<F, R>(odd, next, dots_odd, dots_odd);
+            __m512i dots[R], dots_odd[R], scale, min;
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 dots[r] = broadcast(&x[r].minus_8);
-            __m512i scale, min;
-            scales.get(even, scale, min);
             multiply_group<F, R>(even, x, dots, dots);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                dots_odd[r] = broadcast(&next[r].minus_8);
+            scales.get(even, scale, min);
+            multiply_group<F, R>(odd, next, dots_odd, dots_odd);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
                 totals[r] =
@@ -358,8 +357,8 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
                 if constexpr (traits(F).has_min)
                     add_pairs(totals[r], min, &next[r].fixed_pair);
             }
-            prefetch_group<F>(tile.weights, g);
-            prefetch_group<F>(tile.weights, g + 1);
+            prefetch_group<F, R>(tile.weights, g);
+            prefetch_group<F, R>(tile.weights, g + 1);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -416,7 +415,7 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
                                 : _mm512_fmadd_ps(s.min, scaled_sum, sum);
             }
         }
-        prefetch_group<F>(tile.weights, g);
+        prefetch_group<F, R>(tile.weights, g);
     }
     write_tile<R, 1>(tile, sums);
 }

@@ -15,7 +15,6 @@ constexpr int64_t kFine = 64; // positions in the fine part of a rope table
 // Rows that a thread takes through a stretch at once (what they need stays in its own cache), in
 // units of the linear kernels' panels.
 constexpr int64_t kChunkRows = 32;
-constexpr int64_t kRowUnit = kPanel;
 
 [[noreturn]] void refuse(const std::string &message) {
     throw std::invalid_argument(message);
@@ -36,6 +35,9 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("max_tokens", config.max_tokens, 1, 1 << 24);
     check_range("max_logits_rows", config.max_logits_rows, 1, config.max_tokens);
     check_range("logits_slice", config.logits_slice, 1, config.max_logits_rows);
+    if (config.logits_slice % kPanel != 0 && config.logits_slice != config.max_logits_rows)
+        refuse("logits_slice is " + text(config.logits_slice) + ", not a multiple of " +
+               text(kPanel));
     check_range("max_seqs", config.max_seqs, 1, 1 << 20);
     check_range("max_blocks_per_seq", config.max_blocks_per_seq, 1, 1 << 24);
     check_range("num_blocks", config.num_blocks, 1, INT32_MAX);
@@ -378,8 +380,8 @@ void Runtime::step(const StepBatch &batch) {
             return run_items(span.first, thread, begin, end);
         const int64_t rows = row_count(regions_[span.first].selected);
         std::byte *local = local_activations_.data() + thread * kChunkRows * local_row_bytes_;
-        for (int64_t row = begin * kRowUnit; row < end * kRowUnit; row += kChunkRows) {
-            const int64_t last = std::min({rows, end * kRowUnit, row + kChunkRows});
+        for (int64_t row = begin * kPanel; row < end * kPanel; row += kChunkRows) {
+            const int64_t last = std::min({rows, end * kPanel, row + kChunkRows});
             run_chunk(span, thread, Scope{row, last, local, kChunkRows});
         }
     };
@@ -450,7 +452,7 @@ void Runtime::plan_jobs() {
         const bool selected = regions_[i].selected;
         const int64_t rows = row_count(selected);
         Span span{i, i + 1, rows > shared_rows_ && is_row_wise(i)};
-        Job job{(rows + kRowUnit - 1) / kRowUnit, kChunkRows / kRowUnit};
+        Job job{(rows + kPanel - 1) / kPanel, kChunkRows / kPanel};
         if (span.chunked) {
             while (span.last < regions_.size() && regions_[span.last].selected == selected &&
                    is_row_wise(span.last))

@@ -19,7 +19,7 @@ struct RuntimeConfig {
     int threads;
     int64_t max_tokens;
     int64_t max_logits_rows;
-    int64_t logits_slice; // rows whose logits are held at a time
+    int64_t logits_slice; // rows whose logits are held at a time: whole panels, or all
     int64_t max_seqs;
     int64_t max_blocks_per_seq;
     int64_t num_blocks;

@@ -164,7 +164,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_logits_rows=limits.logits_rows,
         max_seqs=limits.max_num_seqs,
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
-        logits_slice=setting.logits_slice,
+        logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
         kv_dtype=setting.kv_dtype,
         isa=setting.isa,
@@ -246,7 +246,7 @@ def drawn_setting(
         max_model_len=longest,
         kv_dtype=rng.choice(("fp16", "bf16")),
         isa=rng.choice((None, None, None, "generic")),
-        logits_slice=rng.choice((None, 1, 3)),
+        logits_slice=rng.choice((None, None, 8, 16)),
     )
 
 

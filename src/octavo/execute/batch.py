@@ -38,11 +38,11 @@ class Batch:
 
 
 def slice_rows(max_logits_rows: int, vocab_size: int) -> int:
-    """Rows of logits that are held at a time: 32 MiB of them, and no fewer than 32.
+    """Rows of logits that are held at a time: 32 MiB of them, no fewer than 32, in eights.
 
     The head's weights are read once a slice, which for so many rows is hidden by the arithmetic.
     """
-    return min(max_logits_rows, max(32, (32 << 20) // (4 * vocab_size)))
+    return min(max_logits_rows, max(32, (32 << 20) // (4 * vocab_size) // 8 * 8))
 
 
 class StepResult(NamedTuple):

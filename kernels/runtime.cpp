@@ -392,6 +392,8 @@ void Runtime::step(const StepBatch &batch) {
 
 void Runtime::compute_logits(int64_t first) {
     check_range("row of logits", first, 0, batch_.logits - 1);
+    if (first % kPanel != 0)
+        refuse("row of logits " + text(first) + " is not the first of a panel of " + text(kPanel));
     first_logits_ = first;
     for (Region &region : regions_) {
         const auto *logits = std::get_if<LogitsRegion>(&region.work);

@@ -174,7 +174,7 @@ class Runtime {
     void step(const StepBatch &batch);
     // Logits [rows, vocab_size] of as many of the wanted rows, from `first` on, as a slice holds;
     // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
-    // not want.
+    // not want, or that is not the first of a panel (kernels/linear.h).
     void compute_logits(int64_t first);
     float *logits() const { return reinterpret_cast<float *>(logits_.data()); }
     int64_t logits_rows() const {

@@ -42,6 +42,7 @@ class Driver:
         kv_dtype: str = "auto",
         block_size: int = 16,
         num_blocks: int = 400,
+        logits_slice: int = MAX_TOKENS,
         seed: int = 0,
     ) -> None:
         self.layout = KvLayout.of(checkpoint.config, block_size)
@@ -52,7 +53,7 @@ class Driver:
             num_blocks=num_blocks,
             max_tokens=self.MAX_TOKENS,
             max_logits_rows=self.MAX_TOKENS,
-            logits_slice=self.MAX_TOKENS,
+            logits_slice=logits_slice,
             max_seqs=self.MAX_SEQS,
             max_blocks_per_seq=self.MAX_BLOCKS,
             threads=threads,

@@ -144,6 +144,23 @@ def test_only_wanted_rows_have_logits() -> None:
     assert logits.shape == (0, config.vocab_size)
 
 
+@pytest.mark.parametrize("format", [WeightFormat.F32, WeightFormat.Q4_0])
+def test_slices_of_logits_are_those_of_all_at_once(format: WeightFormat) -> None:
+    checkpoint = tiny.checkpoint(tiny.config(), format)
+    tokens = tokens_of(checkpoint.config, 45)
+    everything = Driver(checkpoint).run(tokens)
+    driver = Driver(checkpoint, logits_slice=16)
+    result = driver.executor.execute(driver.batch([(driver.start(tokens), 45)]))
+    assert result.logits is not None
+    assert result.logits_from is not None
+    assert np.array_equal(result.logits, everything[:16])
+    for first in 32, 16:  # in any order
+        assert np.array_equal(result.logits_from(first), everything[first : first + 16])
+    for first, message in (20, "not the first of a panel"), (48, "outside 0 to 44"):
+        with pytest.raises(ValueError, match=message):
+            result.logits_from(first)
+
+
 def test_copied_blocks_continue_a_fork() -> None:
     """A fork that copies its half-filled block goes on with the same bits; chains copy in order."""
     config = tiny.config()
@@ -259,6 +276,8 @@ def test_settings_are_refused_by_name() -> None:
         Driver(checkpoint, kv_dtype="int3")
     with pytest.raises(ValueError, match="block_size is 24, not a multiple of 16"):
         Driver(checkpoint, block_size=24)
+    with pytest.raises(ValueError, match="logits_slice is 10, not a multiple of 8"):
+        Driver(checkpoint, logits_slice=10)
     for threads in (0, 5000):
         with pytest.raises(ValueError, match=f"threads is {threads}, outside"):
             Driver(checkpoint, threads=threads)

@@ -50,7 +50,8 @@ class StepResult(NamedTuple):
 
     None from the cost executor, which computes no numbers. A large vocabulary times many sequences
     is more memory than an executor may want to hold: then these are the first of the L rows only,
-    and ``logits_from(row)`` computes as many from that row on, in the same memory.
+    and ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is where
+    the rows before it ended.
     """
 
     logits: Float32 | None

@@ -56,8 +56,9 @@ class NativeExecutor:
     """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
 
     ``threads`` None: as many as the process may use. ``logits_slice``: rows of logits held at a
-    time (None: `slice_rows`). ``isa`` forces an instruction-set tier
-    ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else the best this CPU has.
+    time, a multiple of 8 or ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an
+    instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else
+    the best this CPU has.
     Weights are copied, so the checkpoint's file may be unmapped afterwards. Raises
     `CheckpointError` for weights that do not fit the program and `ValueError` for settings that
     cannot be honoured.

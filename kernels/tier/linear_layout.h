@@ -181,7 +181,7 @@ inline GroupScale group_scale(uint32_t max_bits) {
 
 // Fixed point. Within a span of 8 groups, a row's scales a and scaled sums s become integers,
 //
-//   A = rint(a · 2^e)        with the largest a · 2^e in [2^12, 2^13)
+//   A = rint(a · 2^e)        with the largest a · 2^e in [2^12, 2^13), unless e would pass 127
 //   S = rint(s · 2^(e − 11))    |S| <= 2^13 · 32 · 127 / 2^11 = 16256
 //
 // and a column's scales d and mins m (with a zero of 8 in all formats: m + 8d where there is a min)
@@ -191,7 +191,7 @@ inline GroupScale group_scale(uint32_t max_bits) {
 //
 // Then the sum over a span of dot · ((D · A + 2^14) >> 15) + M · S, with |dot| <= 32 · 8 · 127, is
 // below 2^31, and 1 in it means 2^(15 − e − f): `unit` is 2^(15 − e). The errors are some 2^-13 of
-// a span's largest terms, a hundredth of what rounding the activations to 8 bits costs.
+// a column's largest d by a span's largest a: where d are alike, a hundredth of 8 bits' rounding.
 constexpr int64_t kSpan = 8; // groups
 
 struct SpanScale {

@@ -80,6 +80,14 @@ def test_what_does_not_fit_the_program_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'output_norm\.weight' is a vector of type Q8_0"):
         load(file.write(path))
 
+    for name, shape in ("blk.0.attn_qkv.weight", (64, 32)), ("layers.0.attn_q.weight", (32, 32)):
+        file = tiny_llama()
+        file.tensors.append(Tensor(name, shape, F16))
+        with pytest.raises(
+            CheckpointError, match=rf"has layers\.0\.attn_.* twice: tensor '{name}'"
+        ):
+            load(file.write(path))
+
     file = tiny_llama()
     file.tensors.append(Tensor("blk.0.attn_q.bias", (32,), F32))
     with pytest.raises(CheckpointError, match=r"has no tensor for layers\.1\.attn_q\.bias"):

@@ -81,7 +81,10 @@ def _by_role(file: GgufFile, shapes: dict[str, tuple[int, ...]]) -> dict[str, We
         rows = [shapes[each][0] for each in roles if each in shapes]
         # An ffn_up of its usual size is no fused one.
         if roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
-            weights |= zip(roles, weight.split(rows), strict=True)
+            found = dict(zip(roles, weight.split(rows), strict=True))
         else:
-            weights[key] = weight
+            found = {key: weight}
+        if twice := sorted(found.keys() & weights.keys()):
+            file.fail(f"has {', '.join(twice)} twice: tensor {name!r} is not the first")
+        weights |= found
     return weights

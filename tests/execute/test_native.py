@@ -204,14 +204,20 @@ def test_blocks_leave_and_come_back() -> None:
         driver.executor.import_blocks(used[:2].copy(), data[:1])
 
 
-def test_what_recycled_blocks_hold_changes_nothing() -> None:
-    """NaN that recycled blocks hold is never read."""
-    config = tiny.config()
-    driver = Driver(tiny.checkpoint(config))
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_what_recycled_blocks_hold_changes_nothing(isa: str, kv_dtype: str) -> None:
+    """NaN that recycled blocks hold is never read, at either end of a window."""
+    rope = Rope(10000.0, 16, False)
+    config = tiny.config("gemma3", layers=(Layer(rope, 7), Layer(rope, 33), Layer(rope)))
+    driver = Driver(tiny.checkpoint(config), isa=supported(isa), kv_dtype=kv_dtype)
     tokens = tokens_of(config, 70)
     expected = driver.run(tokens)
+    assert np.isfinite(expected).all()
     every = np.arange(400, dtype=np.int32)
     rubbish = np.full((400, driver.layout.block_bytes), 0xFF, np.uint8)  # NaN in both kinds
+    driver.executor.import_blocks(every, rubbish)
+    assert np.array_equal(driver.run(tokens), expected)
     driver.executor.import_blocks(every, rubbish)
     assert np.array_equal(driver.run(tokens, [25, 1]), expected)
 

@@ -210,6 +210,14 @@ def test_a_folder_without_weights(tmp_path: Path) -> None:
     assert "config.json: cannot be opened" in refused(path)
 
 
+def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
+    for name in ("generation_config.json", "chat_template.jinja", "model.safetensors"):
+        path = folder("llama", tmp_path / name)
+        (path / name).unlink(missing_ok=True)
+        (path / name).symlink_to("blobs/gone")
+        assert refused(path).startswith(f"{path}/{name}: cannot be opened")
+
+
 # ── config.json ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -244,6 +252,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "flag": ("llama", {"attention_bias": 1}, "attention_bias is 1, not a boolean"),
     "granite": ("granite", {"residual_multiplier": 0}, "residual_multiplier is 0, not a positive"),
     "scaling by nothing": ("granite", {"logits_scaling": 0.0}, "logits_scaling is 0, not a pos"),
+    "tiny": ("granite", {"residual_multiplier": 1e-300}, "residual_scale is 1e-300, outside 1e-18"),
     "layer types": ("qwen3", {"layer_types": ["full_attention"]}, "not a list of 2 types"),
     "layer type": (
         "qwen3",

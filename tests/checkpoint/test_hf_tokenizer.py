@@ -133,6 +133,26 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     (path / "tokenizer.json").write_text(json.dumps(values))
 
 
+def framed(*single: dict[str, dict[str, Any]], ids: int = 1) -> dict[str, Any]:
+    """A post-processor whose template for one text is ``single``."""
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    special = {"<s>": {"id": "<s>", "ids": [ids], "tokens": ["<s>"]}}
+    return {
+        "type": "TemplateProcessing",
+        "single": list(single),
+        "pair": texts,
+        "special_tokens": special,
+    }
+
+
+TEXT: dict[str, Any] = {"Sequence": {"id": "A", "type_id": 0}}
+SECOND: dict[str, Any] = {"Sequence": {"id": "B", "type_id": 0}}
+
+
+def token(name: str) -> dict[str, Any]:
+    return {"SpecialToken": {"id": name, "type_id": 0}}
+
+
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "not BPE": (
         lambda v: v.update(model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
@@ -151,6 +171,26 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ),
         "post_processor 'BertProcessing' is not supported",
     ),
+    "second text": (
+        lambda v: v.update(post_processor=framed(SECOND)),
+        "post_processor has a second text in its template for one",
+    ),
+    "three texts": (
+        lambda v: v.update(post_processor=framed(TEXT, TEXT, token("<s>"))),
+        "post_processor has 2 texts in its template for one",
+    ),
+    "unknown special token": (
+        lambda v: v.update(post_processor=framed(token("<x>"), TEXT)),
+        "post_processor's template has '<x>', no special token of it",
+    ),
+    "special token beyond the model": (
+        lambda v: v.update(post_processor=framed(token("<s>"), TEXT, ids=600)),
+        "post_processor has token 600, outside 0 to 599",
+    ),
+    "prefix": (  # the library would abort the process
+        lambda v: v["model"].update(continuing_subword_prefix="x"),
+        "continuing_subword_prefix 'x' is not supported",
+    ),
 }
 
 
@@ -163,6 +203,23 @@ def test_refused(name: str, tmp_path: Path) -> None:
         load(path, 600)
     assert str(caught.value).startswith(f"{tmp_path}/tokenizer.json: ")
     assert reason in str(caught.value)
+
+
+def test_special_tokens_that_cannot_be(tmp_path: Path) -> None:
+    path = copy("gpt2", tmp_path)
+    names = path / "tokenizer_config.json"
+    names.write_text(r'{"bos_token": "\ud800"}')
+    with pytest.raises(CheckpointError, match=r"bos_token '.*' has a lone surrogate"):
+        load(path, 600)
+    size = cases("gpt2")["chat"]["size"]
+    beyond = {"id": size, "content": "<big>", "special": True} | dict.fromkeys(
+        ("single_word", "lstrip", "rstrip", "normalized"), False
+    )
+    edit(path, lambda values: values["added_tokens"].append(beyond))
+    names.write_text('{"bos_token": "<big>"}')
+    assert load(path, size + 1).bos_token_id == size
+    with pytest.raises(CheckpointError, match=f"bos_token has token {size}, outside"):
+        load(path, size)
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:

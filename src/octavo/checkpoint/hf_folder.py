@@ -6,6 +6,7 @@ listed by ``model.safetensors.index.json``; ``tokenizer.json`` and what lies bes
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -37,7 +38,8 @@ class HfFolder:
         raise CheckpointError(f"{self.path / name}: {reason}")
 
     def has(self, name: str) -> bool:
-        return (self.path / name).exists()
+        """Also if it is a link to nothing, of a download that broke off: opening it says so."""
+        return os.path.lexists(self.path / name)
 
     def json(self, name: str, most: int = MAX_JSON) -> dict[str, Any]:
         path = self.path / name

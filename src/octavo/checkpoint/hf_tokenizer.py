@@ -43,6 +43,10 @@ def special_tokens(folder: HfFolder) -> dict[str, str]:
                 continue
             text = value.get("content") if isinstance(value, dict) else value
             if isinstance(text, str):
+                try:
+                    text.encode()
+                except UnicodeEncodeError:
+                    folder.fail(file, f"{key} {text!r} has a lone surrogate")
                 named[key] = text
             elif text is None:
                 named.pop(key, None)
@@ -62,6 +66,13 @@ class _Reader:
         path = folder.path / TOKENIZER
         data = read_file(path, MAX_TOKENIZER)
         self.values = json_object(path, data)
+        model = self.values.get("model")
+        model = model if isinstance(model, dict) else {}
+        if model.get("type") not in ("BPE", None):  # None: files of old versions leave it out
+            self.fail(f"model type {model['type']!r} is not supported, only BPE")
+        if prefix := model.get("continuing_subword_prefix"):
+            # No decoder takes it off again, and the library aborts where it cuts a character.
+            self.fail(f"continuing_subword_prefix {prefix!r} is not supported")
         try:
             self.backend = Backend.from_str(data.decode())
         except BaseException as error:  # the library raises Exception, and panics beside it
@@ -70,10 +81,6 @@ class _Reader:
             self.fail(f"cannot be read: {error}")
 
     def tokenizer(self) -> BpeTokenizer:
-        model = self.values.get("model")
-        kind = model.get("type") if isinstance(model, dict) else None
-        if kind not in ("BPE", None):  # None: files of old versions leave it out
-            self.fail(f"model type {kind!r} is not supported, only BPE")
         backend = self.backend
         # Settings of a training pipeline. No prompt is cut or filled here.
         backend.no_truncation()
@@ -85,6 +92,7 @@ class _Reader:
         special = {i for i, token in added.items() if token.special}
         special |= {i for text in named.values() if (i := backend.token_to_id(text)) in added}
         bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
+        self.check_known("bos_token", [] if bos is None else [bos])
         return BpeTokenizer(
             backend,
             vocab_size=self.vocab_size,
@@ -158,13 +166,23 @@ class _Reader:
             for piece in step["single"]:
                 if "Sequence" in piece:
                     texts += 1
+                    if piece["Sequence"]["id"] != "A":
+                        self.fail("post_processor has a second text in its template for one")
                     continue
-                (before, after)[texts].extend(
-                    step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
-                )
+                name = piece["SpecialToken"]["id"]
+                if name not in step["special_tokens"]:
+                    self.fail(f"post_processor's template has {name!r}, no special token of it")
+                if texts < 2:
+                    (before, after)[texts].extend(step["special_tokens"][name]["ids"])
             if texts != 1:
                 self.fail(f"post_processor has {texts} texts in its template for one")
+        self.check_known("post_processor", [*before, *after])
         return before, after
+
+    def check_known(self, key: str, token_ids: list[int]) -> None:
+        """Tokens that every prompt may get must be the model's."""
+        if (largest := max(token_ids, default=0)) >= self.vocab_size:
+            self.fail(f"{key} has token {largest}, outside 0 to {self.vocab_size - 1}")
 
     def steps(self, key: str, inner: str) -> list[dict[str, Any]]:
         """The parts of a sequence, or the only one."""

@@ -122,8 +122,8 @@ class ModelConfig:
             raise ValueError(f"norm_eps is {self.norm_eps}, outside 0 to 1")
         for name in ("attention_scale", "embedding_scale", "residual_scale", "logits_scale"):
             value = getattr(self, name)
-            if not 0.0 < value < inf:
-                raise ValueError(f"{name} is {value}, not a positive number")
+            if not 1e-18 <= value <= 1e18:  # products of two stay within fp32
+                raise ValueError(f"{name} is {value}, outside 1e-18 to 1e18")
         for name in ("attention_softcap", "logits_softcap"):
             value = getattr(self, name)
             if not 0.0 <= value < inf:

@@ -42,9 +42,12 @@ class Worker:
 
     def measure(self, workload: Workload) -> Figure:
         assert self._process.stdin is not None
-        watch = Interference(self._process.pid)
-        self._process.stdin.write(json.dumps(workload) + "\n")
-        self._process.stdin.flush()
+        try:
+            watch = Interference(self._process.pid)
+            self._process.stdin.write(json.dumps(workload) + "\n")
+            self._process.stdin.flush()
+        except (FileNotFoundError, BrokenPipeError):
+            raise self._ended() from None
         rate = float(self._read()["tokens_per_second"])
         return Figure(rate, watch.share(), {})
 
@@ -59,9 +62,12 @@ class Worker:
             if line.startswith("{"):
                 answer: dict[str, Any] = json.loads(line)
                 return answer
+        raise self._ended()
+
+    def _ended(self) -> Unavailable:
         code = self._process.wait()
         self._errors.seek(0)
-        raise Unavailable(f"its process ended with {code}: {last_words(self._errors.read())}")
+        return Unavailable(f"its process ended with {code}: {last_words(self._errors.read())}")
 
 
 def arguments() -> tuple[Task, Settings]:

@@ -20,6 +20,7 @@ from _peers.llama_cpp import IkLlamaCpp, LlamaCpp
 from _peers.octavo import Octavo
 from _peers.results import Sample, summarize, table
 from _peers.serving import serve
+from _peers.worker import Worker
 from checkpoint.gguf_writer import tiny_llama
 
 ENGINES = ("octavo", "a", "b")
@@ -223,6 +224,20 @@ def test_a_worker_that_dies_says_why(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="not with the magic"):
         peer.kernel(PREFILL, {})
     peer.close()
+
+
+def test_a_worker_that_has_died_says_why_each_time(tmp_path: Path) -> None:
+    (tmp_path / "dies.py").write_text(
+        """import sys\nprint('{"ready": true}', flush=True)\nsys.exit("error: out of memory")"""
+    )
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} {tmp_path / 'dies.py'}\n")
+    program.chmod(0o755)
+    worker = Worker(str(program), "", TASK, {})
+    for _ in range(2):  # asked again, it says so again
+        with pytest.raises(Unavailable, match="ended with 1: error: out of memory"):
+            worker.measure(PREFILL)
+    worker.close()
 
 
 def test_a_server_that_dies_says_why() -> None:

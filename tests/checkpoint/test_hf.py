@@ -347,6 +347,16 @@ def test_rope_of_changing_length_is_fixed_by_the_longest(tmp_path: Path) -> None
     assert program(config, 65).config.layers[0].rope.factors == (2.0,) * 8
 
 
+def test_each_rope_is_scaled_from_the_context_of_training(tmp_path: Path) -> None:
+    scaled = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    both = {"rope_parameters": {"full_attention": scaled, "sliding_attention": scaled}}
+    plain = load(folder("gemma3", tmp_path / "plain")).config
+    config = load(folder("gemma3", tmp_path / "m", both)).config
+    rules = {layer.rope.by_length for layer in config.layers}
+    assert rules == {DynamicNtk(plain.context_length, 4.0)}
+    assert config.context_length == 4 * plain.context_length
+
+
 def test_yarn_lengthens_the_context(tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
     config = load(folder("llama", tmp_path / "m", {"rope_scaling": yarn})).config

@@ -69,7 +69,8 @@ class _Reader:
         ):
             if value > most:
                 self.fail(f"{name} is {value}, above {most}")
-        self.context = self.count("max_position_embeddings")
+        self.positions = self.count("max_position_embeddings")
+        self.context = self.positions  # until a rope's scaling lengthens it
         values: dict[str, Any] = {
             "family": family,
             "name": self.folder.path.name,
@@ -248,9 +249,8 @@ class _Reader:
 
     def dynamic_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
         factor = section.at_least_one("factor")
-        original = self.context
-        self.context = int(original * factor)
-        return Rope(**plain, by_length=DynamicNtk(original, factor))
+        self.context = max(self.context, int(self.positions * factor))
+        return Rope(**plain, by_length=DynamicNtk(self.positions, factor))
 
     def llama3_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
         low, high = section.real("low_freq_factor"), section.real("high_freq_factor")
@@ -268,7 +268,7 @@ class _Reader:
 
     def yarn_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
         original = self.original(section)
-        factor = section.at_least_one("factor", self.context / original)
+        factor = section.at_least_one("factor", self.positions / original)
         weight, everywhere = section.real("mscale", 0.0), section.real("mscale_all_dim", 0.0)
         magnitude = scaling.yarn_magnitude(factor)
         if weight and everywhere:
@@ -289,7 +289,7 @@ class _Reader:
 
     def longrope(self, section: _Section, plain: dict[str, Any]) -> Rope:
         original = self.original(section)
-        factor = section.real("factor", self.context / original)
+        factor = section.real("factor", self.positions / original)
         magnitude = section.real("attention_factor", scaling.longrope_magnitude(factor, original))
         pairs = plain["dim"] // 2
         short, long = (section.reals(key, pairs) for key in ("short_factor", "long_factor"))
@@ -298,7 +298,7 @@ class _Reader:
     def original(self, section: _Section) -> int:
         """The context of training. transformers lets a key outside of the section win."""
         key = "original_max_position_embeddings"
-        return self.count(key) if self.has(key) else section.count(key, self.context)
+        return self.count(key) if self.has(key) else section.count(key, self.positions)
 
     # ── Keys ────────────────────────────────────────────────────────────────────────────────────
 

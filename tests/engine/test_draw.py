@@ -1,0 +1,84 @@
+"""Tokens and prompt logprobs of logits that come a slice at a time are those of all at once."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo import _native
+from octavo.engine.draw import draw
+from octavo.execute.batch import Float32, StepResult
+from octavo.sample.native import NativeSampler
+from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Sampled, SamplerState
+from octavo.schedule.batching import PromptRows, Scheduled
+
+VOCAB = 23
+
+
+class Sequence:
+    """What `draw` reads of one: its prompt, and how many alternatives it wants."""
+
+    def __init__(self, prompt: list[int], top: int) -> None:
+        params = SimpleNamespace(prompt_logprobs=top)
+        self.owner = SimpleNamespace(
+            request=SimpleNamespace(prompt_token_ids=prompt, params=params)
+        )
+
+
+def sliced(logits: Float32, rows: int) -> StepResult:
+    return StepResult(logits[:rows], 0.0, lambda first: logits[first : first + rows])
+
+
+@pytest.fixture(scope="module")
+def sampler() -> NativeSampler:
+    return NativeSampler(VOCAB, "", _native.ThreadPool(1))
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_slices_give_what_all_rows_give(sampler: NativeSampler, data: st.DataObject) -> None:
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    total = data.draw(st.integers(1, 40), label="rows of logits")
+    logits = rng.standard_normal((total, VOCAB)).astype(np.float32)
+    for row in data.draw(st.sets(st.integers(0, total - 1), max_size=3), label="not numbers"):
+        logits[row, rng.integers(VOCAB)] = np.nan
+    row_of = st.integers(0, total - 1)
+    sample_rows = sorted(data.draw(st.lists(row_of, max_size=12), label="rows drawn from"))
+    cuts = sorted(data.draw(st.sets(st.integers(0, total), max_size=6), label="prompts' rows"))
+    spans = []
+    for row, end in zip(cuts[::2], cuts[1::2], strict=False):
+        prompt = rng.integers(0, VOCAB, 60).tolist()
+        spans.append(
+            PromptRows(cast(Any, Sequence(prompt, int(rng.integers(4)))), row, 7, end - row)
+        )
+    batch = SimpleNamespace(logits_rows=np.arange(total))
+    scheduled = Scheduled(cast(Any, batch), [], [], [], sample_rows, spans)
+    params = [
+        SamplingParams(seed=index, logprobs=2 if rng.random() < 0.5 else None).validated(VOCAB)
+        for index in range(len(sample_rows))
+    ]
+
+    def states() -> list[SamplerState]:
+        return [sampler.new_state(each, [1, 2], set(), 0) for each in params]
+
+    def tokens(sampled: Sampled) -> tuple[Any, ...]:
+        none = [None] * len(sampled.token_ids)
+        return sampled.token_ids, sampled.logprobs or none, sampled.errors
+
+    expected, scores = draw(sampler, scheduled, states(), StepResult(logits, 0.0))
+    assert all(isinstance(score, str) or len(score) == span.size for span, score in scores.items())
+    rows = data.draw(st.integers(1, total), label="rows held")
+    got, got_scores = draw(sampler, scheduled, states(), sliced(logits, rows))
+    assert tokens(got) == tokens(expected)
+    assert got_scores.keys() == scores.keys()
+    for span, score in scores.items():
+        if isinstance(score, str):
+            assert isinstance(got_scores[span], str)
+        else:
+            assert got_scores[span] == score

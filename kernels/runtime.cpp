@@ -12,9 +12,10 @@ namespace octavo {
 namespace {
 
 constexpr int64_t kFine = 64; // positions in the fine part of a rope table
-// Rows that a thread takes through a stretch at once (what they need stays in its own cache), in
-// units of the linear kernels' panels.
+// Rows that a thread takes through a stretch at once: whole panels of the linear kernels, and what
+// they need stays in its own cache.
 constexpr int64_t kChunkRows = 32;
+static_assert(kChunkRows % kPanel == 0);
 
 [[noreturn]] void refuse(const std::string &message) {
     throw std::invalid_argument(message);

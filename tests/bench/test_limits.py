@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,15 @@ def test_limits_that_cannot_be_stored_are_still_measured(
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[1]", "null", '{"cpu": 3}', "\ud800".encode("utf-8", "surrogatepass")],
+    [
+        "",
+        "{",
+        "[1]",
+        "null",
+        "[" * 100_000,
+        '{"cpu": 3}',
+        "\ud800".encode("utf-8", "surrogatepass"),
+    ],
 )
 def test_a_spoilt_file_is_measured_again_with_a_warning(
     home: Path,
@@ -133,6 +142,8 @@ def test_a_spoilt_file_is_measured_again_with_a_warning(
         lambda data: data["int8"].clear(),
         lambda data: data["int8"][0].update(median=0),
         lambda data: data["fp32"][0].update(extra=1),
+        lambda data: data["fp32"][0].update(median=math.inf),
+        lambda data: data["barrier"][0].update(best=math.nan),
         lambda data: data["read"].clear(),
         lambda data: data["read"].reverse(),
         lambda data: data["read"][0].update(bytes=-1),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import statistics
@@ -228,7 +229,7 @@ class Limits:
             limits = cls.from_dict(json.loads(path.read_text()))
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             logger.warning("the machine's stored limits are unreadable: %s: %s", path, error)
             return None
         identity = limits.cpu, limits.cores, limits.kernels
@@ -256,9 +257,12 @@ def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
 
 def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
     rates = tuple(Rate(**item) for item in items)
-    good = all(rate.threads >= 1 and rate.median > 0 and rate.best > 0 for rate in rates)
+    good = all(
+        rate.threads >= 1 and 0 < rate.median < math.inf and 0 < rate.best < math.inf
+        for rate in rates
+    )
     if not good or len(rates) < least:
-        raise ValueError("a rate is missing or not positive")
+        raise ValueError("a rate is missing or not a positive number")
     return rates
 
 

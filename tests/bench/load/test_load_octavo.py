@@ -269,6 +269,8 @@ def test_options_reach_the_settings() -> None:
     ("arguments", "about"),
     [
         (["--goodput", "ttft"], "KEY:MS"),
+        (["--temperature", "nan"], "--temperature is nan"),
+        (["--min-p", "inf"], "--min-p is inf"),
         (["tpot:5"], "belongs to no option"),
         (["--header", "a=b", "--metadata", "c=d", "e=f"], "repeat --header and --metadata"),
         (["--header", "a"], "NAME=VALUE"),

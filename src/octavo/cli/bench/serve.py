@@ -271,6 +271,9 @@ def settings(values: Mapping[str, Any]) -> Settings:
         ramp = arrivals.Ramp(strategy, values["ramp_up_start_rps"], values["ramp_up_end_rps"])
     elif values["ramp_up_start_rps"] is not None or values["ramp_up_end_rps"] is not None:
         raise ValueError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
+    for name in _SAMPLED:
+        if values[name] is not None and not math.isfinite(values[name]):
+            raise ValueError(f"--{name.replace('_', '-')} is {values[name]}, which JSON cannot say")
     arrivals.check(values["request_rate"], values["burstiness"], ramp)
     if values["prompt_format"] not in ("auto", "ids", "text"):
         raise ValueError(f"--prompt-format {values['prompt_format']!r} is none of auto, ids, text")

@@ -392,3 +392,21 @@ def test_hub_cache_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         pull.resolve("org/one")
     (tmp_path / "model-2.safetensors").write_text("")
     assert pull.resolve("org/one") == tmp_path
+
+
+def test_watching_a_download_survives_what_pip_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip's temporary folders come and go while the growing file is looked for."""
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "file.whl").write_bytes(b"12345")
+    assert pull._largest("file.whl", tmp_path) == 5
+    scandir = os.scandir
+
+    def vanishing(path: os.PathLike[str]) -> object:
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert pull._largest("file.whl", tmp_path) == 0

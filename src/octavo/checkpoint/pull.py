@@ -362,13 +362,10 @@ def _pip() -> list[str]:
 
 def _largest(file: str, folder: Path) -> int:
     """Bytes of the download so far: pip writes it in a temporary folder, then copies it."""
-    largest = 0
-    for path in folder.rglob(file):
-        try:
-            largest = max(largest, path.stat().st_size)
-        except OSError:  # moved meanwhile
-            continue
-    return largest
+    try:
+        return max((path.stat().st_size for path in folder.rglob(file)), default=0)
+    except OSError:  # a file moved, or a folder went, while they were looked through
+        return 0
 
 
 def _sha256(path: Path) -> str:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from octavo.bench.drive import Drive, Load
+from octavo.checkpoint import load
+from octavo.checkpoint.base import CheckpointError
 from octavo.engine.load import EngineConfig, SettingsError
 from octavo.execute.cost import Rates
 
@@ -89,3 +92,17 @@ def test_prompts_that_fell_out_of_the_cache_are_no_endless_wait(drive: Drive) ->
 def test_a_load_beyond_the_context_is_refused() -> None:
     with pytest.raises(SettingsError, match="prompt and output take"):
         Drive.load(ORACLE / "tiny-llama.gguf", EngineConfig(), [Load(1, 1 << 20, 1)])
+
+
+def test_a_model_that_gives_no_numbers_is_named() -> None:
+    path = ORACLE / "tiny-llama.gguf"
+    checkpoint = load(path)
+    norm = checkpoint.weights["output_norm"]
+    spoilt = np.full(norm.shape, np.nan, np.float32).view(np.uint8)
+    weights = checkpoint.weights | {"output_norm": norm._replace(data=spoilt)}
+    drive = Drive.load(replace(checkpoint, weights=weights), EngineConfig(threads=1), LOADS[:1])
+    try:
+        with pytest.raises(CheckpointError, match=r"gguf: cannot be measured: a logit is not"):
+            drive.prefill(drive.prompts(LOADS[0]))
+    finally:
+        drive.close()

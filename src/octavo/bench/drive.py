@@ -15,7 +15,7 @@ import numpy as np
 import octavo.checkpoint
 from octavo.bench.limits import Limits, Progress
 from octavo.checkpoint import pull
-from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.execute.batch import Batch
@@ -69,6 +69,7 @@ class Drive:
         self._random = np.random.default_rng(seed)
         self._ids = count()
         self.batches: list[Batch] = []  # of the steps since it was last cleared
+        self._failure: str | None = None  # why a request failed
         self.engine.observers.append(self)
 
     @classmethod
@@ -136,9 +137,16 @@ class Drive:
         )
 
     def on_end(self, record: RequestRecord) -> None:
-        pass
+        self._failure = self._failure or record.error
 
     # Running
+
+    def step(self) -> None:
+        """A step of the engine. Raises `CheckpointError` when the model cannot run a prompt."""
+        self.engine.step()
+        if self._failure is not None:
+            path = self.loaded.checkpoint.path
+            raise CheckpointError(f"{path}: cannot be measured: {self._failure}")
 
     def prompts(self, load: Load) -> Prompts:
         """Random token ids, so that no two prompts begin alike."""
@@ -164,7 +172,7 @@ class Drive:
         try:
             for _ in range(spare):
                 if len(scheduler.decoding) < len(prompts):
-                    self.engine.step()
+                    self.step()
             if len(scheduler.decoding) < len(prompts):
                 raise RuntimeError("the cache no longer held the prompts that were to decode")
             self.batches.clear()
@@ -201,7 +209,7 @@ class Drive:
         times = []
         while more():
             start = time.perf_counter()
-            self.engine.step()
+            self.step()
             times.append(time.perf_counter() - start)
         batches, self.batches = self.batches, []
         return Phase(tokens, times, batches)

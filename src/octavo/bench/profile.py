@@ -199,7 +199,7 @@ def _watched(drive: Drive) -> Iterator[_Record]:
         calls.clear()
         drive.batches.clear()
         start = time.perf_counter()
-        engine.step()
+        drive.step()
         end = time.perf_counter()
         (batch,) = drive.batches
         return Recorded(

@@ -171,6 +171,10 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         ),
         "post_processor 'BertProcessing' is not supported",
     ),
+    "arrays for objects": (
+        lambda v: v.update(decoder=["x"]),
+        "decoder or post_processor is not as the library writes it",
+    ),
     "second text": (
         lambda v: v.update(post_processor=framed(SECOND)),
         "post_processor has a second text in its template for one",

@@ -85,8 +85,11 @@ class _Reader:
         # Settings of a training pipeline. No prompt is cut or filled here.
         backend.no_truncation()
         backend.no_padding()
-        to_bytes, strip = self.decoder()
-        before, after = self.template()
+        try:
+            to_bytes, strip = self.decoder()
+            before, after = self.template()
+        except (AttributeError, KeyError, TypeError) as error:  # it reads arrays as objects, too
+            self.fail(f"decoder or post_processor is not as the library writes it: {error}")
         added = backend.get_added_tokens_decoder()
         named = special_tokens(self.folder)
         special = {i for i, token in added.items() if token.special}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from listening import listening
 from octavo.cli import app
 from octavo.engine.load import EngineConfig, load_engine
 from oracle.tiny_folders import talking_folder
@@ -56,22 +56,9 @@ def test_inspect(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def served(folder: Path) -> Iterator[httpx.Client]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", START, "serve", str(folder), "--port", "0", *MEMORY],
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stderr is not None
-    said = []
-    for line in child.stderr:
-        said.append(line)
-        if match := re.search(r"listening on (\S+)/v1 ", line):
-            break
-    assert match, said
-    with httpx.Client(base_url=match[1], timeout=60) as client:
+    command = [sys.executable, "-c", START, "serve", str(folder), "--port", "0", *MEMORY]
+    with listening(*command) as (url, _), httpx.Client(base_url=url, timeout=60) as client:
         yield client
-    child.terminate()
-    assert child.wait(60) == 0
 
 
 def test_served_as_generated(folder: Path, served: httpx.Client) -> None:

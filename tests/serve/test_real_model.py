@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +11,8 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import events
+
+from listening import listening
 
 pytest.importorskip("octavo._native")
 
@@ -27,20 +27,11 @@ sys.exit(run(sys.argv[1], engine, ServeConfig(port=0, served_model_name=("smollm
 
 @pytest.fixture(scope="module")
 def server(smollm2_path: Path) -> Iterator[tuple[httpx.Client, list[str]]]:
-    child = subprocess.Popen(
-        [sys.executable, "-c", START, str(smollm2_path)], stderr=subprocess.PIPE, text=True
-    )
-    assert child.stderr is not None
-    said = []
-    for line in child.stderr:
-        said.append(line)
-        if match := re.search(r"listening on (\S+)/v1 ", line):
-            break
-    assert match, said
-    with httpx.Client(base_url=match[1], timeout=120) as client:
+    with (
+        listening(sys.executable, "-c", START, str(smollm2_path)) as (url, said),
+        httpx.Client(base_url=url, timeout=120) as client,
+    ):
         yield client, said
-    child.terminate()
-    assert child.wait(60) == 0
 
 
 def complete(client: httpx.Client, **body: Any) -> dict[str, Any]:

@@ -282,45 +282,56 @@ def _row(
     seconds: float,
 ) -> RegionRow:
     own = [costs[op] for op in region.ops]
-    moved, computed = sum(cost.bytes for cost in own), sum(cost.ops for cost in own)
-    limit = sum(cost.seconds(rates) for cost in own)
-    return RegionRow(
+    return _rated(
         region.name,
         layer,
         [_op_name(program.ops[op]) for op in region.ops],
         seconds,
-        moved,
-        computed,
-        _per_second(moved, seconds),
-        _per_second(computed, seconds),
-        limit,
-        limit / seconds if limit and seconds else None,
+        sum(cost.bytes for cost in own),
+        sum(cost.ops for cost in own),
+        sum(cost.seconds(rates) for cost in own),
         _bound(own, rates),
     )
 
 
 def _joined(rows: list[RegionRow]) -> RegionRow:
-    seconds = sum(row.seconds for row in rows)
-    moved, computed = sum(row.bytes for row in rows), sum(row.operations for row in rows)
-    limit = sum(row.limit_seconds for row in rows)
     longest = max(rows, key=lambda row: row.limit_seconds)
-    return RegionRow(
+    return _rated(
         rows[0].name,
         rows[0].layer if len(rows) == 1 else None,
         longest.ops,
-        seconds,
-        moved,
-        computed,
-        _per_second(moved, seconds),
-        _per_second(computed, seconds),
-        limit,
-        limit / seconds if limit and seconds else None,
+        sum(row.seconds for row in rows),
+        sum(row.bytes for row in rows),
+        sum(row.operations for row in rows),
+        sum(row.limit_seconds for row in rows),
         longest.bound,
     )
 
 
-def _per_second(amount: int, seconds: float) -> float:
-    return amount / seconds if seconds else 0.0
+def _rated(
+    name: str,
+    layer: int | None,
+    ops: list[str],
+    seconds: float,
+    moved: int,
+    computed: int,
+    limit: float,
+    bound: str | None,
+) -> RegionRow:
+    """A row with what follows from its amounts and its time."""
+    return RegionRow(
+        name,
+        layer,
+        ops,
+        seconds,
+        moved,
+        computed,
+        moved / seconds if seconds else 0.0,
+        computed / seconds if seconds else 0.0,
+        limit,
+        limit / seconds if limit and seconds else None,
+        bound,
+    )
 
 
 def _bound(costs: list[OpCost], rates: Rates) -> str | None:

@@ -58,10 +58,9 @@ class NativeExecutor:
     ``threads`` None: as many as the process may use. ``logits_slice``: rows of logits held at a
     time, a multiple of 8 or ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an
     instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else
-    the best this CPU has.
-    Weights are copied, so the checkpoint's file may be unmapped afterwards. Raises
-    `CheckpointError` for weights that do not fit the program and `ValueError` for settings that
-    cannot be honoured.
+    the best this CPU has. Weights are copied, so the checkpoint's file may be unmapped afterwards.
+    Raises `CheckpointError` for weights that do not fit the program and `ValueError` for settings
+    that cannot be honoured.
     """
 
     def __init__(
@@ -110,9 +109,7 @@ class NativeExecutor:
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
-        self._regions = _Loading(runtime, checkpoint, program, layout).load(
-            max_tokens, max_logits_rows
-        )
+        self._regions = _Loading(runtime, checkpoint, program, layout).load()
         self.weight_bytes: int = runtime.weight_bytes
         weights = {role: checkpoint.weights[role] for role in program.weights}
         bf16_attention = kv_dtype != "fp16" and self.isa == "avx512_bf16"
@@ -223,7 +220,7 @@ class _Loading:
             )
         return weight
 
-    def load(self, max_tokens: int, max_logits_rows: int) -> list[lower.Region]:
+    def load(self) -> list[lower.Region]:
         """Returns the regions, in the order they run in."""
         formats: dict[str, WeightFormat] = {}
         matrices = [weight for weight in self.weights.values() if len(weight.shape) == 2]

@@ -148,7 +148,10 @@ def _azure(path: Path) -> Iterator[Sample]:
     columns: dict[str, int] = {}
     names = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     for number, line in numbered_lines(path):
-        fields = [field.strip() for field in next(csv.reader([line]))]
+        try:
+            fields = [field.strip() for field in next(csv.reader([line]))]
+        except csv.Error as error:
+            raise DatasetError(f"{path}:{number}: not CSV ({error})") from None
         if not columns:
             columns = {name: fields.index(name) for name in names if name in fields}
             if len(columns) < 3:
@@ -166,7 +169,8 @@ def _azure(path: Path) -> Iterator[Sample]:
             raise DatasetError(f"{path}:{number}: {time!r} is not a time") from None
         lengths = []
         for name, text in zip(names[1:], (prompt, output), strict=True):
-            if not (text.isascii() and text.isdigit() and int(text[:10]) <= _LONGEST):
+            digits = text.isascii() and text.isdigit() and len(text) <= 10
+            if not digits or int(text) > _LONGEST:
                 raise DatasetError(f"{path}:{number}: {name} is {text[:40]!r}, not a length")
             lengths.append(int(text))
         yield Sample(lengths[0], lengths[1], (Part(AZURE + number, lengths[0]),), arrival=arrival)

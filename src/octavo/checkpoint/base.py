@@ -19,7 +19,11 @@ class CheckpointError(ValueError):
 
 
 class WeightFormat(IntEnum):
-    """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification)."""
+    """How a weight's numbers are stored. Values equal ggml's type numbers (GGUF specification).
+
+    The last three are no file's: integers of 3, 4 and 8 bits with a scale and a zero for a group of
+    inputs, into which the layouts of GPTQ, AWQ and compressed-tensors are brought (`Weight`).
+    """
 
     F32 = 0
     F16 = 1
@@ -28,10 +32,23 @@ class WeightFormat(IntEnum):
     Q5_0 = 6
     Q5_1 = 7
     Q8_0 = 8
+    Q2_K = 10
+    Q3_K = 11
     Q4_K = 12
     Q5_K = 13
     Q6_K = 14
+    IQ4_NL = 20
+    IQ4_XS = 23
     BF16 = 30
+    MXFP4 = 39
+    I3 = 1003
+    I4 = 1004
+    I8 = 1008
+
+    @property
+    def grouped(self) -> bool:
+        """Whether a weight of it has a group size of its own."""
+        return self >= WeightFormat.I3
 
 
 class Weight(NamedTuple):
@@ -39,6 +56,10 @@ class Weight(NamedTuple):
 
     A matrix is [out, in], each row a whole number of blocks along ``in``; rows are contiguous.
     A vector (norm, bias) is F32 whatever the file has.
+
+    A row of a grouped format is, one after another: a scale, fp32, for each group of ``group``
+    inputs (the last may be shorter); a zero, one byte, for each; the numbers, b bits each, as a
+    stream of bits from the lowest of the first byte on. w = scale * (number - zero).
     """
 
     name: str  # as the file calls it, for error messages
@@ -46,6 +67,9 @@ class Weight(NamedTuple):
     shape: tuple[int, ...]  # outermost first
     data: npt.NDArray[np.uint8]
     narrow: WeightFormat | None = None  # what a vector was in the file, if not F32
+    group: int = 0  # inputs that share a scale: a multiple of 32, or all (grouped formats)
+    # The matrix's input i is element order[i] of the activations (GPTQ's activation order).
+    order: npt.NDArray[np.int32] | None = None
 
     @property
     def stored(self) -> tuple[WeightFormat, int]:

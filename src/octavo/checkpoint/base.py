@@ -51,8 +51,34 @@ class WeightFormat(IntEnum):
         return self >= WeightFormat.I3
 
 
+Bytes = npt.NDArray[np.uint8]
+
+
+class MadeRows(NamedTuple):
+    """Bytes that no file has as they are to be read: made for some rows when asked for, not kept.
+
+    ``make(first, last)`` gives rows ``first`` to ``last`` of the outermost dimension, each of
+    ``row_bytes``, in a new array.
+    """
+
+    length: int  # rows
+    row_bytes: int
+    make: Callable[[int, int], Bytes]
+
+    @property
+    def nbytes(self) -> int:
+        return self.length * self.row_bytes
+
+
+class Stored(NamedTuple):
+    """What a weight is in its file, and the bytes that takes, if not those of its format."""
+
+    format: str
+    nbytes: int
+
+
 class Weight(NamedTuple):
-    """One stored weight. ``data`` is a read-only byte view into the (mapped) file.
+    """One stored weight: a read-only byte view into the (mapped) file, or bytes made when read.
 
     A matrix is [out, in], each row a whole number of blocks along ``in``; rows are contiguous.
     A vector (norm, bias) is F32 whatever the file has.
@@ -65,28 +91,58 @@ class Weight(NamedTuple):
     name: str  # as the file calls it, for error messages
     format: WeightFormat
     shape: tuple[int, ...]  # outermost first
-    data: npt.NDArray[np.uint8]
-    narrow: WeightFormat | None = None  # what a vector was in the file, if not F32
+    source: Bytes | MadeRows
     group: int = 0  # inputs that share a scale: a multiple of 32, or all (grouped formats)
     # The matrix's input i is element order[i] of the activations (GPTQ's activation order).
     order: npt.NDArray[np.int32] | None = None
+    stored_as: Stored | None = None
 
     @property
-    def stored(self) -> tuple[WeightFormat, int]:
-        """Format and bytes in the file."""
-        if self.narrow is None:
-            return self.format, self.data.nbytes
-        return self.narrow, self.data.nbytes // 2  # F16 or BF16
+    def data(self) -> Bytes:
+        """All bytes. They may be made anew: ask once, and not for longer than they are needed."""
+        if isinstance(self.source, MadeRows):
+            return self.source.make(0, self.source.length)
+        return self.source
+
+    @property
+    def nbytes(self) -> int:
+        """Of `data`; making nothing."""
+        return self.source.nbytes
+
+    @property
+    def stored(self) -> Stored:
+        """What it is in the file, for people, and the bytes it takes there."""
+        return self.stored_as or Stored(self.format.name, self.nbytes)
+
+    def rows(self, first: int, last: int) -> Bytes:
+        """The bytes of rows ``first`` to ``last`` of the outermost dimension."""
+        if isinstance(self.source, MadeRows):
+            return self.source.make(first, last)
+        row_bytes = self.nbytes // self.shape[0]
+        return self.source[first * row_bytes : last * row_bytes]
 
     def split(self, rows: list[int]) -> list[Weight]:
-        """Views of consecutive rows; ``rows`` add up to all of them."""
-        row_bytes = self.data.nbytes // self.shape[0]
+        """Consecutive rows, as views where the file has them; ``rows`` add up to all of them."""
         parts, first = [], 0
         for count in rows:
-            data = self.data[first * row_bytes : (first + count) * row_bytes]
-            parts.append(self._replace(shape=(count, *self.shape[1:]), data=data))
+            parts.append(self._part(first, count))
             first += count
         return parts
+
+    def _part(self, first: int, count: int) -> Weight:
+        source: Bytes | MadeRows
+        if isinstance(self.source, MadeRows):
+            make = self.source.make
+            source = self.source._replace(
+                length=count, make=lambda a, b: make(first + a, first + b)
+            )
+        else:
+            source = self.rows(first, first + count)
+        stored = self.stored_as
+        if stored is not None:
+            stored = stored._replace(nbytes=stored.nbytes * count // self.shape[0])
+        shape = (count, *self.shape[1:])
+        return self._replace(shape=shape, source=source, stored_as=stored)
 
 
 class Tokenizer(Protocol):

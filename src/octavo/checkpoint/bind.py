@@ -52,8 +52,9 @@ def vector(weight: Weight) -> Weight:
             f"tensor {weight.name!r} is a vector of type {weight.format.name}, not a float's"
         )
     wide.flags.writeable = False
-    data = wide.view(np.uint8)
-    return weight._replace(format=WeightFormat.F32, data=data, narrow=weight.format)
+    return weight._replace(
+        format=WeightFormat.F32, source=wide.view(np.uint8), stored_as=weight.stored
+    )
 
 
 def listed(names: list[str]) -> str:

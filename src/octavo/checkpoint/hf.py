@@ -140,7 +140,7 @@ def _plus_one(weight: Weight) -> Weight:
     """Gemma stores its norms' weights less one."""
     data = vector(weight).data.view("<f4") + np.float32(1.0)
     data.flags.writeable = False
-    return weight._replace(data=data.view(np.uint8))
+    return weight._replace(source=data.view(np.uint8))
 
 
 def _chat_template(folder: HfFolder) -> ChatTemplate | None:

@@ -127,7 +127,7 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
         part["stored_bytes"] += stored
         part["held_bytes"] += held_bytes(weight, isa)
         formats = part["formats"]
-        formats[format.name] = formats.get(format.name, 0) + stored
+        formats[format] = formats.get(format, 0) + stored
     for part in parts.values():
         for kind in ("stored", "held"):
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]

@@ -28,7 +28,7 @@ KV_DTYPES = ("auto", "bf16", "fp16")
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
     """Bytes of the executor's own copy of a weight, packed for an instruction-set tier."""
     if len(weight.shape) != 2:
-        return weight.data.nbytes
+        return weight.nbytes
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa))
 
 

@@ -22,6 +22,7 @@ ALLOWED: dict[str, set[str]] = {
     "schedule": {"kv", "model", "sample", "execute.batch"},
     "execute": {"kv", "model", "checkpoint", "_native"},
     "engine": {"schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
+    "plan": {"execute", "kv", "model", "checkpoint", "_native"},
     "bench": {"engine", "schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
 }
 

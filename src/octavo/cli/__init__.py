@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench, chat, generate, inspect, profile, pull, serve
+from octavo.cli import bench, chat, generate, inspect, plan, profile, pull, serve
 
 app = typer.Typer(
     name="octavo",
@@ -31,11 +31,11 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 
 for _module in (serve, chat, generate, pull, inspect, profile):
     _add(app, _module)
-if bench.COMMANDS:
-    _benches = typer.Typer(help=bench.HELP, no_args_is_help=True, rich_markup_mode=None)
-    for _module in bench.COMMANDS:
-        _add(_benches, _module)
-    app.add_typer(_benches, name="bench")
+for _room in (bench, plan):
+    _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)
+    for _module in _room.COMMANDS:
+        _add(_group, _module)
+    app.add_typer(_group, name=_room.__name__.rpartition(".")[2])
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,10 @@
+"""octavo plan: what a model and its settings take and give, before anything is loaded."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+from octavo.cli.plan import quantization
+
+HELP = "Plan what a model takes and gives: bytes, and the tokens a second they allow."
+COMMANDS: tuple[ModuleType, ...] = (quantization,)

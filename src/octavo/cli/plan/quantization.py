@@ -1,0 +1,474 @@
+"""octavo plan quantization: bytes a weight, and what they do to decode and prefill."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.bench.progress import on_stderr
+from octavo.cli.bench.throughput import length
+from octavo.cli.options import Model
+
+if TYPE_CHECKING:
+    from octavo.plan.quantization import Device, PartCost, Phase, Plan, Stored, Subject
+    from octavo.plan.schemes import Scheme
+
+EXAMPLES = (
+    "octavo plan quantization smollm2",
+    "octavo plan quantization llama-2-7b/config.json --format gptq --bits 4 --group-size 64",
+    "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
+)
+
+_DEVICE_HELP = (
+    "machine: this one's limits, as octavo bench machine stores them. Or figures: memory in GB/s, "
+    "then peaks in Gop/s (a multiply-add is two), as memory=48,int8=940,bf16=470,fp32=235."
+)
+
+
+def command(
+    model: Model,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Show the sums of one format: of GGUF (q4_0, q4_k, …), gptq, awq, "
+            "compressed-tensors, bf16, f32.",
+            show_default="all in a table",
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Inputs that share a scale; -1: a whole row.",
+            show_default="128",
+        ),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")
+    ] = False,
+    embedding_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
+    ] = "bf16",
+    context: Annotated[
+        str,
+        typer.Option(
+            parser=length, metavar="TOKENS", help="In the cache of a sequence that decodes."
+        ),
+    ] = "128",
+    prompt_len: Annotated[
+        str, typer.Option(parser=length, metavar="TOKENS", help="Read at once in prefill.")
+    ] = "512",
+    arithmetic: Annotated[
+        str,
+        typer.Option(
+            metavar="UNIT",
+            help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
+            "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
+        ),
+    ] = "int8",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help=_DEVICE_HELP)] = "machine",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
+    ] = False,
+) -> None:
+    """Show what a format does to a model's bytes, and they to its speed, as sums.
+
+    Bytes of a weight with its share of scales and zeros; of the model; the tokens a second that
+    reading them allows in decode, and operations in prefill; and the batch between the two. MODEL
+    may also be a config.json alone, without weights.
+    """
+    from octavo.engine.load import SettingsError
+    from octavo.execute.cost import Arithmetic
+    from octavo.plan import quantization as planning
+    from octavo.plan import schemes
+
+    if arithmetic not in ("int8", "bf16"):
+        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
+    try:
+        edges = schemes.scheme(embedding_format)
+        chosen = _chosen(format, bits, group_size, asymmetric)
+        on = _device(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    subject = _subject(model)
+    skipped: dict[str, str] = {}
+    variants = [stored] if (stored := planning.as_stored(subject)) and chosen is None else []
+    for scheme in schemes.survey() if chosen is None else [chosen]:
+        try:
+            variants.append(planning.in_scheme(subject, scheme, edges))
+        except ValueError as error:
+            if chosen is not None:
+                raise SettingsError(str(error)) from None
+            skipped[scheme.name] = str(error).partition(": ")[2]
+    plans = [
+        planning.plan(
+            subject,
+            variant,
+            on,
+            context=int(context),  # parsed already
+            prompt=int(prompt_len),
+            quantized=Arithmetic(arithmetic),
+        )
+        for variant in variants
+    ]
+    if as_json:
+        facts = {
+            "model": subject.name,
+            "parameters": subject.parameters,
+            "device": on.name,
+            "context": int(context),
+            "prompt_len": int(prompt_len),
+            "kv_bytes_per_token": _kv_bytes(subject),
+            "plans": [as_dict(subject, each) for each in plans],
+            "skipped": skipped,
+        }
+        typer.echo(json.dumps(facts, indent=2))
+    elif chosen is None:
+        typer.echo(as_table(subject, on, plans, skipped, int(context), int(prompt_len)))
+    else:
+        typer.echo(as_sums(subject, on, plans[0], chosen, edges, int(context), int(prompt_len)))
+
+
+def _chosen(
+    name: str | None, bits: int | None, group: int | None, asymmetric: bool
+) -> Scheme | None:
+    from octavo.plan import schemes
+
+    if name is None and bits is None and group is None and not asymmetric:
+        return None
+    if name is None:
+        name = "compressed-tensors" if asymmetric else "gptq"
+    if asymmetric and name != "compressed-tensors":
+        raise ValueError("--asymmetric is for compressed-tensors; the others are as they are")
+    return schemes.scheme(name, bits, group, symmetric=not asymmetric)
+
+
+def _subject(model: str) -> Subject:
+    from octavo.checkpoint import load
+    from octavo.checkpoint.base import CheckpointError
+    from octavo.checkpoint.hf_folder import CONFIG
+    from octavo.checkpoint.pull import resolve
+    from octavo.plan.quantization import Subject
+
+    path = Path(model).expanduser()
+    if path.suffix == ".json" and path.name != CONFIG:
+        raise CheckpointError(f"{path}: give a model's {CONFIG}")
+    if path.name == CONFIG:
+        return Subject.of_config(path)
+    if (path / CONFIG).is_file() and not any(path.glob("*.safetensors")):
+        return Subject.of_config(path / CONFIG)
+    return Subject.of(load(resolve(model)))
+
+
+def _device(text: str) -> Device:
+    """Raises `ValueError` for what is neither "machine" nor figures."""
+    from octavo.bench.limits import Limits
+    from octavo.execute.cost import Rates
+    from octavo.plan.quantization import Device
+
+    if text == "machine":
+        with on_stderr() as progress:
+            limits = Limits.stored(progress)
+        name = f"this machine ({limits.cpu}, {limits.threads} threads)"
+        return Device(name, lambda size: limits.rates(working_set=size))
+    figures: dict[str, float] = {}
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        try:
+            figures[key] = float(value)
+        except ValueError:
+            equals = ""
+        if not equals or key not in ("memory", "int8", "bf16", "fp32"):
+            raise ValueError(
+                f"device {text!r} is neither machine nor figures such as "
+                "memory=48,int8=940,bf16=470,fp32=235 (GB/s and Gop/s)"
+            )
+    given = [figures[key] for key in ("fp32", "bf16", "int8") if key in figures]
+    if "memory" not in figures or not given:
+        raise ValueError(f"device {text!r}: memory and at least one of int8, bf16, fp32 are needed")
+    # A unit that is not given runs on the next wider one.
+    fp32 = figures.get("fp32", given[0])
+    bf16 = figures.get("bf16", fp32)
+    rates = Rates(
+        1e9 * figures["memory"],
+        1e9 * fp32,
+        int8_ops_per_second=1e9 * figures.get("int8", bf16),
+        bf16_ops_per_second=1e9 * bf16,
+    )
+    return Device(text, lambda _: rates)
+
+
+def _kv_bytes(subject: Subject) -> int:
+    from octavo.kv.layout import KvLayout
+
+    return KvLayout.of(subject.program.config).bytes_per_token
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def as_dict(subject: Subject, plan: Plan) -> dict[str, Any]:
+    stored = plan.stored
+    return {
+        "format": stored.name,
+        "bytes_per_weight": plan.bytes_per_weight,
+        "sum": None if stored.scheme is None else stored.scheme.sum(_widest(subject)),
+        "layers_bytes": stored.part_bytes("layers"),
+        "embedding_bytes": stored.part_bytes("embedding"),
+        "head_bytes": stored.part_bytes("head"),
+        "norms_bytes": stored.part_bytes("norms"),
+        "bytes": stored.bytes,
+        "decode": _phase_dict(plan.decode),
+        "prefill": _phase_dict(plan.prefill),
+        "layers_bound_by_operations_from_batch": plan.layers_crossing,
+        "bound_by_operations_from_batch": plan.crossing,
+        "held_bytes": plan.held_bytes,
+        "held_bytes_per_weight": plan.held_bytes_per_weight,
+        "held_decode_tokens_per_second": plan.held_decode_tokens_per_second,
+        "rates": asdict(plan.rates),
+    }
+
+
+def _phase_dict(phase: Phase) -> dict[str, Any]:
+    return {
+        "tokens": phase.tokens,
+        "bytes": phase.bytes,
+        "operations": phase.ops,
+        "memory_seconds": phase.memory_seconds,
+        "arithmetic_seconds": phase.arithmetic_seconds,
+        "seconds": phase.seconds,
+        "tokens_per_second": phase.tokens_per_second,
+        "bound": phase.bound,
+        "parts": [part._asdict() | {"bound": part.bound} for part in phase.parts],
+    }
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def _widest(subject: Subject) -> int:
+    """Inputs of most of the layers' weights: where a scale for a whole row depends on them."""
+    counts: Counter[int] = Counter()
+    for shape in subject.matrices().values():
+        counts[shape[-1]] += prod(shape)
+    return counts.most_common(1)[0][0]
+
+
+def as_table(
+    subject: Subject,
+    device: Device,
+    plans: list[Plan],
+    skipped: dict[str, str],
+    context: int,
+    prompt: int,
+) -> str:
+    width = max(len(plan.stored.name) for plan in plans)
+    lines = [
+        *_shape(subject),
+        "",
+        f"{'':<{width}}{'bytes a':>11}{'layers':>10}{'all':>10}{'decode':>10}{'bound':>8}"
+        f"{'prefill':>10}{'from':>7}",
+        f"{'':<{width}}{'weight':>11}{'MB':>10}{'MB':>10}{'tokens/s':>10}{'by':>8}"
+        f"{'tokens/s':>10}{'batch':>7}  the weight's sum",
+    ]
+    widest = _widest(subject)
+    for plan in plans:
+        stored = plan.stored
+        how = stored.scheme.sum(widest) if stored.scheme else _formats(stored)
+        crossing = "never" if plan.crossing is None else f"{plan.crossing}"
+        bound = {"bytes": "bytes", "operations": "ops"}[plan.decode.bound]
+        lines.append(
+            f"{stored.name:<{width}}{plan.bytes_per_weight:>11.6f}"
+            f"{stored.part_bytes('layers') / 1e6:>10.1f}{stored.bytes / 1e6:>10.1f}"
+            f"{plan.decode.tokens_per_second:>10.4g}{bound:>8}"
+            f"{plan.prefill.tokens_per_second:>10.4g}{crossing:>7}  {how}"
+        )
+    lines += [f"{name:<{width}}  not for this model: {why}" for name, why in skipped.items()]
+    rates = plans[0].rates
+    lines += [
+        "",
+        f"bounds of {device.name}: memory {_figures(rates)}",
+        f"decode: one sequence, {context} tokens in its cache, whatever the format: "
+        f"{_kv_bytes(subject):,} bytes a token.",
+        f"prefill: {prompt} tokens. from batch: sequences from which decode takes longer to "
+        "compute than to read.",
+        "One format with all its sums: --format, with --bits and --group-size.",
+    ]
+    return "\n".join(lines)
+
+
+def as_sums(
+    subject: Subject,
+    device: Device,
+    plan: Plan,
+    scheme: Scheme,
+    edges: Scheme,
+    context: int,
+    prompt: int,
+) -> str:
+    stored, rates = plan.stored, plan.rates
+    lines = [*_shape(subject), "", f"bytes a weight: {scheme.name}"]
+    inputs = sorted({shape[-1] for shape in subject.matrices().values()})
+    sums = {each: scheme.sum(each) for each in inputs}
+    if len(set(sums.values())) == 1:
+        lines.append(f"  {sums[inputs[0]]}")
+    else:  # what a row shares depends on its length
+        lines += [f"  rows of {each}: {how}" for each, how in sums.items()]
+    lines += ["", "weights"]
+    weights = {"layers": 0, "embedding": 0, "head": 0, "norms": 0}
+    for role, shape in subject.program.weights.items():
+        weights[_part(role)] += prod(shape)
+    each_of = {"layers": scheme.name, "norms": "F32"}
+    for name, count in weights.items():
+        if count:
+            size = stored.part_bytes(name)
+            tied = ", also the head" if name == "embedding" and not weights["head"] else ""
+            lines.append(
+                f"  {name:<10}{count:>16,} × {size / count:<11.9g} = {size:>16,} bytes"
+                f"  ({each_of.get(name, edges.name)}{tied})"
+            )
+    whole, bf16 = subject.parameters, 2 * subject.parameters
+    lines.append(
+        f"  {'all':<10}{whole:>16,} × {stored.bytes / whole:<11.6g} = {stored.bytes:>16,} bytes"
+        f"  (BF16: {bf16:,}, {bf16 / stored.bytes:.3g} ×)"
+    )
+    if plan.held_bytes is not None:
+        lines.append(
+            f"  Octavo holds them repacked in {plan.held_bytes:,} bytes, "
+            f"{plan.held_bytes_per_weight:.6g} a weight of the layers"
+        )
+    lines += [
+        "",
+        f"decode, one sequence with {context} tokens in its cache "
+        f"({_kv_bytes(subject):,} bytes a token, whatever the format)",
+        *_phase_lines(plan.decode),
+    ]
+    if plan.held_decode_tokens_per_second is not None:
+        lines.append(
+            f"  of what Octavo holds: {plan.held_decode_tokens_per_second:.4g} tokens/s at most"
+        )
+    lines += ["", *_crossing_lines(plan, context), "", f"prefill, {prompt} tokens"]
+    lines += _phase_lines(plan.prefill)
+    lines += [
+        "",
+        f"{device.name}: memory {_figures(rates)}",
+        "A weight takes two operations a token, a multiplication and an addition. Times are added "
+        "op by op, each the longer",
+        "of its two; after the last attention only the row is computed whose token comes next.",
+    ]
+    return "\n".join(lines)
+
+
+def _shape(subject: Subject) -> list[str]:
+    """Where the parameters are, with the product of each matrix's sides."""
+    config = subject.program.config
+    layers = len(config.layers)
+    weights = subject.program.weights
+    lines = [f"{subject.name}: {config.family}, {subject.parameters:,} parameters"]
+    kinds = Counter((role.partition(".")[2].partition(".")[2], shape)
+                    for role, shape in subject.matrices().items())  # fmt: skip
+    total = sum(map(prod, subject.matrices().values()))
+    same = all(count == layers for count in kinds.values())
+    if same:
+        sides = " + ".join("·".join(map(str, shape)) for _, shape in kinds)
+        lines.append(f"  layers     {total:>15,} = {layers} × ({sides})")
+    else:
+        lines.append(f"  layers     {total:>15,} in {layers} layers that differ")
+    for name, role in (("embedding", "token_embd"), ("head", "output")):
+        if role in weights:
+            rows, columns = weights[role]
+            tied = ", also the head" if name == "embedding" and "output" not in weights else ""
+            lines.append(f"  {name:<10} {rows * columns:>15,} = {rows} · {columns}{tied}")
+    vectors = sum(prod(shape) for role, shape in weights.items() if _part(role) == "norms")
+    lines.append(f"  norms      {vectors:>15,} (and biases)")
+    return lines
+
+
+def _part(role: str) -> str:
+    from octavo.plan.quantization import part
+
+    return part(role)
+
+
+def _formats(stored: Stored) -> str:
+    """What a file's layers have, by bytes."""
+    sizes: Counter[str] = Counter()
+    for role, size in stored.sizes.items():
+        if _part(role) == "layers":
+            sizes[stored.formats[role].name] += size
+    total = sum(sizes.values())
+    return ", ".join(
+        name if size == total else f"{name} {100 * size / total:.0f} %"
+        for name, size in sizes.most_common()
+    )
+
+
+def _phase_lines(phase: Phase) -> list[str]:
+    """A line for each part: bytes and their time, operations and theirs, and what binds."""
+    gb = phase.rates.bytes_per_second / 1e9
+    lines = [
+        f"  {'':<16}{'bytes':>15}{f'÷ {gb:.4g} GB/s':>17}{'operations':>20}{'÷ peak':>14}"
+        f"{'the longer':>15}",
+        *(_line(part.label, part) for part in phase.parts),
+        _line("step", phase),
+    ]
+    lines.append(
+        f"  {phase.tokens:,} {'token' if phase.tokens == 1 else 'tokens'} ÷ "
+        f"{1e3 * phase.seconds:.4f} ms = {phase.tokens_per_second:.4g} tokens/s at most"
+    )
+    return lines
+
+
+def _line(label: str, cost: PartCost | Phase) -> str:
+    return (
+        f"  {label:<16}{cost.bytes:>15,}{1e3 * cost.memory_seconds:>14.4f} ms{cost.ops:>20,}"
+        f"{1e3 * cost.arithmetic_seconds:>11.4f} ms{1e3 * cost.seconds:>12.4f} ms  {cost.bound}"
+    )
+
+
+def _crossing_lines(plan: Plan, context: int) -> list[str]:
+    """From which batch decode is bound by operations, and why."""
+    rates = plan.rates
+    units = {part.arithmetic for part in plan.decode.parts if part.name == "layers"}
+    lines = ["from bytes to operations"]
+    if len(units) == 1:
+        (unit,) = units
+        lines.append(
+            f"  a weight: {plan.bytes_per_weight:.6g} bytes ÷ "
+            f"{rates.bytes_per_second / 1e9:.4g} GB/s = 2 operations × "
+            f"{plan.layers_crossing:.4g} sequences ÷ {rates.peak(unit) / 1e9:.4g} Gop/s ({unit}): "
+            f"from {plan.layers_crossing:.4g} on, the layers' matrices are bound by operations"
+        )
+    else:
+        lines.append(
+            f"  the layers' matrices are bound by operations from {plan.layers_crossing:.4g} on"
+        )
+    if plan.crossing is None:
+        lines.append(
+            f"  the whole step never is: a sequence's cache of {context} tokens takes longer to "
+            "read than its token to compute"
+        )
+    else:
+        lines.append(
+            f"  the whole step, with the head and a cache of {context} tokens each, from "
+            f"{plan.crossing} on"
+        )
+    return lines
+
+
+def _figures(rates: Any) -> str:
+    from octavo.execute.cost import Arithmetic
+
+    peaks = ", ".join(f"{unit} {rates.peak(unit) / 1e9:.4g}" for unit in Arithmetic)
+    return f"{rates.bytes_per_second / 1e9:.4g} GB/s; {peaks} Gop/s"

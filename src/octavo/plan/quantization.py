@@ -1,0 +1,384 @@
+"""What a format costs and gives: bytes, and the tokens a second that bytes and operations allow.
+
+Decode reads every weight for each step, whatever the number of sequences, so that one sequence is
+bound by bytes; prefill uses each weight for many tokens and is bound by operations. Between them
+lies the batch from which decode is bound by operations, too (Williams, Waterman and Patterson,
+2009; Pope et al., 2022, section 3). Everything is counted by `CostModel`, as for the engine's own
+shares of a limit; here its numbers are only divided up and added.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from octavo.checkpoint.base import Checkpoint, Weight, WeightFormat
+from octavo.checkpoint.hf_config import model_config
+from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.execute.batch import Batch
+from octavo.execute.cost import Arithmetic, CostModel, OpCost, Rates
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+from octavo.model.program import (
+    Add,
+    Embed,
+    GatedActivation,
+    Logits,
+    Op,
+    PagedAttention,
+    Program,
+    RmsNorm,
+    RopeAndStoreKv,
+)
+from octavo.plan.schemes import GGUF, Scheme
+
+MOST_SEQUENCES = 1 << 14  # up to where a crossing is looked for
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What a machine does in a second. ``rates`` is of a working set in bytes, which caches may
+    hold a part of.
+    """
+
+    name: str
+    rates: Callable[[int], Rates]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to plan for: its shape, and its weights as a file has them, if there is one."""
+
+    name: str
+    program: Program
+    stored: Mapping[str, Weight] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Subject:
+        config = checkpoint.config
+        return cls(config.name or checkpoint.path.name, program(config), checkpoint.weights)
+
+    @classmethod
+    def of_config(cls, path: Path) -> Subject:
+        """From a Hugging Face config.json alone. Raises `CheckpointError`."""
+        folder = HfFolder(path.parent)
+        # Where the key is missing, transformers' classes tie Gemma's head and no other's.
+        gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
+        config = model_config(folder, () if gemma else ("lm_head.weight",))
+        return cls(config.name, program(config))
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.program.weights.values()))
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers: what quantizers work on. Embedding and head are apart."""
+        return {
+            role: shape
+            for role, shape in self.program.weights.items()
+            if len(shape) > 1 and part(role) == "layers"
+        }
+
+
+def part(role: str) -> str:
+    """The line of a sum that a weight belongs to; a tied head is the embedding."""
+    if role.endswith(("norm", ".bias")):
+        return "norms"
+    return {"token_embd": "embedding", "output": "head"}.get(role, "layers")
+
+
+class Stored(NamedTuple):
+    """A model's weights in some formats: each weight's format and bytes, by role."""
+
+    name: str
+    formats: dict[str, WeightFormat]
+    sizes: dict[str, int]
+    scheme: Scheme | None  # of the layers; None: as a file has them
+    groups: dict[str, int]  # of grouped formats
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def part_bytes(self, name: str) -> int:
+        return sum(size for role, size in self.sizes.items() if part(role) == name)
+
+
+def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
+    """The layers' matrices in ``scheme``, embedding and head in ``edges``, vectors in F32.
+
+    Raises `ValueError` where a matrix cannot be stored so, with its name.
+    """
+    formats, sizes, groups = {}, {}, {}
+    for role, shape in subject.program.weights.items():
+        own = {"layers": scheme, "norms": GGUF[WeightFormat.F32]}.get(part(role), edges)
+        try:
+            sizes[role] = own.matrix_bytes(prod(shape[:-1]), shape[-1])
+        except ValueError as error:
+            raise ValueError(f"{error} ({role})") from None
+        formats[role] = own.format
+        groups[role] = own.group or shape[-1]
+    return Stored(scheme.name, formats, sizes, scheme, groups)
+
+
+def as_stored(subject: Subject) -> Stored | None:
+    """The weights as the file has them, vectors in F32 as everywhere here."""
+    if subject.stored is None:
+        return None
+    weights = {role: subject.stored[role] for role in subject.program.weights}
+    return Stored(
+        "as stored",
+        {role: weight.format for role, weight in weights.items()},
+        {role: weight.data.nbytes for role, weight in weights.items()},
+        None,
+        {role: weight.group for role, weight in weights.items()},
+    )
+
+
+def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
+    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format."""
+    from octavo.execute.native import held_bytes
+
+    nothing = np.empty(0, np.uint8)
+    sizes = {}
+    try:
+        for role, shape in subject.program.weights.items():
+            weight = Weight(role, stored.formats[role], shape, nothing, group=stored.groups[role])
+            sizes[role] = held_bytes(weight, isa) if len(shape) > 1 else 4 * prod(shape)
+    except ValueError:
+        return None
+    return sizes
+
+
+# --- speed ---------------------------------------------------------------------------------------
+
+
+class PartCost(NamedTuple):
+    """What some of a step's ops move and compute, and their time on the roofline, op by op."""
+
+    name: str
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+    arithmetic: Arithmetic
+    memory_seconds: float
+    arithmetic_seconds: float
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({self.arithmetic})"
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    @property
+    def bound(self) -> str:
+        """What takes longer; single ops may differ (a last layer computes fewer rows)."""
+        return "bytes" if self.memory_seconds >= self.arithmetic_seconds else "operations"
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A step and what bounds it."""
+
+    tokens: int
+    parts: tuple[PartCost, ...]
+    rates: Rates
+
+    @property
+    def seconds(self) -> float:
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+    @property
+    def ops(self) -> int:
+        return sum(part.ops for part in self.parts)
+
+    @property
+    def memory_seconds(self) -> float:
+        return sum(part.memory_seconds for part in self.parts)
+
+    @property
+    def arithmetic_seconds(self) -> float:
+        return sum(part.arithmetic_seconds for part in self.parts)
+
+    @property
+    def bound(self) -> str:
+        return "bytes" if self.memory_seconds >= self.arithmetic_seconds else "operations"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A model in some format on a machine."""
+
+    stored: Stored
+    bytes_per_weight: float  # over the layers' matrices
+    rates: Rates
+    decode: Phase  # one sequence
+    prefill: Phase
+    layers_crossing: float  # sequences from which the layers' matrices are bound by operations
+    crossing: int | None  # the same for all of a step; None: never
+    held_bytes: int | None
+    held_bytes_per_weight: float | None
+    held_decode_tokens_per_second: float | None  # of what the engine's own copy takes
+
+
+def arithmetic(stored: Stored, quantized: Arithmetic) -> dict[str, Arithmetic]:
+    """What multiplies each matrix: ``quantized`` for all that is not a float format."""
+    floats = {
+        WeightFormat.F32: Arithmetic.FP32,
+        WeightFormat.F16: Arithmetic.FP32,
+        WeightFormat.BF16: Arithmetic.BF16,
+    }
+    return {role: floats.get(format, quantized) for role, format in stored.formats.items()}
+
+
+def plan(
+    subject: Subject,
+    stored: Stored,
+    device: Device,
+    *,
+    context: int,
+    prompt: int,
+    quantized: Arithmetic = Arithmetic.INT8,
+    isa: str | None = None,
+) -> Plan:
+    """``context``: tokens in the cache of each sequence that decodes; ``prompt``: tokens read at
+    once in prefill; ``quantized``: what multiplies quantized weights.
+    """
+    layout = KvLayout.of(subject.program.config)
+    units = arithmetic(stored, quantized)
+
+    def costs(sizes: dict[str, int]) -> CostModel:
+        return CostModel(
+            subject.program,
+            layout,
+            weight_bytes=sizes,
+            arithmetic=units,
+            attention=Arithmetic.BF16,
+        )
+
+    model = costs(stored.sizes)
+    rates = device.rates(stored.bytes)
+    matrices = subject.matrices()
+    weights = sum(map(prod, matrices.values()))
+    per_weight = sum(stored.sizes[role] for role in matrices) / weights
+    own = held(subject, stored, isa)
+    held_per_weight, held_rate = None, None
+    if own is not None:
+        held_per_weight = sum(own[role] for role in matrices) / weights
+        own_rates = device.rates(sum(own.values()))
+        held_rate = _phase(costs(own), decode_batch(1, context), own_rates).tokens_per_second
+    # Of the layers' matrices, whose units may differ in a file: the time of a step's arithmetic.
+    seconds = sum(2 * prod(matrices[role]) / rates.peak(units[role]) for role in matrices)
+    return Plan(
+        stored,
+        per_weight,
+        rates,
+        _phase(model, decode_batch(1, context), rates),
+        _phase(model, prefill_batch(prompt), rates),
+        per_weight * weights / rates.bytes_per_second / seconds,
+        crossing(model, context, rates),
+        None if own is None else sum(own.values()),
+        held_per_weight,
+        held_rate,
+    )
+
+
+def crossing(model: CostModel, context: int, rates: Rates) -> int | None:
+    """The fewest sequences whose decode step takes longer to compute than to read.
+
+    None when no number up to `MOST_SEQUENCES` does: each brings its own KV cache to read, and from
+    some context on that takes longer than its arithmetic.
+    """
+
+    def computes(sequences: int) -> bool:
+        return _phase(model, decode_batch(sequences, context), rates).bound == "operations"
+
+    if not computes(MOST_SEQUENCES):
+        return None
+    low, high = 0, MOST_SEQUENCES
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if computes(middle) else (middle, high)
+    return high
+
+
+def decode_batch(sequences: int, context: int) -> Batch:
+    """A token each of sequences that have ``context`` tokens in the cache."""
+    positions = np.full(sequences, context, np.int32)
+    return _batch(positions, np.arange(sequences + 1), np.arange(sequences))
+
+
+def prefill_batch(tokens: int) -> Batch:
+    """A prompt, of which the last row wants logits."""
+    return _batch(np.arange(tokens), np.array([0, tokens]), np.array([tokens - 1]))
+
+
+def _batch(positions: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> Batch:
+    count = len(offsets) - 1
+    return Batch(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=positions.astype(np.int32),
+        seq_offsets=offsets.astype(np.int32),
+        seq_slots=np.arange(count, dtype=np.int32),
+        block_tables=np.zeros((1, count, 0), np.int32),
+        logits_rows=rows.astype(np.int32),
+        copies=np.zeros((0, 2), np.int32),
+    )
+
+
+def _phase(model: CostModel, batch: Batch, rates: Rates) -> Phase:
+    """The ops of a step, those of a kind and of one arithmetic together."""
+    order = ("layers", "head", "attention", "rest")
+    found = [
+        (_kind(op), cost.arithmetic, cost)
+        for op, cost in zip(model.program.ops, model.by_op(batch), strict=True)
+    ]
+    found.sort(key=lambda item: (order.index(item[0]), item[1]))
+    parts = [
+        _part(kind, unit, [cost for _, _, cost in group], rates)
+        for (kind, unit), group in groupby(found, key=lambda item: item[:2])
+    ]
+    return Phase(batch.num_tokens, tuple(parts), rates)
+
+
+def _kind(op: Op) -> str:
+    match op:
+        case Logits():
+            return "head"
+        case PagedAttention():
+            return "attention"
+        case Embed() | RmsNorm() | RopeAndStoreKv() | GatedActivation() | Add():
+            return "rest"
+    return "layers"
+
+
+def _part(name: str, unit: Arithmetic, costs: list[OpCost], rates: Rates) -> PartCost:
+    alike = Counter(costs).items()
+    return PartCost(
+        name,
+        sum(n * cost.weight_bytes for cost, n in alike),
+        sum(n * cost.kv_bytes for cost, n in alike),
+        sum(n * cost.ops for cost, n in alike),
+        unit,
+        sum(n * (cost.bytes / rates.bytes_per_second) for cost, n in alike),
+        sum(n * (cost.ops / rates.peak(unit)) for cost, n in alike),
+        sum(n * cost.seconds(rates) for cost, n in alike),
+    )

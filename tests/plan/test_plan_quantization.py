@@ -1,0 +1,290 @@
+"""The arithmetic of formats, by hand, for models known by their config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from octavo.checkpoint import load
+from octavo.checkpoint.base import CheckpointError
+from octavo.cli import app
+from octavo.engine.load import EngineConfig, load_engine
+from octavo.execute.cost import Arithmetic, CostModel, Rates
+from octavo.kv.layout import KvLayout
+from octavo.plan.quantization import (
+    Device,
+    Subject,
+    as_stored,
+    crossing,
+    decode_batch,
+    held,
+    in_scheme,
+    plan,
+    prefill_batch,
+)
+from octavo.plan.schemes import scheme
+from oracle.tiny_folders import FAMILIES, talking_folder
+
+# As published; the parameters are what transformers 5.24 counts of each.
+MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "llama-2-7b": (6_738_415_616, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "vocab_size": 32000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+    }),
+    "llama-3-8b": (8_030_261_248, {
+        "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 128256, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "tie_word_embeddings": False,
+    }),
+    "mistral-7b": (7_241_732_096, {
+        "model_type": "mistral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "sliding_window": 4096,
+    }),
+    "qwen2.5-0.5b": (494_032_768, {
+        "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+        "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": True,
+    }),
+    "qwen3-0.6b": (596_049_920, {
+        "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072,
+        "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": True,
+    }),
+    "gemma-2-2b": (2_614_341_888, {
+        "model_type": "gemma2", "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 256000, "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    }),
+    "gemma-3-270m": (268_098_176, {
+        "model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048,
+        "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh",
+    }),
+    "phi-3-mini": (3_821_079_552, {
+        "model_type": "phi3", "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "sliding_window": 2047,
+    }),
+}  # fmt: skip
+
+FAST = Rates(100e9, 1e15)  # so much arithmetic that every op is bound by bytes
+BALANCED = Rates(100e9, 1e12, int8_ops_per_second=4e12, bf16_ops_per_second=2e12)
+
+
+def subject(name: str, tmp_path: Path) -> Subject:
+    path = tmp_path / name
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(MODELS[name][1]))
+    return Subject.of_config(path / "config.json")
+
+
+def machine(rates: Rates) -> Device:
+    return Device("hand-made", lambda _: rates)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    assert subject(name, tmp_path).parameters == MODELS[name][0]
+
+
+def test_llama_2_by_hand(tmp_path: Path) -> None:
+    """A layer is 4 · 4096² + 3 · 4096 · 11008 = 202,375,168 weights."""
+    llama = subject("llama-2-7b", tmp_path)
+    stored = in_scheme(llama, scheme("awq", 4, 128), scheme("bf16"))
+    layers = 32 * 202_375_168
+    assert stored.part_bytes("layers") == 3_364_487_168 == layers // 2 + layers * 5 // 256
+    assert stored.part_bytes("embedding") == stored.part_bytes("head") == 2 * 32000 * 4096
+    assert stored.part_bytes("norms") == 4 * (2 * 32 + 1) * 4096
+    assert stored.bytes == 3_889_840_128
+    found = plan(llama, stored, machine(FAST), context=1024, prompt=512)
+    assert found.bytes_per_weight == 0.51953125
+    # Layers, head, norms, a row of the embedding; keys and values: 1025 read, 1 written.
+    read = 3_364_487_168 + 262_144_000 + 1_064_960 + 8192 + 1026 * 2 * 32 * 4096 * 2
+    assert found.decode.bytes == read == 4_165_623_808
+    assert found.decode.tokens_per_second == pytest.approx(100e9 / read)
+    assert found.decode.bound == "bytes"
+    assert found.crossing is None  # with so much arithmetic
+
+
+def test_batch_from_which_operations_bind(tmp_path: Path) -> None:
+    """A weight of 0.51953125 bytes takes 5.1953125 ps to read and 0.5 ps a token to multiply."""
+    llama = subject("llama-2-7b", tmp_path)
+    stored = in_scheme(llama, scheme("awq", 4, 128), scheme("bf16"))
+    found = plan(llama, stored, machine(BALANCED), context=64, prompt=512)
+    assert found.layers_crossing == pytest.approx(10.390625)
+    wide = plan(llama, stored, machine(BALANCED), context=64, prompt=512, quantized=Arithmetic.BF16)
+    assert wide.layers_crossing == pytest.approx(10.390625 / 2)
+    # The whole step: W + n·b bytes against n·a operations, whose sums are linear in n.
+    assert found.crossing is not None
+    model = CostModel(
+        llama.program,
+        KvLayout.of(llama.program.config),
+        weight_bytes=stored.sizes,
+        arithmetic=dict.fromkeys(llama.matrices(), Arithmetic.INT8)
+        | {"output": Arithmetic.BF16},
+        attention=Arithmetic.BF16,
+    )
+
+    def times(sequences: int) -> tuple[float, float]:
+        costs = model.by_op(decode_batch(sequences, 64))
+        return (
+            sum(cost.bytes / BALANCED.bytes_per_second for cost in costs),
+            sum(cost.ops / BALANCED.peak(cost.arithmetic) for cost in costs),
+        )
+
+    for sequences, operations in ((found.crossing - 1, False), (found.crossing, True)):
+        memory, arithmetic = times(sequences)
+        assert (arithmetic > memory) is operations
+    assert crossing(model, 64, BALANCED) == found.crossing
+    # 10 µs of arithmetic a token against 5 µs to read a token of cache: beyond some context, never.
+    assert plan(llama, stored, machine(BALANCED), context=4096, prompt=512).crossing is None
+
+
+def test_prefill_is_bound_by_operations(tmp_path: Path) -> None:
+    llama = subject("llama-2-7b", tmp_path)
+    stored = in_scheme(llama, scheme("awq", 4, 128), scheme("bf16"))
+    found = plan(llama, stored, machine(BALANCED), context=64, prompt=1024)
+    assert found.prefill.bound == "operations"
+    [layers] = [part for part in found.prefill.parts if part.name == "layers"]
+    # After the last attention one row is computed: three quarters of a feed-forward's, and o.
+    last = 4096 * 4096 + 3 * 4096 * 11008
+    assert layers.ops == 2 * (1024 * (32 * 202_375_168 - last) + last)
+    assert found.prefill.seconds >= layers.ops / 4e12
+    half = plan(llama, stored, machine(BALANCED), context=64, prompt=1024,
+                quantized=Arithmetic.BF16)  # fmt: skip
+    assert half.prefill.tokens_per_second < 0.6 * found.prefill.tokens_per_second
+
+
+def test_the_parts_add_up_to_the_cost_models_step(tmp_path: Path) -> None:
+    """One count, divided up: nothing is counted here that the engine's own limit does not count."""
+    gemma = subject("gemma-3-270m", tmp_path)
+    stored = in_scheme(gemma, scheme("q4_0"), scheme("q8_0"))
+    found = plan(gemma, stored, machine(BALANCED), context=900, prompt=700)
+    model = CostModel(
+        gemma.program,
+        KvLayout.of(gemma.program.config),
+        weight_bytes=stored.sizes,
+        arithmetic=dict.fromkeys(gemma.program.weights, Arithmetic.INT8),
+        attention=Arithmetic.BF16,
+    )
+    for phase, batch in (
+        (found.decode, decode_batch(1, 900)),
+        (found.prefill, prefill_batch(700)),
+    ):
+        cost = model.step(batch, BALANCED)
+        assert phase.ops == cost.ops
+        assert phase.bytes == cost.weight_bytes + cost.kv_bytes
+        assert phase.seconds == pytest.approx(cost.seconds, rel=1e-12)
+
+
+def test_what_a_file_has_and_the_engine_holds(tmp_path: Path) -> None:
+    folder = talking_folder(tmp_path / "talking")
+    checkpoint = load(folder)
+    talking = Subject.of(checkpoint)
+    stored = as_stored(talking)
+    assert stored is not None
+    assert stored.part_bytes("layers") == 2 * sum(
+        rows * columns for rows, columns in talking.matrices().values()
+    )
+    own = held(talking, stored)
+    assert own is not None
+    loaded = load_engine(folder, EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_seqs=8))
+    assert sum(own.values()) == loaded.weight_bytes
+    loaded.engine.close()
+    assert as_stored(Subject.of_config(folder / "config.json")) is None
+
+
+def test_a_format_that_does_not_fit_names_the_matrix(tmp_path: Path) -> None:
+    odd = subject("qwen2.5-0.5b", tmp_path)
+    with pytest.raises(ValueError, match=r"Q4_K: rows of 896 .* \(layers.0.attn_q\)"):
+        in_scheme(odd, scheme("q4_k"), scheme("bf16"))
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+DEVICE = ("--device", "memory=100,int8=4000,bf16=2000,fp32=1000")
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["plan", "quantization", *arguments])
+    assert result.exit_code == 0, result.output + str(result.exception)
+    return result.stdout
+
+
+def test_the_table_has_every_format(tmp_path: Path) -> None:
+    subject("llama-2-7b", tmp_path)
+    text = run(str(tmp_path / "llama-2-7b"), *DEVICE)
+    for name in ("F32", "BF16", "Q2_K", "Q4_0", "IQ4_XS", "MXFP4", "gptq 4 bits, group 128"):
+        assert f"\n{name} " in text
+    assert "0.519531" in text
+    assert "not for this model: rows of 11008 are no whole groups" not in text
+
+
+def test_the_sums_can_be_followed(tmp_path: Path) -> None:
+    subject("llama-2-7b", tmp_path)
+    text = run(str(tmp_path / "llama-2-7b/config.json"), *DEVICE, "--bits", "4",
+               "--group-size", "64", "--format", "awq")  # fmt: skip
+    assert "llama, 6,738,415,616 parameters" in text
+    assert (
+        "4 bits/8 + 2 bytes scale/64 + 0.5 bytes zero/64 = 0.5 + 0.03125 + 0.0078125 = 0.5390625"
+        in text
+    )
+    assert "6,476,005,376 × 0.5390625   =    3,490,971,648 bytes  (awq 4 bits, group 64)" in text
+    assert "0.539062 bytes ÷ 100 GB/s = 2 operations × 10.78 sequences ÷ 4000 Gop/s (int8)" in text
+
+
+def test_json(tmp_path: Path) -> None:
+    subject("gemma-3-270m", tmp_path)
+    facts = json.loads(run(str(tmp_path / "gemma-3-270m"), *DEVICE, "--json"))
+    assert facts["parameters"] == 268_098_176
+    plans = {each["format"]: each for each in facts["plans"]}
+    assert plans["BF16"]["bytes"] == 2 * (268_098_176 - 55_936) + 4 * 55_936
+    assert (
+        plans["Q4_0"]["decode"]["tokens_per_second"] > plans["BF16"]["decode"]["tokens_per_second"]
+    )
+    assert facts["skipped"]["Q4_K"] == "rows of 640 are no whole groups of 256 (layers.0.attn_q)"
+    for each in facts["plans"]:
+        parts = each["decode"]["parts"]
+        assert sum(p["weight_bytes"] + p["kv_bytes"] for p in parts) == each["decode"]["bytes"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--device", "h100"), "neither machine nor figures"),
+        (("--device", "memory=0,int8=1"), "must be positive"),
+        (("--device", "int8=100"), "memory and at least one"),
+        (("--format", "q4_0", "--bits", "4"), "bits and groups of its own"),
+        (("--format", "nf4"), "is not one of"),
+        (("--bits", "5"), "gptq has 3 or 4 or 8 bits"),
+        (("--arithmetic", "fp8"), "neither int8 nor bf16"),
+        (("--embedding-format", "x"), "is not one of"),
+    ],
+)
+def test_wrong_use(arguments: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "quantization", str(FAMILIES / "llama"), *arguments])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())
+
+
+def test_a_config_that_is_none(tmp_path: Path) -> None:
+    bad = tmp_path / "config.json"
+    bad.write_text("{]")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Subject.of_config(bad)
+    result = CliRunner().invoke(app, ["plan", "quantization", str(tmp_path / "x.json"), *DEVICE])
+    assert isinstance(result.exception, CheckpointError)

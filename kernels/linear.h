@@ -16,15 +16,10 @@ enum class Format : int32_t {
     Q5_0 = 6,
     Q5_1 = 7,
     Q8_0 = 8,
-    Q2_K = 10,
-    Q3_K = 11,
     Q4_K = 12,
     Q5_K = 13,
     Q6_K = 14,
-    IQ4_NL = 20,
-    IQ4_XS = 23,
     BF16 = 30,
-    MXFP4 = 39,
 };
 
 // A weight matrix [n outputs, k inputs] repacked for one tier: blocks of kColumns outputs, so that
@@ -66,6 +61,10 @@ struct LinearKernels {
     // may run on distinct threads.
     void (*prepare)(Format, const float *x, int64_t ldx, int64_t rows, int64_t k, std::byte *dst,
                     int64_t row_begin, int64_t row_end);
+
+    // Copies row `row` of `rows` prepared ones to row `to` of `to_rows`.
+    void (*copy_prepared)(Format, int64_t k, const std::byte *src, int64_t rows, int64_t row,
+                          std::byte *dst, int64_t to_rows, int64_t to);
 
     // out[r * ldo + c] (= or, with accumulate, +=) sum over k of activation row r and output c, for
     // r in [row_begin, row_end) and column blocks [block_begin, block_end); columns past n are not

@@ -16,6 +16,11 @@ constexpr int64_t kFine = 64; // positions in the fine part of a rope table
 // they need stays in its own cache.
 constexpr int64_t kChunkRows = 32;
 static_assert(kChunkRows % kPanel == 0);
+// Column blocks of an expert that a thread takes at least: with one row, the kernels do as many at
+// a time.
+constexpr int64_t kExpertBlocks = 4;
+// Pieces a thread of the experts' work, for the balance.
+constexpr int64_t kExpertPieces = 12;
 
 [[noreturn]] void refuse(const std::string &message) {
     throw std::invalid_argument(message);
@@ -72,6 +77,10 @@ int64_t grain_for(int64_t items, int threads) {
 
 int64_t column_blocks(int64_t n) {
     return (n + kColumns - 1) / kColumns;
+}
+
+int64_t expert_units(int64_t n) {
+    return (column_blocks(n) + kExpertBlocks - 1) / kExpertBlocks;
 }
 
 } // namespace
@@ -157,6 +166,11 @@ int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<doubl
     return int64_t(ropes_.size()) - 1;
 }
 
+int64_t Runtime::add_routing(int64_t experts, int64_t chosen, bool renormalize) {
+    routings_.emplace_back(experts, chosen, renormalize, config_.max_tokens);
+    return int64_t(routings_.size()) - 1;
+}
+
 void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
     check_range("activation bytes", row_bytes, 0, int64_t(1) << 30);
     check_range("local activation bytes", local_row_bytes, 0, int64_t(1) << 30);
@@ -196,6 +210,62 @@ void Runtime::check_vector(int64_t index, int64_t size) const {
 void Runtime::check_layer(int64_t group, int64_t layer) const {
     check_range("KV group", group, 0, int64_t(config_.windows.size()) - 1);
     check_range("layer of a KV group", layer, 0, config_.layers_per_group - 1);
+}
+
+void Runtime::check_routing(int64_t index) const {
+    check_range("routing", index, 0, int64_t(routings_.size()) - 1);
+}
+
+void Runtime::check_slots(const Value &value, int64_t width, int64_t routing,
+                          const char *what) const {
+    check_value(value, width, what);
+    const Routing &each = routings_[size_t(routing)];
+    const int64_t slots = Routing::most_slots(each.experts(), each.chosen(), config_.max_tokens);
+    const int64_t bytes = slots * value.stride * int64_t(sizeof(float));
+    if (value.local || bytes > (row_bytes_ - value.offset) * config_.max_tokens)
+        refuse(std::string(what) + " of slots does not fit the activation arena");
+}
+
+void Runtime::check_slots(const Prepared &slots, Format format, int64_t k, int64_t routing) const {
+    check_prepared(slots, format, k);
+    const Routing &each = routings_[size_t(routing)];
+    const int64_t count = Routing::most_slots(each.experts(), each.chosen(), config_.max_tokens);
+    const auto bytes = int64_t(tier_.linear.activation_bytes(format, count, k));
+    if (slots.local || bytes > (row_bytes_ - slots.offset) * config_.max_tokens)
+        refuse("prepared slots do not fit the activation arena");
+}
+
+void Runtime::check_slots(const RowStep &step, int64_t routing) const {
+    if (const auto *gate = std::get_if<GateStep>(&step)) {
+        check_slots(gate->gate, gate->width, routing, "gate");
+        check_slots(gate->up, gate->width, routing, "up");
+        check_slots(gate->out, gate->width, routing, "gated output");
+    } else if (const auto *prepare = std::get_if<PrepareStep>(&step)) {
+        check_slots(prepare->x, prepare->k, routing, "experts' input");
+        check_slots(prepare->out, Format(prepare->format), prepare->k, routing);
+    } else {
+        refuse("slots are gated and prepared only");
+    }
+}
+
+void Runtime::check_experts(ExpertsRegion &region) const {
+    check_routing(region.routing);
+    const int64_t experts = routings_[size_t(region.routing)].experts();
+    for (const ExpertsPart &part : region.parts) {
+        check_range("matrices of experts", int64_t(part.matrices.size()), experts, experts);
+        for (const int64_t index : part.matrices)
+            check_matrix(index);
+        const PackedMatrix &first = matrices_[size_t(part.matrices[0])];
+        for (const int64_t index : part.matrices) {
+            const PackedMatrix &matrix = matrices_[size_t(index)];
+            if (matrix.n != first.n || matrix.k != first.k ||
+                !tier_.linear.same_activations(matrix.format, first.format))
+                refuse("experts that differ in shape, or in what they are prepared for");
+        }
+        check_slots(part.out, first.n, region.routing, "experts' output");
+        check_slots(part.activations, first.format, first.k, region.routing);
+        region.units += expert_units(first.n);
+    }
 }
 
 void Runtime::add_region(Region region) {
@@ -240,6 +310,17 @@ void Runtime::add_region(Region region) {
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
             if (selected)
                 refuse("keys of selected rows only");
+        } else if constexpr (std::is_same_v<Step, RouteStep>) {
+            check_routing(step.routing);
+            value(step.logits, routings_[size_t(step.routing)].experts(), "router's logits");
+        } else if constexpr (std::is_same_v<Step, SpreadStep>) {
+            check_routing(step.routing);
+            check_prepared(step.rows, Format(step.format), step.k);
+            check_slots(step.slots, Format(step.format), step.k, step.routing);
+        } else if constexpr (std::is_same_v<Step, CombineStep>) {
+            check_routing(step.routing);
+            check_slots(step.slots, step.width, step.routing, "experts' output");
+            value(step.out, step.width, "combined output");
         } else {
             static_assert(std::is_same_v<Step, GatherStep>);
             value(step.x, step.width, "gathered input");
@@ -274,6 +355,14 @@ void Runtime::add_region(Region region) {
         check_prepared(logits->activations, matrix.format, matrix.k);
         if (!selected || logits->activations.local)
             refuse("logits of all rows, or of a thread's");
+    } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
+        check_routing(sort->routing);
+    } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
+        check_routing(slots->routing);
+        for (const RowStep &step : slots->steps)
+            check_slots(step, slots->routing);
+    } else if (auto *experts = std::get_if<ExpertsRegion>(&region.work)) {
+        check_experts(*experts);
     }
     regions_.push_back(std::move(region));
     jobs_.reserve(regions_.size() + 1);
@@ -481,6 +570,12 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
         run(*linear, scope, begin, end);
     } else if (const auto *attention = std::get_if<AttentionRegion>(&region.work)) {
         run(*attention, thread, begin, end);
+    } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
+        routings_[size_t(sort->routing)].sort(scope.end);
+    } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
+        run(*slots, begin, end);
+    } else if (const auto *experts = std::get_if<ExpertsRegion>(&region.work)) {
+        run(*experts, begin, end);
     } else {
         run(std::get<LogitsRegion>(region.work), begin, end);
     }
@@ -676,6 +771,83 @@ Job Runtime::job_of(const AttentionRegion &region, int64_t) const {
 void Runtime::run(const AttentionRegion &region, int thread, int64_t begin, int64_t end) {
     attention_.run(region.layer, row_of(region.q, 0), region.q.stride, row_of(region.out, 0),
                    region.out.stride, arena_.data(), thread, begin, end);
+}
+
+// Experts
+
+void Runtime::run(const RouteStep &step, int64_t row, const Scope &scope) {
+    routings_[size_t(step.routing)].choose(row, row_of(step.logits, row, scope));
+}
+
+void Runtime::run(const SpreadStep &step, int64_t row, const Scope &scope) {
+    const Routing &routing = routings_[size_t(step.routing)];
+    const auto format = Format(step.format);
+    const size_t bytes = tier_.linear.activation_bytes(format, 1, step.k);
+    const std::byte *rows = row_of(step.rows, scope.begin, bytes, scope);
+    const Routing::Choice *choices = routing.choices(row);
+    for (int64_t j = 0; j < routing.chosen(); ++j) {
+        tier_.linear.copy_prepared(format, step.k, rows, scope.end - scope.begin, row - scope.begin,
+                                   base_of(step.slots), routing.slots(), choices[j].slot);
+    }
+}
+
+void Runtime::run(const CombineStep &step, int64_t row, const Scope &scope) {
+    const Routing &routing = routings_[size_t(step.routing)];
+    const Routing::Choice *choices = routing.choices(row);
+    float *out = row_of(step.out, row, scope);
+    std::fill(out, out + step.width, 0.0f);
+    for (int64_t j = 0; j < routing.chosen(); ++j) {
+        const float *slot = row_of(step.slots, choices[j].slot);
+        tier_.row.add_scaled(slot, choices[j].weight, out, step.width);
+    }
+}
+
+Job Runtime::job_of(const SortRegion &, int64_t) const {
+    return Job{1, 1};
+}
+
+// An item is a choice.
+Job Runtime::job_of(const SlotsRegion &region, int64_t rows) const {
+    const int64_t choices = rows * routings_[size_t(region.routing)].chosen();
+    return Job{choices, grain_for(choices, pool_.size())};
+}
+
+void Runtime::run(const SlotsRegion &region, int64_t begin, int64_t end) {
+    const Routing &routing = routings_[size_t(region.routing)];
+    const Scope scope{0, routing.slots(), nullptr, 0};
+    for (int64_t choice = begin; choice < end; ++choice) {
+        const int64_t slot = routing.choices(0)[choice].slot;
+        for (const RowStep &step : region.steps)
+            std::visit([&](const auto &each) { run(each, slot, scope); }, step);
+    }
+}
+
+// How the rows spread over the experts is known only when it is reached, so an item is a share of
+// whatever there is to do.
+Job Runtime::job_of(const ExpertsRegion &, int64_t) const {
+    return Job{kExpertPieces * pool_.size(), 1};
+}
+
+void Runtime::run(const ExpertsRegion &region, int64_t begin, int64_t end) {
+    const Routing &routing = routings_[size_t(region.routing)];
+    const auto units = [&](const Routing::Crowd &crowd, int64_t first, int64_t last) {
+        int64_t base = 0;
+        for (const ExpertsPart &part : region.parts) {
+            const PackedMatrix &matrix = matrices_[size_t(part.matrices[size_t(crowd.expert)])];
+            const int64_t count = expert_units(matrix.n);
+            const int64_t low = std::max(first - base, int64_t(0));
+            const int64_t high = std::min(last - base, count);
+            base += count;
+            if (low >= high)
+                continue;
+            tier_.linear.matmul(matrix, base_of(part.activations), routing.slots(), crowd.begin,
+                                crowd.end, low * kExpertBlocks,
+                                std::min(high * kExpertBlocks, column_blocks(matrix.n)),
+                                row_of(part.out, 0), part.out.stride, false);
+        }
+    };
+    for (int64_t item = begin; item < end; ++item)
+        routing.piece(item, kExpertPieces * pool_.size(), region.units, units);
 }
 
 } // namespace octavo

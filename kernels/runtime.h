@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "experts.h"
 #include "memory.h"
 #include "paged_attention.h"
 #include "thread_pool.h"
@@ -92,8 +93,28 @@ struct GatherStep {
     Value x, out;
     int64_t width;
 };
+// Chooses the row's experts by its logits.
+struct RouteStep {
+    Value logits;
+    int64_t routing;
+};
+// Copies a prepared row to the slots of its choices.
+struct SpreadStep {
+    Prepared rows;
+    int64_t format;
+    int64_t k;
+    int64_t routing;
+    Prepared slots;
+};
+// The sum of what the row's experts have made of it, by their weights.
+struct CombineStep {
+    Value slots;
+    int64_t routing;
+    Value out;
+    int64_t width;
+};
 using RowStep = std::variant<EmbedStep, NormStep, AddStep, GateStep, PrepareStep, AngleStep,
-                             RopeStoreStep, GatherStep>;
+                             RopeStoreStep, GatherStep, RouteStep, SpreadStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -119,11 +140,33 @@ struct LogitsRegion {
     Prepared activations;
     float softcap;
 };
+// Gives the choices of all rows their slots. One item.
+struct SortRegion {
+    int64_t routing;
+};
+// Steps of slots: their values have a row a slot, and room for as many as rows can take.
+struct SlotsRegion {
+    int64_t routing;
+    std::vector<RowStep> steps; // gates and preparations
+};
+// Linear layers of each expert on its slots.
+struct ExpertsPart {
+    std::vector<int64_t> matrices; // of the experts, alike
+    Prepared activations;
+    Value out;
+};
+struct ExpertsRegion {
+    int64_t routing;
+    std::vector<ExpertsPart> parts;
+    int64_t units = 0; // of column blocks, of all parts of an expert
+};
 
 struct Region {
     std::string name;
     bool selected; // over the rows that want logits only
-    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work;
+    std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion, SortRegion, SlotsRegion,
+                 ExpertsRegion>
+        work;
     double seconds = 0.0;
 };
 
@@ -166,6 +209,12 @@ class Runtime {
     // multiplies them by `magnitude`.
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
                      double magnitude);
+    int64_t add_routing(int64_t experts, int64_t chosen, bool renormalize);
+    // Rows of a slots' value for each row that the arena has room for.
+    int64_t slots_per_row(int64_t experts, int64_t chosen) const {
+        const int64_t most = Routing::most_slots(experts, chosen, config_.max_tokens);
+        return (most + config_.max_tokens - 1) / config_.max_tokens;
+    }
     // Bytes that a row takes in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
     void add_region(Region region);
@@ -226,6 +275,9 @@ class Runtime {
     Job job_of(const LinearRegion &region, int64_t rows) const;
     Job job_of(const LogitsRegion &region, int64_t rows) const;
     Job job_of(const AttentionRegion &region, int64_t rows) const;
+    Job job_of(const SortRegion &region, int64_t rows) const;
+    Job job_of(const SlotsRegion &region, int64_t rows) const;
+    Job job_of(const ExpertsRegion &region, int64_t rows) const;
     void account(ThreadPool::Time start);
     void run_items(size_t index, int thread, int64_t begin, int64_t end);
     void run_chunk(const Span &span, int thread, const Scope &scope);
@@ -233,6 +285,8 @@ class Runtime {
     void run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end);
     void run(const LogitsRegion &region, int64_t begin, int64_t end);
     void run(const AttentionRegion &region, int thread, int64_t begin, int64_t end);
+    void run(const SlotsRegion &region, int64_t begin, int64_t end);
+    void run(const ExpertsRegion &region, int64_t begin, int64_t end);
     void run(const EmbedStep &step, int64_t row, const Scope &scope);
     void run(const NormStep &step, int64_t row, const Scope &scope);
     void run(const AddStep &step, int64_t row, const Scope &scope);
@@ -241,6 +295,9 @@ class Runtime {
     void run(const AngleStep &step, int64_t row, const Scope &scope);
     void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
+    void run(const RouteStep &step, int64_t row, const Scope &scope);
+    void run(const SpreadStep &step, int64_t row, const Scope &scope);
+    void run(const CombineStep &step, int64_t row, const Scope &scope);
 
     // Row `row` of a value; a local one is of the scope's rows.
     float *row_of(const Value &value, int64_t row, const Scope &scope) const {
@@ -254,11 +311,14 @@ class Runtime {
         return reinterpret_cast<float *>(activations_.data() + value.offset * config_.max_tokens) +
                row * value.stride;
     }
+    // Prepared rows that are not local.
+    std::byte *base_of(const Prepared &rows) const {
+        return activations_.data() + rows.offset * config_.max_tokens;
+    }
     // Row `row` of prepared rows.
     std::byte *row_of(const Prepared &rows, int64_t row, size_t row_bytes,
                       const Scope &scope) const {
-        std::byte *base = rows.local ? scope.local + rows.offset * scope.capacity
-                                     : activations_.data() + rows.offset * config_.max_tokens;
+        std::byte *base = rows.local ? scope.local + rows.offset * scope.capacity : base_of(rows);
         return base + (row - (rows.local ? scope.begin : 0)) * int64_t(row_bytes);
     }
     size_t row_bytes(const PackedMatrix &matrix) const {
@@ -275,6 +335,12 @@ class Runtime {
     void check_vector(int64_t index, int64_t size) const;
     void check_prepared(const Prepared &rows, Format format, int64_t k) const;
     void check_layer(int64_t group, int64_t layer) const;
+    void check_routing(int64_t index) const;
+    // Of slots.
+    void check_slots(const Value &value, int64_t width, int64_t routing, const char *what) const;
+    void check_slots(const Prepared &slots, Format format, int64_t k, int64_t routing) const;
+    void check_slots(const RowStep &step, int64_t routing) const;
+    void check_experts(ExpertsRegion &region) const;
 
     const Tier &tier_;
     const RuntimeConfig config_;
@@ -286,6 +352,7 @@ class Runtime {
     std::vector<PackedMatrix> matrices_;
     std::vector<std::vector<float>> vectors_;
     std::vector<RopeTable> ropes_;
+    std::vector<Routing> routings_;
     std::vector<Region> regions_;
     std::vector<Job> jobs_;   // of this step
     std::vector<Span> spans_; // the regions of each; none: the copies

@@ -114,6 +114,13 @@ void bind_runtime(nb::module_ &m) {
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
+    nb::class_<RouteStep>(m, "RouteStep").def(nb::init<Value, int64_t>(), "logits"_a, "routing"_a);
+    nb::class_<SpreadStep>(m, "SpreadStep")
+        .def(nb::init<Prepared, int64_t, int64_t, int64_t, Prepared>(), "rows"_a, "format"_a, "k"_a,
+             "routing"_a, "slots"_a);
+    nb::class_<CombineStep>(m, "CombineStep")
+        .def(nb::init<Value, int64_t, Value, int64_t>(), "slots"_a, "routing"_a, "out"_a,
+             "width"_a);
 
     nb::class_<RowsRegion>(m, "RowsRegion").def(nb::init<std::vector<RowStep>>(), "steps"_a);
     nb::class_<LinearPart>(m, "LinearPart")
@@ -131,6 +138,19 @@ void bind_runtime(nb::module_ &m) {
              "layer"_a, "scale"_a, "softcap"_a);
     nb::class_<LogitsRegion>(m, "LogitsRegion")
         .def(nb::init<int64_t, Prepared, float>(), "matrix"_a, "activations"_a, "softcap"_a);
+    nb::class_<SortRegion>(m, "SortRegion").def(nb::init<int64_t>(), "routing"_a);
+    nb::class_<SlotsRegion>(m, "SlotsRegion")
+        .def(nb::init<int64_t, std::vector<RowStep>>(), "routing"_a, "steps"_a);
+    nb::class_<ExpertsPart>(m, "ExpertsPart")
+        .def(nb::init<std::vector<int64_t>, Prepared, Value>(), "matrices"_a, "activations"_a,
+             "out"_a);
+    nb::class_<ExpertsRegion>(m, "ExpertsRegion")
+        .def(
+            "__init__",
+            [](ExpertsRegion *self, int64_t routing, std::vector<ExpertsPart> parts) {
+                new (self) ExpertsRegion{routing, std::move(parts)};
+            },
+            "routing"_a, "parts"_a);
 
     nb::class_<ThreadPool>(m, "ThreadPool", "kernels/thread_pool.h")
         .def(nb::init<int>(), "threads"_a)
@@ -181,15 +201,12 @@ void bind_runtime(nb::module_ &m) {
              })
         .def("add_vector", &Runtime::add_vector)
         .def("add_rope", &Runtime::add_rope)
+        .def("add_routing", &Runtime::add_routing)
+        .def("slots_per_row", &Runtime::slots_per_row)
         .def("allocate_activations", &Runtime::allocate_activations)
         .def("add_region",
-             [](Runtime &runtime, std::string name, bool selected,
-                std::variant<RowsRegion, LinearRegion, AttentionRegion, LogitsRegion> work) {
-                 const auto widen = [](auto &each) -> decltype(Region::work) {
-                     return std::move(each);
-                 };
-                 runtime.add_region(
-                     Region{std::move(name), selected, std::visit(widen, work), 0.0});
+             [](Runtime &runtime, std::string name, bool selected, decltype(Region::work) work) {
+                 runtime.add_region(Region{std::move(name), selected, std::move(work), 0.0});
              })
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),

@@ -53,6 +53,13 @@ void add(const float *x, const float *y, float *out, int64_t n) {
     });
 }
 
+void add_scaled(const float *x, float factor, float *out, int64_t n) {
+    for_vectors(n, [&](int64_t i, int64_t count) {
+        const Vec sum = load_part(out + i, count);
+        store_part(fma(load_part(x + i, count), Vec::set(factor), sum), out + i, count);
+    });
+}
+
 void scale(float *x, float factor, int64_t n) {
     for_vectors(n, [&](int64_t i, int64_t count) {
         store_part(load_part(x + i, count) * Vec::set(factor), x + i, count);
@@ -108,7 +115,7 @@ void rope_pairs(float *head, const float *cos, const float *sin, int64_t dim) {
     });
 }
 
-constexpr RowKernels kKernels{rms_norm,  add,     scale,       silu,
+constexpr RowKernels kKernels{rms_norm,  add,     add_scaled,  scale,     silu,
                               gelu_tanh, softcap, rope_halves, rope_pairs};
 
 } // namespace

@@ -30,22 +30,12 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
         return f.template operator()<Format::Q5_1>();
     case Format::Q8_0:
         return f.template operator()<Format::Q8_0>();
-    case Format::Q2_K:
-        return f.template operator()<Format::Q2_K>();
-    case Format::Q3_K:
-        return f.template operator()<Format::Q3_K>();
     case Format::Q4_K:
         return f.template operator()<Format::Q4_K>();
     case Format::Q5_K:
         return f.template operator()<Format::Q5_K>();
     case Format::Q6_K:
         return f.template operator()<Format::Q6_K>();
-    case Format::IQ4_NL:
-        return f.template operator()<Format::IQ4_NL>();
-    case Format::IQ4_XS:
-        return f.template operator()<Format::IQ4_XS>();
-    case Format::MXFP4:
-        return f.template operator()<Format::MXFP4>();
     }
     __builtin_unreachable();
 }
@@ -117,6 +107,16 @@ void prepare(Format format, const float *x, int64_t ldx, int64_t rows, int64_t k
     }
 }
 
+void copy_prepared(Format format, int64_t k, const std::byte *src, int64_t rows, int64_t row,
+                   std::byte *dst, int64_t to_rows, int64_t to) {
+    const int64_t cells = cells_of(format, k);
+    const int64_t src_step = cell_step(row, rows), dst_step = cell_step(to, to_rows);
+    src += row_offset(row, cells);
+    dst += row_offset(to, cells);
+    for (int64_t cell = 0; cell < cells; ++cell)
+        std::memcpy(dst + cell * dst_step, src + cell * src_step, kLine);
+}
+
 // Splits [0, rows) of a panel into tiles of R rows and one of the rest.
 template <Format F, int R> void panel(Tile tile, int64_t rows, int64_t blocks) {
     // All rows pass over as many column blocks as a tile takes, while those are in the cache.
@@ -184,8 +184,9 @@ void dequantize_row(const PackedMatrix &matrix, int64_t index, float *out) {
 } // namespace
 
 const LinearKernels &OCTAVO_TIERED(linear_kernels)() {
-    static constexpr LinearKernels kTable = {
-        packed_bytes, pack, activation_bytes, same_activations, prepare, matmul, dequantize_row};
+    static constexpr LinearKernels kTable = {packed_bytes,     pack,          activation_bytes,
+                                             same_activations, prepare,       copy_prepared,
+                                             matmul,           dequantize_row};
     return kTable;
 }
 

@@ -115,8 +115,29 @@ class RopeStoreStep:
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
 
+class RouteStep:
+    def __init__(self, logits: Value, routing: int) -> None: ...
+
+class SpreadStep:
+    def __init__(
+        self, rows: Prepared, format: int, k: int, routing: int, slots: Prepared
+    ) -> None: ...
+
+class CombineStep:
+    def __init__(self, slots: Value, routing: int, out: Value, width: int) -> None: ...
+
 RowStep = (
-    EmbedStep | NormStep | AddStep | GateStep | PrepareStep | AngleStep | RopeStoreStep | GatherStep
+    EmbedStep
+    | NormStep
+    | AddStep
+    | GateStep
+    | PrepareStep
+    | AngleStep
+    | RopeStoreStep
+    | GatherStep
+    | RouteStep
+    | SpreadStep
+    | CombineStep
 )
 
 class RowsRegion:
@@ -136,7 +157,27 @@ class AttentionRegion:
 class LogitsRegion:
     def __init__(self, matrix: int, activations: Prepared, softcap: float) -> None: ...
 
-Region = RowsRegion | LinearRegion | AttentionRegion | LogitsRegion
+class SortRegion:
+    def __init__(self, routing: int) -> None: ...
+
+class SlotsRegion:
+    def __init__(self, routing: int, steps: Sequence[RowStep]) -> None: ...
+
+class ExpertsPart:
+    def __init__(self, matrices: Sequence[int], activations: Prepared, out: Value) -> None: ...
+
+class ExpertsRegion:
+    def __init__(self, routing: int, parts: Sequence[ExpertsPart]) -> None: ...
+
+Region = (
+    RowsRegion
+    | LinearRegion
+    | AttentionRegion
+    | LogitsRegion
+    | SortRegion
+    | SlotsRegion
+    | ExpertsRegion
+)
 
 class ThreadPool:
     def __init__(self, threads: int) -> None: ...
@@ -183,6 +224,8 @@ class Runtime:
     def add_rope(
         self, dim: int, interleaved: bool, frequencies: Sequence[float], magnitude: float
     ) -> int: ...
+    def add_routing(self, experts: int, chosen: int, renormalize: bool) -> int: ...
+    def slots_per_row(self, experts: int, chosen: int) -> int: ...
     def allocate_activations(self, row_bytes: int, local_row_bytes: int) -> None: ...
     def add_region(self, name: str, selected: bool, work: Region) -> None: ...
     def step(

@@ -210,9 +210,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
         "norm_eps is nan",
     ),
     "context": (lambda f: f.set("llama.context_length", UINT64, 1 << 40), "context_length is"),
-    "experts": (
-        lambda f: f.set("llama.expert_count", UINT32, 8),
-        "llama.expert_count is 8, which is not supported",
+    "shared experts": (
+        lambda f: f.set("llama.expert_shared_count", UINT32, 1),
+        "llama.expert_shared_count is 1, which is not supported",
     ),
     "a key nobody knows": (
         lambda f: f.set("llama.attention.twist", FLOAT32, 0.5),

@@ -30,6 +30,7 @@ from octavo.engine.outputs import Delta
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
+from octavo.model.config import Experts
 from octavo.model.families import program
 from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
@@ -55,6 +56,12 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "llama Q4_0": lambda: tiny.checkpoint(tiny.config(), WeightFormat.Q4_0),
     "llama Q4_0, Q4_1, Q5_0, Q5_1, F16": oracle("tiny-llama-legacy"),
     "llama Q4_K, Q5_K, Q6_K, Q8_0, BF16": oracle("tiny-llama-k"),
+    "mixtral Q4_0, 2 of 6 experts": lambda: tiny.checkpoint(
+        tiny.config("mixtral"), WeightFormat.Q4_0
+    ),
+    "qwen3moe BF16, 5 of 33 experts": lambda: tiny.checkpoint(
+        tiny.config("qwen3moe", Experts(33, 5, 48, True)), WeightFormat.BF16
+    ),
     "llama Q8_0": lambda: tiny.checkpoint(tiny.config(num_kv_heads=1), WeightFormat.Q8_0),
 }
 EOS = 3  # of the tiny models

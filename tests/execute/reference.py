@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.model import program as model
-from octavo.model.config import Activation, Rope
+from octavo.model.config import Activation, Experts, Rope
 
 Floats = npt.NDArray[np.float64]
 
@@ -48,12 +48,39 @@ def run(
                 values[op.out] = attend(values[op.q], keys, stored, c.head_dim, op)
             case model.GatedActivation(gate, up, out, activation):
                 values[out] = activate(values[gate], activation) * values[up]
+            case model.Route(logits, out, experts):
+                values[out] = route(values[logits], experts)
+            case model.ExpertLinear(x, route_, _, out, experts):
+                choices = values[route_][:, : experts.chosen].astype(int)
+                rows = values[x].reshape(len(token_ids), -1, weights[op.weights[0]].shape[1])
+                rows = np.broadcast_to(rows, (len(rows), experts.chosen, rows.shape[2]))
+                values[out] = np.array(
+                    [
+                        [weights[op.weights[e]] @ row for e, row in zip(*each, strict=True)]
+                        for each in zip(choices, rows, strict=True)
+                    ]
+                ).reshape(len(rows), -1)
+            case model.Combine(x, route_, out, experts):
+                shares = values[route_][:, experts.chosen :]
+                rows = values[x].reshape(len(token_ids), experts.chosen, -1)
+                values[out] = (shares[:, :, None] * rows).sum(axis=1)
             case model.Add(x, y, out):
                 values[out] = values[x] + values[y]
             case model.Logits(x, weight, softcap):
                 logits: Floats = values[x] @ weights[weight].T
                 return softcap * np.tanh(logits / softcap) if softcap else logits
     raise ValueError("the program computes no logits")
+
+
+def route(logits: Floats, experts: Experts) -> Floats:
+    """Each row's experts, then their weights."""
+    chosen = np.argsort(-logits, axis=1, kind="stable")[:, : experts.chosen]
+    shares = np.exp(logits - logits.max(axis=1, keepdims=True))
+    shares /= shares.sum(axis=1, keepdims=True)
+    picked = np.take_along_axis(shares, chosen, axis=1)
+    if experts.renormalize:
+        picked /= picked.sum(axis=1, keepdims=True)
+    return np.concatenate([chosen, picked], axis=1)
 
 
 def rotate(x: Floats, positions: npt.NDArray[np.int64], head_dim: int, rope: Rope) -> Floats:

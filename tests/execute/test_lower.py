@@ -23,6 +23,9 @@ class Formats:
         wide = {WeightFormat.Q4_K, WeightFormat.Q5_K, WeightFormat.Q6_K}
         return a == b or {WeightFormat(a), WeightFormat(b)} <= wide
 
+    def slots_per_row(self, experts: int, chosen: int) -> int:
+        return chosen + 1
+
 
 def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) -> lower.Plan:
     program = families.program(config)

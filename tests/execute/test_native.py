@@ -320,10 +320,10 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"no weight layers\.1\.ffn_up"):
         load(dataclasses.replace(good, weights=missing))
     wrong = good.weights["layers.1.ffn_up"]
-    short = wrong._replace(shape=(95, 64), data=wrong.data[: 95 * 64 * 4])
+    short = wrong._replace(shape=(95, 64), source=wrong.data[: 95 * 64 * 4])
     with pytest.raises(CheckpointError, match=r"has shape \(95, 64\), not \(96, 64\)"):
         load(dataclasses.replace(good, weights=good.weights | {"layers.1.ffn_up": short}))
-    cut = wrong._replace(data=wrong.data[:-4])
+    cut = wrong._replace(source=wrong.data[:-4])
     with pytest.raises(ValueError, match=r"24572 bytes of data, not 24576"):
         load(dataclasses.replace(good, weights=good.weights | {"layers.1.ffn_up": cut}))
 

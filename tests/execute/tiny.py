@@ -10,13 +10,19 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.model import families
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, Layer, ModelConfig, Rope
 
 Floats = npt.NDArray[np.float64]
 
 
-def config(family: str = "llama", **changes: Any) -> ModelConfig:
-    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them."""
+EXPERTS = Experts(6, 2, 64, True)
+SPARSE = ("mixtral", "qwen3moe")
+
+
+def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them. Sparse
+    families have ``experts`` in all.
+    """
     rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
     values: dict[str, Any] = {
         "family": family,
@@ -33,6 +39,8 @@ def config(family: str = "llama", **changes: Any) -> ModelConfig:
         "tied_embeddings": True,
         "layers": (Layer(rope),) * 3,
     }
+    if family in SPARSE:
+        values["layers"] = (Layer(rope, experts=experts),) * 3
     if family == "gemma3":
         far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
         values |= {

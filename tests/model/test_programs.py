@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.model.families import FAMILIES, program
 from octavo.model.program import (
     Add,
+    Combine,
     Embed,
+    ExpertLinear,
     GatedActivation,
     Linear,
     Logits,
@@ -18,6 +20,7 @@ from octavo.model.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    Route,
 )
 
 LLAMA = ModelConfig(
@@ -45,6 +48,10 @@ GEMMA3 = replace(
     layers=(Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e6, 16, interleaved=False))),
 )
 WINDOWS = (Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e4, 16, interleaved=False)))
+SPARSE = tuple(
+    replace(LLAMA.layers[0], experts=experts)
+    for experts in (Experts(8, 2, 40, True), None, Experts(8, 2, 40, True))
+)
 CONFIGS = {
     "llama": LLAMA,
     "qwen2": replace(LLAMA, family="qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v"})),
@@ -55,6 +62,8 @@ CONFIGS = {
         LLAMA, family="granite", embedding_scale=12.0, residual_scale=0.25, logits_scale=0.125
     ),
     "olmo2": replace(LLAMA, family="olmo2"),
+    "mixtral": replace(LLAMA, family="mixtral", layers=SPARSE[:1] * 3),
+    "qwen3moe": replace(LLAMA, family="qwen3moe", layers=SPARSE),
     "llama untied": replace(LLAMA, tied_embeddings=False),
     "llama with biases": replace(LLAMA, biases=frozenset({"attn_q", "attn_k", "ffn_down"})),
     "gemma3": GEMMA3,
@@ -66,6 +75,7 @@ def check(compute: Program) -> None:
     """Walks the ops as an executor would, on widths alone."""
     config, widths, weights = compute.config, compute.widths, compute.weights
     written: set[str] = set()
+    route: Route | None = None
     used: set[str] = set()
     stored: list[int] = []
 
@@ -111,6 +121,28 @@ def check(compute: Program) -> None:
                 read(op.gate, op.up)
                 assert widths[op.gate] == widths[op.up] == widths[op.out]
                 assert op.activation is config.activation
+            case Route():
+                read(op.logits)
+                assert (widths[op.logits], widths[op.out]) == (
+                    op.experts.count,
+                    2 * op.experts.chosen,
+                )
+                route = op
+            case ExpertLinear():
+                read(op.x, op.route)
+                assert route is not None
+                assert (op.route, op.experts) == (route.out, route.experts)
+                down = op.weight.endswith("down_exps")
+                sizes = (op.experts.intermediate_size, config.hidden_size)
+                assert widths[op.x] == (sizes[0] * op.experts.chosen if down else sizes[1])
+                assert widths[op.out] == sizes[down] * op.experts.chosen
+                for index in range(op.experts.count):
+                    weight(f"{op.weight}.{index}", *(sizes[::-1] if down else sizes))
+            case Combine():
+                read(op.x, op.route)
+                assert route is not None
+                assert (op.route, op.experts) == (route.out, route.experts)
+                assert widths[op.x] == widths[op.out] * op.experts.chosen
             case Add():
                 read(op.x, op.y)
                 assert widths[op.x] == widths[op.y] == widths[op.out]
@@ -177,6 +209,10 @@ def test_unknown_family_is_refused_by_name() -> None:
         program(replace(LLAMA, family="mamba"))
 
 
+def sparse(experts: Experts) -> tuple[Layer, ...]:
+    return (replace(LLAMA.layers[0], experts=experts),)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -193,6 +229,14 @@ def test_unknown_family_is_refused_by_name() -> None:
         ({"layers": (Layer(Rope(0.0, 16, interleaved=True)),)}, "rope theta 0"),
         ({"layers": (Layer(Rope(1e4, 16, True, factors=(1.0,))),)}, "1 rope factors for 8 pairs"),
         ({"layers": (Layer(Rope(1e4, 16, interleaved=True), window=0),)}, "window is 0"),
+        (
+            {"layers": SPARSE[:1] + sparse(Experts(8, 3, 40, True))},
+            "layers differ in their experts",
+        ),
+        ({"layers": sparse(Experts(4, 5, 8, True))}, "a token goes to 5 of 4 experts"),
+        ({"layers": sparse(Experts(4, 0, 8, True))}, "a token goes to 0 of 4 experts"),
+        ({"layers": sparse(Experts(1025, 2, 8, True))}, "layer 0: 1025 experts, outside 1"),
+        ({"layers": sparse(Experts(4, 2, 0, True))}, "experts' intermediate_size is 0"),
     ],
 )
 def test_config_is_validated(change: dict[str, object], reason: str) -> None:

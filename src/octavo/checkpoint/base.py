@@ -129,6 +129,15 @@ class Weight(NamedTuple):
             first += count
         return parts
 
+    def stacked(self, parts: int = 1) -> list[list[Weight]]:
+        """Of a stack [count, rows, in] each matrix, cut into so many of equal rows."""
+        count, rows = self.shape[:2]
+        if len(self.shape) != 3 or rows % parts:
+            raise ValueError(f"tensor {self.name!r} of shape {list(self.shape)} is no such stack")
+        flat = self._replace(shape=(count * rows, self.shape[2]), source=self.data)
+        matrices = flat.split([rows // parts] * (count * parts))
+        return [matrices[i : i + parts] for i in range(0, count * parts, parts)]
+
     def _part(self, first: int, count: int) -> Weight:
         source: Bytes | MadeRows
         if isinstance(self.source, MadeRows):

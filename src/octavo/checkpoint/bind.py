@@ -7,14 +7,25 @@ import ctypes
 import numpy as np
 
 from octavo.checkpoint.base import CheckpointError, Weight, WeightFormat
+from octavo.model.config import ModelConfig
 
 _SHOWN = 8  # most names an error lists
+ROUTER = "ffn_gate_inp"
+_HALVES = (WeightFormat.F16, WeightFormat.BF16)
+# Tensors that hold all experts of a layer, and what of an expert lies one after the other in them.
+STACKS = {
+    "ffn_gate_exps": ("ffn_gate_exps",),
+    "ffn_up_exps": ("ffn_up_exps",),
+    "ffn_down_exps": ("ffn_down_exps",),
+    "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps"),
+}
 
 
 def bind(
     path: str, stored: dict[str, Weight], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Weight]:
-    """``stored`` by role, what has none by its own name. Vectors become F32 (exactly).
+    """``stored`` by role, what has none by its own name. Vectors become F32 (exactly), and so do
+    routers of 16 bits: which experts a token goes to is decided in full precision.
 
     Raises `CheckpointError` naming what is missing, left over, or of another shape.
     """
@@ -33,14 +44,33 @@ def bind(
                 f"the model's metadata asks for {list(shape)}"
             )
         try:
-            weights[role] = vector(weight) if len(shape) == 1 else weight
+            wide = len(shape) == 1 or (role.endswith(ROUTER) and weight.format in _HALVES)
+            weights[role] = vector(weight) if wide else weight
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
     return weights
 
 
+def experts(prefix: str, part: str, weight: Weight, config: ModelConfig) -> dict[str, Weight]:
+    """The experts' matrices by role, of a tensor of `STACKS` that holds them all.
+
+    Raises `ValueError` for another number of experts than the model has.
+    """
+    count = config.experts.count if config.experts is not None else 0
+    if weight.shape[:1] != (count,):
+        raise ValueError(
+            f"tensor {weight.name!r} has shape {list(weight.shape)}; "
+            f"the model's metadata asks for {count} experts"
+        )
+    found = {}
+    for index, matrices in enumerate(weight.stacked(len(STACKS[part]))):
+        for each, matrix in zip(STACKS[part], matrices, strict=True):
+            found[f"{prefix}.{each}.{index}"] = matrix
+    return found
+
+
 def vector(weight: Weight) -> Weight:
-    """Norm weights and biases, widened to F32 (exactly) so that executors read one format."""
+    """Norms, biases and routers, widened to F32 (exactly) so that executors read one format."""
     if weight.format is WeightFormat.F32:
         return weight
     if weight.format is WeightFormat.F16:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
-from octavo.checkpoint.bind import bind, trim_heap, vector
+from octavo.checkpoint.bind import bind, experts, trim_heap, vector
 from octavo.checkpoint.chat_template import JinjaChatTemplate
 from octavo.checkpoint.files import read_file
 from octavo.checkpoint.hf_config import model_config
@@ -36,11 +36,26 @@ _PARTS = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+# An expert's matrices: Mixtral's w1, w2 and w3, elsewhere by the names of the dense layer's.
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
+_OF_EXPERT = {
+    "w1": "ffn_gate_exps",
+    "w2": "ffn_down_exps",
+    "w3": "ffn_up_exps",
+    "gate_proj": "ffn_gate_exps",
+    "down_proj": "ffn_down_exps",
+    "up_proj": "ffn_up_exps",
+}
+# All experts' in one tensor, as transformers 5 has them in memory.
+_STACK = re.compile(r"model\.layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
+_STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
 # Where it follows attention in truth, as its name says, and is not the feed-forward's own norm.
 _AFTER_ATTENTION = ("gemma2", "gemma3", "olmo2")
 # Matrices that are several in one, and the outputs' order.
@@ -82,7 +97,7 @@ def _bind(stored: HfWeights, config: ModelConfig) -> dict[str, Weight]:
     for name in stored.place:
         if name.endswith(_COMPUTED):
             continue
-        for role, weight in _roles(stored, name, shapes, config.family):
+        for role, weight in _roles(stored, name, shapes, config):
             if role in weights:
                 folder.fail(stored.place[name], f"has {role} both fused and by itself: {name!r}")
             weights[role] = weight
@@ -103,21 +118,30 @@ def _bind(stored: HfWeights, config: ModelConfig) -> dict[str, Weight]:
 
 
 def _roles(
-    stored: HfWeights, name: str, shapes: dict[str, tuple[int, ...]], family: str
+    stored: HfWeights, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program: one role, several rows of roles, or its own name if none."""
     weight = stored.weight(name)
     if name in _TOP:
         return [(_TOP[name], weight)]
+    if match := _STACK.fullmatch(name):
+        try:
+            found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], weight, config)
+        except ValueError as error:
+            stored.folder.fail(stored.place[name], str(error))
+        return list(found.items())
     match = _LAYER.fullmatch(name)
     if match is None:
         return [(name, weight)]
     layer, part, kind = int(match[1]), match[2], match[3]
     prefix, ending = f"layers.{layer}.", ".bias" if kind == "bias" else ""
-    if part == "post_attention_layernorm" and family in _AFTER_ATTENTION:
+    if part == "post_attention_layernorm" and config.family in _AFTER_ATTENTION:
         return [(prefix + "post_attention_norm" + ending, weight)]
     if part in _PARTS:
         return [(prefix + _PARTS[part] + ending, weight)]
+    expert = _EXPERT.fullmatch(part)
+    if expert is not None and expert[2] in _OF_EXPERT:
+        return [(f"{prefix}{_OF_EXPERT[expert[2]]}.{int(expert[1])}{ending}", weight)]
     if part not in _FUSED:
         return [(name, weight)]
     parts = [prefix + each + ending for each in _FUSED[part]]

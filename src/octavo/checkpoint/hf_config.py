@@ -7,12 +7,21 @@ refused by name, and keys that it passes over are passed over.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from math import inf, isfinite, sqrt
 from typing import Any, NoReturn
 
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.model import rope as scaling
-from octavo.model.config import Activation, DynamicNtk, Layer, LongRope, ModelConfig, Rope
+from octavo.model.config import (
+    Activation,
+    DynamicNtk,
+    Experts,
+    Layer,
+    LongRope,
+    ModelConfig,
+    Rope,
+)
 
 MAX_LAYERS = 512
 MAX_HEAD_DIM = 1024
@@ -24,6 +33,7 @@ ACTIVATIONS = {
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
 FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
+KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # what files without the key mean
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -77,9 +87,7 @@ class _Reader:
             "vocab_size": self.count("vocab_size"),
             "hidden_size": self.hidden,
             "num_heads": self.heads,
-            "num_kv_heads": self.count(
-                "num_key_value_heads", 8 if model_type == "mistral" else self.heads
-            ),
+            "num_kv_heads": self.count("num_key_value_heads", KV_HEADS.get(model_type, self.heads)),
             "head_dim": self.head_dim,
             "intermediate_size": self.count("intermediate_size"),
             "norm_eps": self.real("rms_norm_eps"),
@@ -109,6 +117,32 @@ class _Reader:
 
     def qwen3(self) -> dict[str, Any]:
         return {"layers": self.qwen_layers(), "biases": self.biases()}
+
+    def mixtral(self) -> dict[str, Any]:
+        experts = self.experts(8, 2, self.count("intermediate_size"), renormalize=True)
+        layers = self.same_layers(self.window(None), theta=1e6)
+        return {"layers": tuple(replace(layer, experts=experts) for layer in layers)}
+
+    def qwen3_moe(self) -> dict[str, Any]:
+        size = self.count("moe_intermediate_size", 768)
+        experts = self.experts(128, 8, size, self.flag("norm_topk_prob", False))
+        step = self.count("decoder_sparse_step", 1)
+        dense = self.values.get("mlp_only_layers") or []
+        if not isinstance(dense, list) or any(type(index) is not int for index in dense):
+            self.fail("mlp_only_layers is not a list of integers")
+        window = self.window(4096) if self.flag("use_sliding_window", False) else None
+        layers = [
+            layer if index in dense or (index + 1) % step else replace(layer, experts=experts)
+            for index, layer in enumerate(self.same_layers(window))
+        ]
+        return {"layers": tuple(layers), "biases": self.biases()}
+
+    def experts(self, count: int, chosen: int, size: int, renormalize: bool) -> Experts:
+        """The numbers are those of files that do not say."""
+        key = "num_experts" if self.has("num_experts") else "num_local_experts"
+        return Experts(
+            self.count(key, count), self.count("num_experts_per_tok", chosen), size, renormalize
+        )
 
     def gemma2(self) -> dict[str, Any]:
         rope = self.rope(self.rope_values())
@@ -166,8 +200,9 @@ class _Reader:
 
     # ── Layers ──────────────────────────────────────────────────────────────────────────────────
 
-    def same_layers(self, window: int | None) -> tuple[Layer, ...]:
-        return (Layer(self.rope(self.rope_values()), window),) * self.num_layers
+    def same_layers(self, window: int | None, theta: float = 10000.0) -> tuple[Layer, ...]:
+        rope = self.rope({"rope_theta": theta} | self.rope_values())
+        return (Layer(rope, window),) * self.num_layers
 
     def qwen_layers(self) -> tuple[Layer, ...]:
         window = self.window(4096) if self.flag("use_sliding_window", False) else None
@@ -409,6 +444,8 @@ FAMILIES: dict[str, tuple[str, str, Callable[[_Reader], dict[str, Any]]]] = {
     "mistral": ("MistralForCausalLM", "llama", _Reader.mistral),
     "qwen2": ("Qwen2ForCausalLM", "qwen2", _Reader.qwen2),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _Reader.qwen3),
+    "mixtral": ("MixtralForCausalLM", "mixtral", _Reader.mixtral),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe", _Reader.qwen3_moe),
     "gemma2": ("Gemma2ForCausalLM", "gemma2", _Reader.gemma2),
     "gemma3_text": ("Gemma3ForCausalLM", "gemma3", _Reader.gemma3),
     "phi3": ("Phi3ForCausalLM", "phi3", _Reader.phi3),

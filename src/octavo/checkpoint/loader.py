@@ -6,19 +6,25 @@ import re
 from pathlib import Path
 
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
-from octavo.checkpoint.bind import bind, trim_heap
+from octavo.checkpoint.bind import STACKS, bind, experts, listed, trim_heap
 from octavo.checkpoint.chat_template import JinjaChatTemplate
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
 from octavo.checkpoint.hf import load_folder
 from octavo.checkpoint.metadata import model_config
 from octavo.checkpoint.tokenizer import BpeTokenizer
+from octavo.model.config import ModelConfig
 from octavo.model.families import program
 
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 # Matrices that are several in one, and the outputs' order (phi3).
-_FUSED = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_gate", "ffn_up")}
+_FUSED = {
+    "attn_qkv": ("attn_q", "attn_k", "attn_v"),
+    "ffn_up": ("ffn_gate", "ffn_up"),
+}
+# A tensor an expert, as files had them before there was one for all.
+_OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
 
 
 def load(path: Path) -> Checkpoint:
@@ -30,7 +36,7 @@ def load_gguf(path: Path) -> Checkpoint:
     file = GgufFile(path)
     config = model_config(file)
     shapes = program(config).weights
-    weights = bind(str(path), _by_role(file, shapes), shapes)
+    weights = bind(str(path), _by_role(file, config, shapes), shapes)
     tokenizer = gguf_tokenizer(file, config.vocab_size)
     return Checkpoint(
         path,
@@ -66,11 +72,13 @@ def _release(file: GgufFile) -> None:
 
 def role(tensor: str) -> str:
     """``blk.3.attn_q.weight`` → ``layers.3.attn_q``; biases keep their ending."""
-    name = re.sub(r"^blk\.", "layers.", tensor)
-    return name.removesuffix(".weight")
+    name = re.sub(r"^blk\.", "layers.", tensor).removesuffix(".weight")
+    return _OLD_EXPERT.sub(r"\1_exps\2", name)
 
 
-def _by_role(file: GgufFile, shapes: dict[str, tuple[int, ...]]) -> dict[str, Weight]:
+def _by_role(
+    file: GgufFile, config: ModelConfig, shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Weight]:
     weights: dict[str, Weight] = {}
     for name in file.tensors:
         if name in _CONFIG_TENSORS:
@@ -79,12 +87,17 @@ def _by_role(file: GgufFile, shapes: dict[str, tuple[int, ...]]) -> dict[str, We
         prefix, _, part = key.rpartition(".")
         roles = [f"{prefix}.{each}" for each in _FUSED.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
+        if part in STACKS:
+            try:
+                found = experts(prefix, part, weight, config)
+            except ValueError as error:
+                file.fail(str(error))
         # An ffn_up of its usual size is no fused one.
-        if roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
+        elif roles and len(rows) == len(roles) and weight.shape[0] == sum(rows):
             found = dict(zip(roles, weight.split(rows), strict=True))
         else:
             found = {key: weight}
         if twice := sorted(found.keys() & weights.keys()):
-            file.fail(f"has {', '.join(twice)} twice: tensor {name!r} is not the first")
+            file.fail(f"has {listed(twice)} twice: tensor {name!r} is not the first")
         weights |= found
     return weights

@@ -14,11 +14,14 @@ import numpy as np
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.gguf import GgufFile
-from octavo.model.config import Activation, Layer, LongRope, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, Layer, LongRope, ModelConfig, Rope
 from octavo.model.families import FAMILIES
 from octavo.model.rope import yarn_factors, yarn_magnitude
 
 MAX_LAYERS = 512
+# A Mixtral is a llama with experts.
+ARCHITECTURES = [name for name in FAMILIES if name != "mixtral"]
+SPARSE = {"llama": "mixtral", "qwen3moe": "qwen3moe"}
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 # Converters permute q and k of these so that neighbours are rotated together.
 INTERLEAVED = ("llama", "granite")
@@ -29,8 +32,8 @@ GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 def model_config(file: GgufFile) -> ModelConfig:
     """The model's shape. Raises `CheckpointError` for what is missing, wrong or unsupported."""
     architecture = file.get("general.architecture", str)
-    if architecture not in FAMILIES:
-        supported = ", ".join(FAMILIES)
+    if architecture not in ARCHITECTURES:
+        supported = ", ".join(ARCHITECTURES)
         file.fail(f"architecture {architecture!r} is not supported; supported are {supported}")
     return _Reader(file, architecture).config()
 
@@ -62,11 +65,14 @@ class _Reader:
             self.fail("vocab_size", f"differs from the embedding's {vocab} rows")
         self.context = self.positive("context_length")
         family = self.prefix[:-1]
+        experts = self.experts(family)
         values: dict[str, Any] = {
             "intermediate_size": self.positive("feed_forward_length"),
             "norm_eps": self.real("attention.layer_norm_rms_epsilon"),
             "attention_scale": self.attention_scale(hidden, heads, head_dim, num_layers),
-            "layers": self.layers(num_layers, head_dim),
+            "layers": tuple(
+                replace(layer, experts=experts) for layer in self.layers(num_layers, head_dim)
+            ),
             "context_length": self.context,  # as the rotary scaling has it
             "attention_softcap": self.cap("attn_logit_softcapping", 50.0),
             "logits_softcap": self.cap("final_logit_softcapping", 30.0),
@@ -84,7 +90,7 @@ class _Reader:
         try:
             return ModelConfig(
                 **{"activation": Activation.SILU} | values,
-                family=family,
+                family=family if experts is None else SPARSE[family],
                 name=file.get("general.name", str, ""),
                 vocab_size=vocab,
                 hidden_size=hidden,
@@ -95,6 +101,17 @@ class _Reader:
             )
         except ValueError as error:
             file.fail(str(error))
+
+    def experts(self, family: str) -> Experts | None:
+        """Of every layer. These architectures share out a token's weights over its own experts."""
+        required = None if family == "qwen3moe" else 0
+        if family not in SPARSE or not (count := self.positive("expert_count", required, least=0)):
+            return None
+        size = self.positive("feed_forward_length")
+        if family == "qwen3moe":
+            size = self.positive("expert_feed_forward_length")
+        chosen = self.positive("expert_used_count")
+        return Experts(count, chosen, size, renormalize=True)
 
     def attention_scale(self, hidden: int, heads: int, head_dim: int, num_layers: int) -> float:
         scale = self.real("attention.scale", 0.0)

@@ -24,9 +24,12 @@ import numpy.typing as npt
 
 from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.kv.layout import KvLayout
+from octavo.model.config import Experts
 from octavo.model.program import (
     Add,
+    Combine,
     Embed,
+    ExpertLinear,
     GatedActivation,
     Linear,
     Logits,
@@ -34,6 +37,7 @@ from octavo.model.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    Route,
 )
 
 
@@ -100,7 +104,8 @@ class StepCost(NamedTuple):
 
 class _Term(NamedTuple):
     """An op that is the same in any context: ``fixed`` bytes a step, then bytes and operations a
-    token (or a row that wants logits).
+    token (or a row that wants logits). Of experts' bytes, those of the experts that the tokens are
+    expected to hit (`Experts.expected`).
     """
 
     fixed_bytes: int
@@ -108,10 +113,14 @@ class _Term(NamedTuple):
     row_ops: int
     selected: bool  # only for rows that want logits
     arithmetic: Arithmetic
+    experts: Experts | None = None
 
     def cost(self, tokens: int, rows: int) -> OpCost:
         n = rows if self.selected else tokens
-        moved = self.fixed_bytes + n * self.row_bytes if n else 0
+        fixed = self.fixed_bytes
+        if self.experts is not None:
+            fixed = round(fixed * self.experts.expected(n) / self.experts.count)
+        moved = fixed + n * self.row_bytes if n else 0
         return OpCost(moved, 0, n * self.row_ops, self.arithmetic)
 
 
@@ -121,7 +130,9 @@ class CostModel:
     ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
     element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
     ``attention`` is the same for attention. Activations are taken to stay in the processor's
-    caches, and after the last attention only rows that want logits are computed.
+    caches, and after the last attention only rows that want logits are computed. A step of n tokens
+    that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is expected where every
+    choice is equally likely; a skewed router hits fewer.
     """
 
     def __init__(
@@ -199,6 +210,7 @@ class CostModel:
         last_attention = max(attends, default=0)
         for i, op in enumerate(program.ops):
             fixed, row, ops, arithmetic = 0, 0, 0, Arithmetic.FP32
+            experts: Experts | None = None
             match op:
                 case PagedAttention():
                     terms.append(op)
@@ -212,6 +224,15 @@ class CostModel:
                 case Logits(_, weight):
                     fixed, ops = self._size(weight), 2 * self._elements(weight)
                     arithmetic = self._arithmetic.get(weight, arithmetic)
+                case ExpertLinear():
+                    experts = op.experts
+                    fixed = sum(map(self._size, op.weights))
+                    ops = 2 * self._elements(op.weights[0]) * experts.chosen
+                    arithmetic = self._arithmetic.get(op.weights[0], arithmetic)
+                case Route(logits):
+                    ops = 4 * program.widths[logits]
+                case Combine(x):
+                    ops = 2 * program.widths[x]
                 case RmsNorm(x, weight):
                     fixed, ops = self._size(weight), 4 * program.widths[x]
                 case GatedActivation(gate):
@@ -220,7 +241,7 @@ class CostModel:
                     ops = program.widths[x]
                 case RopeAndStoreKv(q, k):
                     ops = 6 * (program.widths[q] + program.widths[k])
-            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic))
+            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic, experts))
         return terms
 
 

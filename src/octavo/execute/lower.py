@@ -1,8 +1,8 @@
 """From a Program to what the native runtime runs: regions between which all threads meet.
 
-Three kinds of op cross the rows or columns that a thread works on, and need a meeting before and
-after: linear layers, attention and logits. All others are row-wise, and neighbours among them run
-as one region, row by row. On the way:
+Some kinds of op cross the rows or columns that a thread works on, and need a meeting before and
+after: linear layers, attention, logits and experts. All others are row-wise, and neighbours among
+them run as one region, row by row. On the way:
 
 - linear layers that share an input become one region, and share its prepared form;
 - a linear layer whose output is only added to the residual stream accumulates into it;
@@ -10,6 +10,7 @@ as one region, row by row. On the way:
   through the regions between one attention and the next without meeting the others: values that
   live there only are kept for a few rows a thread, in its cache;
 - after the last attention, only the rows that want logits are computed;
+- the experts' inputs are sorted by expert first, so that each runs over rows that lie side by side;
 - values whose lifetimes do not overlap share memory, and element-wise ops work in place.
 
 None of it changes the order of operations within an element.
@@ -23,7 +24,7 @@ from typing import NamedTuple, Protocol
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.model import program as model
-from octavo.model.config import Activation, Rope
+from octavo.model.config import Activation, Experts, Rope
 
 ALIGNMENT = 64  # bytes
 FLOAT_BYTES = 4
@@ -35,6 +36,10 @@ class Formats(Protocol):
     def activation_bytes(self, format: int, k: int) -> int: ...
 
     def same_activations(self, a: int, b: int) -> bool: ...
+
+    def slots_per_row(self, experts: int, chosen: int) -> int:
+        """Of experts' slots (kernels/experts.h), for each row of the arena."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +57,15 @@ class Buffer:
 
 
 class View(NamedTuple):
-    """A [rows, width] matrix of floats in a buffer; its rows are ``stride`` floats apart."""
+    """A [rows, width] matrix of floats in a buffer; its rows are ``stride`` floats apart.
+
+    With ``experts`` its rows are the slots of their choices.
+    """
 
     buffer: Buffer
     width: int
     stride: int
+    experts: Experts | None = None
 
 
 class Embed(NamedTuple):
@@ -118,7 +127,30 @@ class Gather(NamedTuple):
     out: View
 
 
-RowStep = Embed | Norm | Add | Gate | Prepare | Angles | RopeStore | Gather
+class Route(NamedTuple):
+    logits: View
+    experts: Experts
+
+
+class Spread(NamedTuple):
+    """Copies prepared rows to the slots of their choices."""
+
+    rows: Buffer
+    format: WeightFormat
+    width: int
+    experts: Experts
+    slots: Buffer
+
+
+class Combine(NamedTuple):
+    slots: View
+    experts: Experts
+    out: View
+
+
+RowStep = (
+    Embed | Norm | Add | Gate | Prepare | Angles | RopeStore | Gather | Route | Spread | Combine
+)
 
 
 @dataclass(slots=True)
@@ -152,7 +184,32 @@ class Logits(NamedTuple):
     softcap: float
 
 
-Work = Rows | Linears | Attention | Logits
+class Sort(NamedTuple):
+    """Gives the choices of all rows their slots."""
+
+    experts: Experts
+
+
+@dataclass(slots=True)
+class Slots:
+    """Row-wise steps of slots."""
+
+    experts: Experts
+    steps: list[RowStep] = field(default_factory=list)
+
+
+class ExpertsPart(NamedTuple):
+    weights: tuple[str, ...]  # of each expert
+    activations: Buffer
+    out: View
+
+
+class ExpertLinears(NamedTuple):
+    experts: Experts
+    parts: list[ExpertsPart]
+
+
+Work = Rows | Linears | Attention | Logits | Sort | Slots | ExpertLinears
 
 
 class Region(NamedTuple):
@@ -192,6 +249,12 @@ def _names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
             return (q,), (out,)
         case model.GatedActivation(gate=gate, up=up, out=out):
             return (gate, up), (out,)
+        case model.Route(logits=logits, out=out):
+            return (logits,), (out,)
+        case model.ExpertLinear(x=x, route=route, out=out):
+            return (x, route), (out,)
+        case model.Combine(x=x, route=route, out=out):
+            return (x, route), (out,)
         case model.Add(x=x, y=y, out=out):
             return (x, y), (out,)
         case model.Logits(x=x):
@@ -239,6 +302,7 @@ class _Lowering:
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
         self.views: dict[int, View] = {}
         self.prepared: list[tuple[int, WeightFormat, Buffer]] = []
+        self.spread: list[tuple[int, WeightFormat, Buffer]] = []
         self.angles: dict[Rope, View] = {}
         self.buffers: list[Buffer] = []
         self.regions: list[Region] = []
@@ -267,18 +331,22 @@ class _Lowering:
 
     # Regions
 
-    def _rows(self) -> list[RowStep]:
-        """The steps of the region that row-wise ops join: the last, or a new one."""
+    def _rows(self, experts: Experts | None = None) -> list[RowStep]:
+        """The steps of the region that row-wise ops join: the last, or a new one.
+
+        With ``experts`` the rows are their slots.
+        """
         if self.regions:
             last = self.regions[-1]
-            if isinstance(last.work, Rows) and last.selected == self.selected:
+            kind = Rows if experts is None else Slots
+            if isinstance(last.work, kind) and last.selected == self.selected:
                 return last.work.steps
-        work = Rows()
+        work = Rows() if experts is None else Slots(experts)
         self.regions.append(Region("", self.selected, work))
         return work.steps
 
-    def _step(self, name: str, step: RowStep, *ops: int) -> None:
-        steps = self._rows()
+    def _step(self, name: str, step: RowStep, *ops: int, experts: Experts | None = None) -> None:
+        steps = self._rows(experts)
         region = self.regions[-1]
         self.regions[-1] = region._replace(
             name=f"{region.name} {name}".strip(), ops=region.ops + ops
@@ -293,7 +361,7 @@ class _Lowering:
     def _region(
         self,
         name: str,
-        work: Linears | Attention | Logits,
+        work: Linears | Attention | Logits | Sort | ExpertLinears,
         used: Iterable[Buffer],
         ops: Iterable[int],
     ) -> None:
@@ -306,7 +374,7 @@ class _Lowering:
     def _new_buffer(self, size: int) -> Buffer:
         """Born in the region that comes next or that row-wise ops now join."""
         buffer = Buffer(size, len(self.regions), len(self.regions))
-        if self.regions and isinstance(self.regions[-1].work, Rows):
+        if self.regions and isinstance(self.regions[-1].work, Rows | Slots):
             buffer.first -= 1
         self.buffers.append(buffer)
         return buffer
@@ -314,6 +382,10 @@ class _Lowering:
     def _new_view(self, width: int) -> View:
         stride = -(-width // 16) * 16
         return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
+
+    def _new_slots(self, row_bytes: int, experts: Experts) -> Buffer:
+        count = self.kernels.slots_per_row(experts.count, experts.chosen)
+        return self._new_buffer(row_bytes * count)
 
     def _dies(self, value: int, index: int) -> bool:
         return self.last_use.get(value, -1) <= index
@@ -337,10 +409,15 @@ class _Lowering:
         for prepared, other, buffer in self.prepared:
             if prepared == value and self.kernels.same_activations(format, other):
                 return buffer
-        k = self.widths[value]
-        self._rows()
-        buffer = self._new_buffer(self.kernels.activation_bytes(format, k))
-        self._step("prepare", Prepare(self.views[value], format, buffer))
+        view = self.views[value]
+        self._rows(view.experts)
+        row_bytes = self.kernels.activation_bytes(format, view.width)
+        buffer = (
+            self._new_slots(row_bytes, view.experts)
+            if view.experts
+            else self._new_buffer(row_bytes)
+        )
+        self._step("prepare", Prepare(view, format, buffer), experts=view.experts)
         self.prepared.append((value, format, buffer))
         return buffer
 
@@ -377,9 +454,20 @@ class _Lowering:
                 x, y = self.views[reads[0]], self.views[reads[1]]
                 self._step("add", Add(x, y, self._in_place(i, *reads)), i)
             case model.GatedActivation():
-                self._rows()
                 gate, up = self.views[reads[0]], self.views[reads[1]]
-                self._step("gate", Gate(gate, up, self._in_place(i, *reads), op.activation), i)
+                self._rows(gate.experts)
+                gated = Gate(gate, up, self._in_place(i, *reads), op.activation)
+                self._step("gate", gated, i, experts=gate.experts)
+            case model.Route():
+                self._rows()
+                self._step("route", Route(self.views[reads[0]], op.experts), i)
+                self._region("sort", Sort(op.experts), (), ())
+            case model.ExpertLinear():
+                return self._expert_linears(i)
+            case model.Combine():
+                self._rows()
+                slots = self.views[reads[0]]
+                self._step("combine", Combine(slots, op.experts, self._new_value(i)), i)
             case model.RopeAndStoreKv():
                 self._rope(i, op)
             case model.PagedAttention():
@@ -455,6 +543,49 @@ class _Lowering:
         if accumulate:
             indices.append(indices[-1] + 1)  # the addition
         self._region(name, Linears(parts, accumulate), used, indices)
+
+    def _expert_linears(self, i: int) -> int:
+        """One region for the experts' linear ops from i on that share an input."""
+        ops: list[model.ExpertLinear] = []
+        for use in self.uses[i:]:
+            if not isinstance(use.op, model.ExpertLinear) or use.reads != self.uses[i].reads:
+                break
+            ops.append(use.op)
+        value, experts = self.uses[i].reads[0], ops[0].experts
+        inputs = [self._prepare_experts(value, op) for op in ops]
+        parts: list[ExpertsPart] = []
+        for j, (op, buffer) in enumerate(zip(ops, inputs, strict=True), start=i):
+            (out,) = self.uses[j].writes
+            width = self.widths[out] // experts.chosen
+            stride = -(-width // 16) * 16
+            slots = self._new_slots(stride * FLOAT_BYTES, experts)
+            slots.first = len(self.regions)
+            self.views[out] = View(slots, width, stride, experts)
+            parts.append(ExpertsPart(op.weights, buffer, self.views[out]))
+        name = "+".join(op.weight.rpartition(".")[2] for op in ops)
+        used = [part.activations for part in parts] + [part.out.buffer for part in parts]
+        self._region(name, ExpertLinears(experts, parts), used, range(i, i + len(ops)))
+        return len(ops)
+
+    def _prepare_experts(self, value: int, op: model.ExpertLinear) -> Buffer:
+        """The prepared slots of a value that is of tokens, or of slots already."""
+        format = self.formats[op.weights[0]]
+        for role in op.weights:
+            if not self.kernels.same_activations(self.formats[role], format):
+                raise ValueError(
+                    f"experts of mixed formats: {op.weights[0]} is {format.name}, "
+                    f"{role} is {self.formats[role].name}"
+                )
+        if self.views[value].experts is not None:
+            return self._prepare(value, format)
+        for spread, other, buffer in self.spread:
+            if spread == value and self.kernels.same_activations(format, other):
+                return buffer
+        rows, width = self._prepare(value, format), self.widths[value]
+        slots = self._new_slots(self.kernels.activation_bytes(format, width), op.experts)
+        self._step("spread", Spread(rows, format, width, op.experts, slots))
+        self.spread.append((value, format, slots))
+        return slots
 
 
 def _stretches(regions: list[Region]) -> list[range]:

@@ -17,7 +17,7 @@ from octavo.execute.batch import Batch, Int32, StepResult, slice_rows
 from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvLayout
-from octavo.model.config import Activation, Rope
+from octavo.model.config import Activation, Experts, Rope
 from octavo.model.program import Program
 
 logger = logging.getLogger(__name__)
@@ -208,6 +208,7 @@ class _Loading:
         self.matrices: dict[str, int] = {}
         self.vectors: dict[str, int] = {}
         self.ropes: dict[Rope, int] = {}
+        self.routings: dict[tuple[int, int, bool], int] = {}
 
     def _weight(self, role: str) -> Weight:
         weight = self.checkpoint.weights.get(role)
@@ -253,9 +254,13 @@ class _Loading:
             )
         return self.ropes[rope]
 
-    def _work(
-        self, work: lower.Rows | lower.Linears | lower.Attention | lower.Logits
-    ) -> _native.Region:
+    def _routing(self, experts: Experts) -> int:
+        key = (experts.count, experts.chosen, experts.renormalize)
+        if key not in self.routings:
+            self.routings[key] = self.runtime.add_routing(*key)
+        return self.routings[key]
+
+    def _work(self, work: lower.Work) -> _native.Region:
         match work:
             case lower.Rows(steps):
                 return _native.RowsRegion([self._step(step) for step in steps])
@@ -277,6 +282,24 @@ class _Loading:
                 return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
             case lower.Logits(weight, activations, softcap):
                 return _native.LogitsRegion(self.matrices[weight], _prepared(activations), softcap)
+            case lower.Sort(experts):
+                return _native.SortRegion(self._routing(experts))
+            case lower.Slots(experts, steps):
+                return _native.SlotsRegion(
+                    self._routing(experts), [self._step(step) for step in steps]
+                )
+            case lower.ExpertLinears(experts, parts):
+                return _native.ExpertsRegion(
+                    self._routing(experts),
+                    [
+                        _native.ExpertsPart(
+                            [self.matrices[role] for role in part.weights],
+                            _prepared(part.activations),
+                            _value(part.out),
+                        )
+                        for part in parts
+                    ],
+                )
 
     def _step(self, step: lower.RowStep) -> _native.RowStep:
         match step:
@@ -308,6 +331,16 @@ class _Loading:
                 )
             case lower.Gather(x, out):
                 return _native.GatherStep(_value(x), _value(out), x.width)
+            case lower.Route(logits, experts):
+                return _native.RouteStep(_value(logits), self._routing(experts))
+            case lower.Spread(rows, format, width, experts, slots):
+                return _native.SpreadStep(
+                    _prepared(rows), format, width, self._routing(experts), _prepared(slots)
+                )
+            case lower.Combine(slots, experts, out):
+                return _native.CombineStep(
+                    _value(slots), self._routing(experts), _value(out), out.width
+                )
 
 
 def _value(view: lower.View) -> _native.Value:

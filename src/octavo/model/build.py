@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from octavo.model.config import Layer, ModelConfig
+from octavo.model.config import Experts, Layer, ModelConfig
 from octavo.model.program import (
     Add,
+    Combine,
     Embed,
+    ExpertLinear,
     GatedActivation,
     Linear,
     Logits,
@@ -19,6 +21,7 @@ from octavo.model.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    Route,
 )
 
 
@@ -82,12 +85,40 @@ class Builder:
         )
         self.linear("attn", "attn_output", "h")
 
-    def feed_forward(self, x: str) -> None:
-        """A gated feed-forward layer, from x to h."""
+    def feed_forward(self, x: str, experts: Experts | None = None) -> None:
+        """A gated feed-forward layer, or experts that are each one, from x to h."""
+        if experts is not None:
+            self._sparse_feed_forward(x, experts)
+            return
         self.linear(x, "ffn_gate", "gate")
         self.linear(x, "ffn_up", "up")
         self.ops.append(GatedActivation("gate", "up", "gate", self.config.activation))
         self.linear("gate", "ffn_down", "h")
+
+    def _sparse_feed_forward(self, x: str, experts: Experts) -> None:
+        wide = experts.chosen * experts.intermediate_size
+        self.widths |= {
+            "router": experts.count,
+            "route": 2 * experts.chosen,
+            "expert_gate": wide,
+            "expert_up": wide,
+            "expert_out": experts.chosen * self.config.hidden_size,
+        }
+        activation = self.config.activation
+        self.linear(x, "ffn_gate_inp", "router")
+        self.ops.append(Route("router", "route", experts))
+        self._expert_linear(x, "ffn_gate_exps", "expert_gate", experts)
+        self._expert_linear(x, "ffn_up_exps", "expert_up", experts)
+        self.ops.append(GatedActivation("expert_gate", "expert_up", "expert_gate", activation))
+        self._expert_linear("expert_gate", "ffn_down_exps", "expert_out", experts)
+        self.ops.append(Combine("expert_out", "route", "h", experts))
+
+    def _expert_linear(self, x: str, name: str, out: str, experts: Experts) -> None:
+        sizes = (experts.intermediate_size, self.config.hidden_size)
+        op = ExpertLinear(x, "route", self._prefix + name, out, experts)
+        shape = sizes[::-1] if out == "expert_out" else sizes
+        self.weights |= dict.fromkeys(op.weights, shape)
+        self.ops.append(op)
 
     def add(self) -> None:
         """h joins the residual stream."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
+MAX_EXPERTS = 1024
+
 
 class Activation(Enum):
     """The gate's non-linearity in a gated feed-forward layer."""
@@ -63,11 +65,31 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """A sparse feed-forward layer: a router sends each token to a few gated ones (Shazeer et al.,
+    2017).
+    """
+
+    count: int
+    chosen: int  # experts a token
+    intermediate_size: int  # of each
+    renormalize: bool  # the chosen ones' shares add up to one
+
+    def expected(self, tokens: int) -> float:
+        """How many distinct experts so many tokens go to, were all choices equally likely:
+        E (1 - (1 - k/E)^n).
+        """
+        missed: float = (1.0 - self.chosen / self.count) ** tokens
+        return self.count * (1.0 - missed)
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """What may differ from one layer to the next."""
 
     rope: Rope
     window: int | None = None  # sliding window in tokens, the query included; None = global
+    experts: Experts | None = None  # in place of a dense feed-forward layer; alike in all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +150,26 @@ class ModelConfig:
             value = getattr(self, name)
             if not 0.0 <= value < inf:
                 raise ValueError(f"{name} is {value}, not a number from 0")
+        if len({layer.experts for layer in self.layers} - {None}) > 1:
+            raise ValueError("layers differ in their experts")
         for index, layer in enumerate(self.layers):
             if layer.window is not None and layer.window < 1:
                 raise ValueError(f"layer {index}: window is {layer.window}, below 1")
+            if (experts := layer.experts) is not None:
+                if not 1 <= experts.count <= MAX_EXPERTS:
+                    raise ValueError(
+                        f"layer {index}: {experts.count} experts, outside 1 to {MAX_EXPERTS}"
+                    )
+                if not 1 <= experts.chosen <= experts.count:
+                    raise ValueError(
+                        f"layer {index}: a token goes to {experts.chosen} of {experts.count} "
+                        "experts"
+                    )
+                if not 1 <= experts.intermediate_size <= 1 << 20:
+                    raise ValueError(
+                        f"layer {index}: experts' intermediate_size is "
+                        f"{experts.intermediate_size}, outside 1 to {1 << 20}"
+                    )
             rope = layer.rope
             if not 2 <= rope.dim <= self.head_dim or rope.dim % 2:
                 raise ValueError(f"layer {index}: rope dim {rope.dim} does not fit the head")
@@ -156,6 +195,11 @@ class ModelConfig:
                     raise ValueError(
                         f"layer {index}: {len(factors)} rope factors for {rope.dim // 2} pairs"
                     )
+
+    @property
+    def experts(self) -> Experts | None:
+        """Of the layers that have any."""
+        return next((layer.experts for layer in self.layers if layer.experts is not None), None)
 
     def for_length(self, length: int) -> ModelConfig:
         """The same model with the rotary positions of sequences of up to ``length`` tokens."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from octavo.model import gemma2, gemma3, granite, llama, olmo2, qwen3
+from octavo.model import gemma2, gemma3, granite, llama, mixtral, olmo2, qwen3, qwen3_moe
 from octavo.model.config import ModelConfig
 from octavo.model.program import Program
 
@@ -17,6 +17,8 @@ FAMILIES: dict[str, Callable[[ModelConfig], Program]] = {
     "phi3": llama.program,
     "granite": granite.program,
     "olmo2": olmo2.program,
+    "mixtral": mixtral.program,
+    "qwen3moe": qwen3_moe.program,
 }
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from octavo.model.config import Activation, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, ModelConfig, Rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,49 @@ class GatedActivation:
 
 
 @dataclass(frozen=True, slots=True)
+class Route:
+    """out[t] = the ``experts.chosen`` experts with the largest ``logits`` of a token, largest first
+    and of equal ones the first, then their weights: softmax over all experts or, renormalized, over
+    the chosen.
+
+    What follows up to `Combine` is of these choices; there is no other `Route` in between.
+    """
+
+    logits: str  # as wide as there are experts
+    out: str
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLinear:
+    """out[t, j] = x[t, j] @ weight[e].T, where e is the j-th choice of token t.
+
+    ``x`` is one row a token for all its experts, or a row for each of them side by side, as ``out``
+    is. The experts' matrices, each [out_features, in_features], are called ``weight.0``, …
+    """
+
+    x: str
+    route: str
+    weight: str
+    out: str
+    experts: Experts
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        return tuple(f"{self.weight}.{index}" for index in range(self.experts.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """out[t] = sum of x[t, j] by the weights of the token's choices, in their order."""
+
+    x: str
+    route: str
+    out: str
+    experts: Experts
+
+
+@dataclass(frozen=True, slots=True)
 class Add:
     """out = x + y."""
 
@@ -104,7 +147,19 @@ class Logits:
     softcap: float = 0.0
 
 
-Op = Embed | RmsNorm | Linear | RopeAndStoreKv | PagedAttention | GatedActivation | Add | Logits
+Op = (
+    Embed
+    | RmsNorm
+    | Linear
+    | RopeAndStoreKv
+    | PagedAttention
+    | GatedActivation
+    | Route
+    | ExpertLinear
+    | Combine
+    | Add
+    | Logits
+)
 
 
 @dataclass(frozen=True, slots=True)

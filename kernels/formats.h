@@ -34,12 +34,22 @@ struct FormatInfo {
         return {32, 24, true};
     case Format::Q8_0:
         return {32, 34, true};
+    case Format::Q2_K:
+        return {256, 84, true};
+    case Format::Q3_K:
+        return {256, 110, true};
     case Format::Q4_K:
         return {256, 144, true};
     case Format::Q5_K:
         return {256, 176, true};
     case Format::Q6_K:
         return {256, 210, true};
+    case Format::IQ4_NL:
+        return {32, 18, true};
+    case Format::IQ4_XS:
+        return {256, 136, true};
+    case Format::MXFP4:
+        return {32, 17, true};
     }
     return {1, 0, false};
 }
@@ -62,12 +72,22 @@ struct FormatInfo {
         return "Q5_0";
     case Format::Q5_1:
         return "Q5_1";
+    case Format::Q2_K:
+        return "Q2_K";
+    case Format::Q3_K:
+        return "Q3_K";
     case Format::Q4_K:
         return "Q4_K";
     case Format::Q5_K:
         return "Q5_K";
     case Format::Q6_K:
         return "Q6_K";
+    case Format::IQ4_NL:
+        return "IQ4_NL";
+    case Format::IQ4_XS:
+        return "IQ4_XS";
+    case Format::MXFP4:
+        return "MXFP4";
     }
     return "unknown";
 }
@@ -98,6 +118,14 @@ template <class T> static inline void store_as(void *to, T value) {
 
 [[maybe_unused]] static inline float bfloat_to_float(uint16_t bfloat) {
     const uint32_t bits = static_cast<uint32_t>(bfloat) << 16;
+    return load_as<float>(&bits);
+}
+
+// Half of 2^(e − 127), exact: MXFP4's scales, whose numbers are held doubled. Without branches.
+[[maybe_unused]] static inline float half_power_of_two(uint8_t e) {
+    const int32_t normal = static_cast<int32_t>((e - 1u) << 23); // negative for 0
+    const int32_t subnormal = (e > 0 ? 2 : 1) << 21;
+    const int32_t bits = normal > subnormal ? normal : subnormal;
     return load_as<float>(&bits);
 }
 

@@ -83,6 +83,56 @@ void dequantize_6k(const uint8_t *block, float *out) {
     }
 }
 
+// Q2_K: 16 bytes of a 4-bit scale and, above it, a 4-bit min, 64 bytes of pairs of bits, fp16 d,
+// fp16 dmin. w = d · scale · q − dmin · min.
+void dequantize_2k(const uint8_t *block, float *out) {
+    const float d = half(block + 80), dmin = half(block + 82);
+    for (int i = 0; i < 256; ++i) {
+        const int q = block[16 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+        const uint8_t packed = block[i / 16];
+        out[i] = d * static_cast<float>(packed % 16) * static_cast<float>(q) -
+                 dmin * static_cast<float>(packed / 16);
+    }
+}
+
+// Q3_K: 32 bytes of third bits, 64 bytes of pairs of bits, 12 bytes of sixteen 6-bit scales, fp16
+// d. w = d · (scale − 32) · (q − 4).
+void dequantize_3k(const uint8_t *block, float *out) {
+    const float d = half(block + 108);
+    const uint8_t *packed = block + 96;
+    for (int i = 0; i < 256; ++i) {
+        int q = block[32 + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3;
+        if (block[i % 32] >> i / 32 & 1)
+            q += 4;
+        const int group = i / 16;
+        const int scale = (packed[group % 8] >> group / 8 * 4 & 15) +
+                          (packed[8 + group % 4] >> group / 4 * 2 & 3) * 16;
+        out[i] = d * static_cast<float>(scale - 32) * static_cast<float>(q - 4);
+    }
+}
+
+// The numbers of IQ4_NL and IQ4_XS, and MXFP4's (E2M1, doubled), by their 4-bit codes.
+constexpr int kNonLinear[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int kDoubledE2M1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
+// 16 bytes of codes: the first 16 in the low nibbles.
+void dequantize_codes(const uint8_t *codes, const int *numbers, float d, float *out) {
+    for (int i = 0; i < 32; ++i)
+        out[i] = d * static_cast<float>(numbers[i < 16 ? codes[i] % 16 : codes[i - 16] / 16]);
+}
+
+// IQ4_XS: fp16 d, 2 bytes of eight scales' upper pairs of bits, 4 bytes of their nibbles, 128 bytes
+// of codes. w = d · (scale − 32) · number.
+void dequantize_4xs(const uint8_t *block, float *out) {
+    const auto high = load_as<uint16_t>(block + 2);
+    for (int g = 0; g < 8; ++g) {
+        const int scale = (block[4 + g / 2] >> g % 2 * 4 & 15) + (high >> 2 * g & 3) * 16;
+        dequantize_codes(block + 8 + g * 16, kNonLinear,
+                         half(block) * static_cast<float>(scale - 32), out + g * 32);
+    }
+}
+
 } // namespace
 
 size_t row_bytes(Format format, int64_t k) {
@@ -129,6 +179,21 @@ void dequantize(Format format, const std::byte *row, int64_t k, float *out) {
             break;
         case Format::Q6_K:
             dequantize_6k(block, to);
+            break;
+        case Format::Q2_K:
+            dequantize_2k(block, to);
+            break;
+        case Format::Q3_K:
+            dequantize_3k(block, to);
+            break;
+        case Format::IQ4_NL:
+            dequantize_codes(block + 2, kNonLinear, half(block), to);
+            break;
+        case Format::IQ4_XS:
+            dequantize_4xs(block, to);
+            break;
+        case Format::MXFP4:
+            dequantize_codes(block + 1, kDoubledE2M1, std::ldexp(1.0f, block[0] - 128), to);
             break;
         }
     }

@@ -26,9 +26,10 @@
 namespace octavo {
 namespace {
 
-constexpr Format kFormats[] = {Format::Q4_0, Format::Q4_1, Format::Q4_K, Format::Q8_0,
-                               Format::Q5_0, Format::Q5_1, Format::Q5_K, Format::Q6_K,
-                               Format::BF16, Format::F16,  Format::F32};
+constexpr Format kFormats[] = {Format::Q4_0,  Format::Q4_1, Format::Q4_K,   Format::Q8_0,
+                               Format::Q5_0,  Format::Q5_1, Format::Q5_K,   Format::Q6_K,
+                               Format::Q2_K,  Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS,
+                               Format::MXFP4, Format::BF16, Format::F16,    Format::F32};
 constexpr int64_t kRows[] = {1, 4, 8, 32, 64, 512};
 struct Shape {
     int64_t k, n;

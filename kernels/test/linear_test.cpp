@@ -20,9 +20,10 @@
 namespace octavo {
 namespace {
 
-constexpr Format kFormats[] = {Format::F32,  Format::F16,  Format::BF16, Format::Q8_0,
-                               Format::Q4_0, Format::Q4_1, Format::Q5_0, Format::Q5_1,
-                               Format::Q4_K, Format::Q5_K, Format::Q6_K};
+constexpr Format kFormats[] = {Format::F32,  Format::F16,    Format::BF16,   Format::Q8_0,
+                               Format::Q4_0, Format::Q4_1,   Format::Q5_0,   Format::Q5_1,
+                               Format::Q4_K, Format::Q5_K,   Format::Q6_K,   Format::Q2_K,
+                               Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS, Format::MXFP4};
 
 int failures = 0;
 
@@ -87,7 +88,18 @@ std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, Rng &r
         }
         for (int64_t i = 0; i < info.block_bytes; ++i)
             block[i] = static_cast<std::byte>(rng());
-        store_as(format == Format::Q6_K ? block + 208 : block, random_half(rng));
+        if (format == Format::MXFP4) { // an exponent; now and then one that makes a subnormal
+            block[0] = static_cast<std::byte>(draw(rng, 0, 19) == 0 ? draw(rng, 0, 2)
+                                                                    : draw(rng, 116, 124));
+            continue;
+        }
+        store_as(block + (format == Format::Q6_K   ? 208
+                          : format == Format::Q3_K ? 108
+                          : format == Format::Q2_K ? 80
+                                                   : 0),
+                 random_half(rng));
+        if (format == Format::Q2_K)
+            store_as(block + 82, random_half(rng));
         if (format == Format::Q4_1 || format == Format::Q5_1 || format == Format::Q4_K ||
             format == Format::Q5_K)
             store_as(block + 2, random_half(rng));

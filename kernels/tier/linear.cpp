@@ -30,12 +30,22 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
         return f.template operator()<Format::Q5_1>();
     case Format::Q8_0:
         return f.template operator()<Format::Q8_0>();
+    case Format::Q2_K:
+        return f.template operator()<Format::Q2_K>();
+    case Format::Q3_K:
+        return f.template operator()<Format::Q3_K>();
     case Format::Q4_K:
         return f.template operator()<Format::Q4_K>();
     case Format::Q5_K:
         return f.template operator()<Format::Q5_K>();
     case Format::Q6_K:
         return f.template operator()<Format::Q6_K>();
+    case Format::IQ4_NL:
+        return f.template operator()<Format::IQ4_NL>();
+    case Format::IQ4_XS:
+        return f.template operator()<Format::IQ4_XS>();
+    case Format::MXFP4:
+        return f.template operator()<Format::MXFP4>();
     }
     __builtin_unreachable();
 }

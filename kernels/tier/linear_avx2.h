@@ -37,12 +37,46 @@ inline __m256 bytes_to_floats(const uint8_t *from, bool is_signed) {
                                         : _mm256_cvtepu8_epi32(bytes));
 }
 
+// half_power_of_two of eight bytes.
+inline __m256 half_powers_of_two(const uint8_t *from) {
+    const __m256i one = _mm256_set1_epi32(1);
+    const __m256i e =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(from)));
+    const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, one), 23);
+    const __m256i subnormal =
+        _mm256_slli_epi32(_mm256_add_epi32(_mm256_min_epi32(e, one), one), 21);
+    return _mm256_castsi256_ps(_mm256_max_epi32(normal, subnormal));
+}
+
 // The numbers of quads I and I + 4 of a group, half the lanes: unsigned bytes, but signed for 8
 // bits.
 template <Format F, int I>
 inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &first,
                        __m256i &second) {
     const __m256i v = load_bytes(quants + I * 64);
+    if constexpr (traits(F).low_bits == 2) {
+        const auto part = [](__m256i bits) {
+            return _mm256_and_si256(_mm256_srli_epi16(bits, 2 * I), _mm256_set1_epi8(3));
+        };
+        first = part(load_bytes(quants));
+        second = part(load_bytes(quants + 64));
+        return;
+    }
+    if constexpr (traits(F).low_bits == 3) {
+        const __m256i a = load_bytes(quants), b = load_bytes(quants + 64),
+                      c = load_bytes(quants + 128);
+        const auto low = [](__m256i bits) {
+            return _mm256_and_si256(_mm256_srli_epi16(bits, I % 2 * 3), _mm256_set1_epi8(7));
+        };
+        const auto apart = [&](__m256i two) {
+            return _mm256_or_si256(
+                _mm256_and_si256(_mm256_srli_epi16(two, 6), _mm256_set1_epi8(3)),
+                _mm256_and_si256(_mm256_srli_epi16(b, I + 2), _mm256_set1_epi8(4)));
+        };
+        first = low(I < 2 ? a : b);
+        second = I < 2 ? low(c) : apart(I == 2 ? a : c);
+        return;
+    }
     if constexpr (F == Format::Q8_0) {
         const __m256i sign = _mm256_set1_epi8(-128);
         first = _mm256_xor_si256(v, sign);
@@ -52,6 +86,15 @@ inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &firs
     const __m256i low_mask = _mm256_set1_epi8(15);
     first = _mm256_and_si256(v, low_mask);
     second = _mm256_and_si256(_mm256_srli_epi16(v, 4), low_mask);
+    if constexpr (traits(F).coded) {
+        static constexpr Codebook kCodes = codebook<F>();
+        __m256i codes = _mm256_broadcastsi128_si256(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(kCodes.numbers)));
+        if constexpr (traits(F).zero == 128)
+            codes = _mm256_xor_si256(codes, _mm256_set1_epi8(-128));
+        first = _mm256_shuffle_epi8(codes, first);
+        second = _mm256_shuffle_epi8(codes, second);
+    }
     // Shifts within 16 bits move bits across bytes; the masks drop those that came from next door.
     if constexpr (traits(F).high_bits == 1) {
         const __m256i mask = _mm256_set1_epi8(0x10), bits = load_bytes(high);
@@ -72,11 +115,12 @@ inline void load_quads(const uint8_t *quants, const uint8_t *high, __m256i &firs
 
 // The integer dot products of a group, one row by half the lanes.
 template <Format F> struct Dots {
+    static constexpr bool kSigned = traits(F).zero == 128; // numbers of 8 bits
     __m256i sum, sum_b;       // 32 bits; sum_b: of the last 16 inputs, where they scale apart
     __m256i narrow, narrow_b; // 16 bits, not yet added to the sums
 
     static __m256i pairs(__m256i w, __m256i x) {
-        if constexpr (F == Format::Q8_0)
+        if constexpr (kSigned)
             return _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
         return _mm256_maddubs_epi16(w, x);
     }
@@ -93,7 +137,7 @@ template <Format F> struct Dots {
     template <int I> void add(__m256i first, __m256i second, const ActivationGroup &group) {
         const __m256i p = pairs(first, broadcast(group.quants + I * 4));
         const __m256i q = pairs(second, broadcast(group.quants + 16 + I * 4));
-        if constexpr (F == Format::Q8_0) {
+        if constexpr (kSigned) {
             sum = _mm256_add_epi32(sum, _mm256_add_epi32(widen(p), widen(q)));
         } else if constexpr (F == Format::Q6_K) {
             narrow = I % 2 == 0 ? p : _mm256_add_epi16(narrow, p);
@@ -228,6 +272,28 @@ inline void narrow_dots(const GroupParts<const uint8_t> &part, int64_t lane,
     add_quads.template operator()<3>();
 }
 
+// The same for the first and the last 16 inputs of a group of 2 or 3 bits.
+template <Format F, int R>
+inline void split_dots(const GroupParts<const uint8_t> &part, int64_t lane,
+                       const ActivationGroup *x, __m256i (&narrow)[R], __m256i (&narrow_b)[R]) {
+    const auto add_quads = [&]<int I>() {
+        __m256i first, second;
+        load_quads<F, I>(part.quants + lane * 4, part.high + lane * 4, first, second);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const int8_t *q = x[r].quants + I * 4;
+            const __m256i p = _mm256_maddubs_epi16(first, broadcast(q));
+            const __m256i p_b = _mm256_maddubs_epi16(second, broadcast(q + 16));
+            narrow[r] = I == 0 ? p : _mm256_add_epi16(narrow[r], p);
+            narrow_b[r] = I == 0 ? p_b : _mm256_add_epi16(narrow_b[r], p_b);
+        }
+    };
+    add_quads.template operator()<0>();
+    add_quads.template operator()<1>();
+    add_quads.template operator()<2>();
+    add_quads.template operator()<3>();
+}
+
 // R rows by half of a column block, beginning at `lane`.
 template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane) {
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
@@ -285,6 +351,87 @@ template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane
         write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
 }
 
+// The scales and mins of group g as pairs of int16, for the first and the last 16 inputs, of half
+// the lanes. Where there is a zero and no min, scale · zero.
+template <Format F>
+inline void split_scales(const GroupParts<const uint8_t> &part, int64_t g, int64_t lane,
+                         __m256i &scale, __m256i &min) {
+    if constexpr (F == Format::Q2_K) {
+        const __m256i both = _mm256_cvtepu8_epi16(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(part.scales + lane * 2)));
+        scale = _mm256_and_si256(both, _mm256_set1_epi16(15));
+        min = _mm256_srli_epi16(both, 4);
+    } else {
+        g %= kSpan;
+        const uint8_t *words = part.scales - g * traits(F).scales + lane * 4;
+        const auto shifted = [&](int64_t v, int64_t by) {
+            return _mm256_srl_epi16(load_bytes(words + v * kLine), _mm_cvtsi64_si128(by));
+        };
+        if (g < 6)
+            scale = _mm256_and_si256(shifted(g / 2, g % 2 * 6), _mm256_set1_epi16(63));
+        else
+            scale =
+                _mm256_or_si256(shifted(g == 6 ? 0 : 2, 12),
+                                _mm256_and_si256(shifted(1, 2 * g - 4), _mm256_set1_epi16(0x30)));
+        scale = _mm256_sub_epi16(scale, _mm256_set1_epi16(32));
+        min = _mm256_slli_epi16(scale, 2);
+    }
+}
+
+// R rows by half of a column block, beginning at `lane`.
+template <Format F, int R> inline void split_half(const Tile &tile, int64_t lane) {
+    constexpr bool kMin = traits(F).has_min;
+    static_assert(kMin || traits(F).zero == 4);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    const int64_t groups = tile.k / kGroup;
+    __m256 sums[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r] = _mm256_setzero_ps();
+    for (int64_t begin = 0; begin < groups; begin += kSpan) {
+        __m256 products[R], mins[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            products[r] = mins[r] = _mm256_setzero_ps();
+        for (int64_t g = begin; g < begin + kSpan; ++g, x += height) {
+            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+            __m256i narrow[R], narrow_b[R], scale, min;
+            split_dots<F, R>(part, lane, x, narrow, narrow_b);
+            split_scales<F>(part, g, lane, scale, min);
+            const __m256i low = _mm256_set1_epi32(0xffff);
+            const __m256i scale_a =
+                _mm256_or_si256(_mm256_and_si256(scale, low), _mm256_slli_epi32(scale, 16));
+            const __m256i scale_b =
+                _mm256_or_si256(_mm256_srli_epi32(scale, 16), _mm256_andnot_si256(low, scale));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m256i minus_min =
+                    _mm256_madd_epi16(min, _mm256_set1_epi32(x[r].minus_half_sums()));
+                __m256i total = _mm256_add_epi32(_mm256_madd_epi16(narrow[r], scale_a),
+                                                 _mm256_madd_epi16(narrow_b[r], scale_b));
+                if constexpr (!kMin)
+                    total = _mm256_add_epi32(total, minus_min);
+                const __m256 by = _mm256_set1_ps(x[r].scale);
+                products[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), by, products[r]);
+                if constexpr (kMin)
+                    mins[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minus_min), by, mins[r]);
+            }
+            if (lane == 0)
+                prefetch_group<F, R>(tile.weights, g);
+        }
+        const uint8_t *shared = group_at<F>(tile.weights, begin).shared + lane * 2;
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            sums[r] = _mm256_fmadd_ps(products[r], load_halves(shared), sums[r]);
+            if constexpr (kMin)
+                sums[r] = _mm256_fmadd_ps(mins[r], load_halves(shared + 32), sums[r]);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        write_half(tile, r, lane, sums[r]);
+}
+
 // R rows by H halves of a column block, the first beginning at `lane`.
 template <Format F, int R, int H> inline void quantized_halves(const Tile &tile, int64_t lane) {
     constexpr Traits t = traits(F);
@@ -331,6 +478,11 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
                 const __m256 d = load_halves(part.shared + at * 2);
                 scale = _mm256_mul_ps(d, bytes_to_floats(part.scales + at, true));
                 scale_b = _mm256_mul_ps(d, bytes_to_floats(part.scales + 16 + at, true));
+            } else if constexpr (F == Format::IQ4_XS) {
+                scale = _mm256_mul_ps(load_halves(part.shared + at * 2),
+                                      bytes_to_floats(part.scales + at, true));
+            } else if constexpr (F == Format::MXFP4) {
+                scale = half_powers_of_two(part.scales + at);
             } else if constexpr (t.k_quant) {
                 scale = _mm256_mul_ps(load_halves(part.shared + at * 2),
                                       bytes_to_floats(part.scales + at, false));
@@ -370,6 +522,9 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     } else if constexpr (traits(F).fixed) {
         fixed_half<F, R>(tile, 0);
         fixed_half<F, R>(tile, kHalf);
+    } else if constexpr (traits(F).split) {
+        split_half<F, R>(tile, 0);
+        split_half<F, R>(tile, kHalf);
     } else if constexpr (R == 1) {
         quantized_halves<F, 1, 2>(tile, 0);
     } else {

@@ -69,13 +69,18 @@ inline __m512 bytes_to_floats(const uint8_t *from, bool is_signed) {
 // The numbers of quads i and i + 4 of a group, unsigned bytes.
 template <Format F> struct Quads {
     const uint8_t *quants;
-    __m512i high0, high1;
+    __m512i high0, high1, codes;
 
     Quads(const uint8_t *group_quants, const uint8_t *group_high) : quants(group_quants) {
         if constexpr (traits(F).high_bits > 0)
             high0 = _mm512_loadu_si512(group_high);
         if constexpr (traits(F).high_bits > 1)
             high1 = _mm512_loadu_si512(group_high + 64);
+        if constexpr (traits(F).coded) {
+            static constexpr Codebook kCodes = codebook<F>();
+            codes = _mm512_broadcast_i32x4(
+                _mm_loadu_si128(reinterpret_cast<const __m128i *>(kCodes.numbers)));
+        }
     }
 
     // Shifts within 16 bits move bits across bytes; the mask drops those that came from next door.
@@ -86,7 +91,35 @@ template <Format F> struct Quads {
             return _mm512_srli_epi16(v, -By);
     }
 
+    template <int I> void get_two_bits(__m512i &first, __m512i &second) const {
+        const auto part = [](const uint8_t *from) {
+            return _mm512_and_si512(shift_left<-2 * I>(_mm512_loadu_si512(from)),
+                                    _mm512_set1_epi8(3));
+        };
+        first = part(quants);
+        second = part(quants + 64);
+    }
+
+    template <int I> void get_three_bits(__m512i &first, __m512i &second) const {
+        const __m512i a = _mm512_loadu_si512(quants), b = _mm512_loadu_si512(quants + 64),
+                      c = _mm512_loadu_si512(quants + 128);
+        const auto low = [](__m512i v) {
+            return _mm512_and_si512(shift_left<I % 2 * -3>(v), _mm512_set1_epi8(7));
+        };
+        const auto apart = [&](__m512i two) {
+            return _mm512_or_si512(
+                _mm512_and_si512(_mm512_srli_epi16(two, 6), _mm512_set1_epi8(3)),
+                _mm512_and_si512(_mm512_srli_epi16(b, I + 2), _mm512_set1_epi8(4)));
+        };
+        first = low(I < 2 ? a : b);
+        second = I < 2 ? low(c) : apart(I == 2 ? a : c);
+    }
+
     template <int I> void get(__m512i &first, __m512i &second) const {
+        if constexpr (traits(F).low_bits == 2)
+            return get_two_bits<I>(first, second);
+        if constexpr (traits(F).low_bits == 3)
+            return get_three_bits<I>(first, second);
         const __m512i v = _mm512_loadu_si512(quants + I * 64);
         if constexpr (F == Format::Q8_0) {
             first = v;
@@ -96,6 +129,10 @@ template <Format F> struct Quads {
         const __m512i low_mask = _mm512_set1_epi8(15);
         first = _mm512_and_si512(v, low_mask);
         second = _mm512_and_si512(_mm512_srli_epi16(v, 4), low_mask);
+        if constexpr (traits(F).coded) {
+            first = _mm512_shuffle_epi8(codes, first);
+            second = _mm512_shuffle_epi8(codes, second);
+        }
         if constexpr (traits(F).high_bits == 1) {
             const __m512i mask = _mm512_set1_epi8(0x10);
             first = _mm512_or_si512(first, _mm512_and_si512(shift_left<4 - I>(high0), mask));
@@ -116,6 +153,14 @@ template <Format F> struct Scales {
             const __m512 d = load_halves(supers);
             scale = _mm512_mul_ps(d, bytes_to_floats(scales, true));
             scale_b = _mm512_mul_ps(d, bytes_to_floats(scales + 16, true));
+        } else if constexpr (F == Format::IQ4_XS) {
+            scale = _mm512_mul_ps(load_halves(supers), bytes_to_floats(scales, true));
+        } else if constexpr (F == Format::MXFP4) {
+            const __m512i e =
+                _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(scales)));
+            const __m512 one = _mm512_set1_ps(1);
+            scale = _mm512_scalef_ps(
+                one, _mm512_cvtepi32_ps(_mm512_sub_epi32(e, _mm512_set1_epi32(128))));
         } else if constexpr (traits(F).k_quant) {
             scale = _mm512_mul_ps(load_halves(supers), bytes_to_floats(scales, false));
             min = _mm512_mul_ps(load_halves(supers + 32), bytes_to_floats(scales + 16, false));
@@ -376,6 +421,99 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
     write_tile<R, 1>(tile, sums);
 }
 
+// Scales, and mins, of a K block whose first group has its parts at `part`: pairs of int16, for the
+// first and the last 16 inputs of a group. Where there is a zero and no min, scale · zero.
+template <Format F> struct SplitScales {
+    __m512i pairs[kSpan]; // Q3_K
+
+    explicit SplitScales(const GroupParts<const uint8_t> &part) {
+        if constexpr (F == Format::Q3_K) {
+            const __m512i words[3] = {_mm512_loadu_si512(part.scales),
+                                      _mm512_loadu_si512(part.scales + kLine),
+                                      _mm512_loadu_si512(part.scales + 2 * kLine)};
+            const __m512i six_bits = _mm512_set1_epi16(63), upper = _mm512_set1_epi16(0x30);
+#pragma GCC unroll 3
+            for (int v = 0; v < 3; ++v) {
+                pairs[2 * v] = _mm512_and_si512(words[v], six_bits);
+                pairs[2 * v + 1] = _mm512_and_si512(_mm512_srli_epi16(words[v], 6), six_bits);
+            }
+            pairs[6] = _mm512_or_si512(_mm512_srli_epi16(words[0], 12),
+                                       _mm512_and_si512(_mm512_srli_epi16(words[1], 8), upper));
+            pairs[7] = _mm512_or_si512(_mm512_srli_epi16(words[2], 12),
+                                       _mm512_and_si512(_mm512_srli_epi16(words[1], 10), upper));
+#pragma GCC unroll 8
+            for (int64_t g = 0; g < kSpan; ++g)
+                pairs[g] = _mm512_sub_epi16(pairs[g], _mm512_set1_epi16(32));
+        }
+    }
+
+    void get(const GroupParts<const uint8_t> &part, int64_t g, __m512i &scale, __m512i &min) const {
+        if constexpr (F == Format::Q2_K) {
+            const __m512i both = _mm512_cvtepu8_epi16(
+                _mm256_loadu_si256(reinterpret_cast<const __m256i *>(part.scales)));
+            scale = _mm512_and_si512(both, _mm512_set1_epi16(15));
+            min = _mm512_srli_epi16(both, 4);
+        } else {
+            scale = pairs[g % kSpan];
+            min = _mm512_slli_epi16(scale, 2);
+        }
+    }
+};
+
+template <Format F, int R> inline void split_tile(const Tile &tile) {
+    constexpr bool kMin = traits(F).has_min;
+    static_assert(kMin || traits(F).zero == 4);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    __m512 sums[R][1];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r][0] = _mm512_setzero_ps();
+
+    const int64_t groups = tile.k / kGroup;
+    for (int64_t begin = 0; begin < groups; begin += kSpan) {
+        const GroupParts<const uint8_t> block = group_at<F>(tile.weights, begin);
+        const SplitScales<F> scales(block);
+        __m512 products[R], mins[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            products[r] = mins[r] = _mm512_setzero_ps();
+        for (int64_t g = begin; g < begin + kSpan; ++g, x += height) {
+            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+            __m512i dots[R], dots_b[R], scale, min;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                dots[r] = dots_b[r] = _mm512_setzero_si512();
+            multiply_group<F, R>(part, x, dots, dots_b);
+            scales.get(part, g, scale, min);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i minus_min =
+                    _mm512_madd_epi16(min, _mm512_set1_epi32(x[r].minus_half_sums()));
+                const __m512i pair = pair_lanes(dots[r], dots_b[r]);
+                const __m512i total = kMin ? _mm512_madd_epi16(scale, pair)
+                                           : _mm512_dpwssd_epi32(minus_min, scale, pair);
+                const __m512 by = _mm512_set1_ps(x[r].scale);
+                products[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), by, products[r]);
+                if constexpr (kMin)
+                    mins[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minus_min), by, mins[r]);
+            }
+            prefetch_group<F, R>(tile.weights, g);
+        }
+        const __m512 d = load_halves(block.shared);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            sums[r][0] = _mm512_fmadd_ps(products[r], d, sums[r][0]);
+            if constexpr (kMin)
+                sums[r][0] = _mm512_fmadd_ps(mins[r], load_halves(block.shared + 32), sums[r][0]);
+            // Kept in memory: the loop over groups needs all registers.
+            if constexpr (R > 4)
+                asm("" : "+m"(sums[r][0]));
+        }
+    }
+    write_tile<R, 1>(tile, sums);
+}
+
 template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
     constexpr bool kHalves = F == Format::Q6_K; // two scales a group
@@ -423,6 +561,8 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     if constexpr (traits(F).fixed)
         fixed_tile<F, R>(tile);
+    else if constexpr (traits(F).split)
+        split_tile<F, R>(tile);
     else if constexpr (format_info(F).quantized)
         quantized_tile<F, R>(tile);
 #ifdef __AVX512BF16__

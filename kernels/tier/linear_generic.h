@@ -42,12 +42,37 @@ template <Format F, int R> inline void float_tile(const Tile &tile, float (&sums
 // The numbers of a group, quad by quad: values[q][4 · lane + j] is input 4q + j.
 template <Format F>
 inline void read_quads(const uint8_t *quants, const uint8_t *high, uint8_t (&values)[8][64]) {
+    if constexpr (traits(F).low_bits < 4) {
+        for (int64_t at = 0; at < 64; ++at) {
+            const int a = quants[at], b = quants[64 + at];
+            if constexpr (traits(F).low_bits == 2) {
+                for (int q = 0; q < 8; ++q)
+                    values[q][at] = static_cast<uint8_t>((q < 4 ? a : b) >> q % 4 * 2 & 3);
+            } else {
+                const int c = quants[128 + at], all[8] = {a,
+                                                          a >> 3,
+                                                          b,
+                                                          b >> 3,
+                                                          c,
+                                                          c >> 3,
+                                                          a >> 6 | (b >> 4 & 4),
+                                                          c >> 6 | (b >> 5 & 4)};
+                for (int q = 0; q < 8; ++q)
+                    values[q][at] = static_cast<uint8_t>(all[q] & 7);
+            }
+        }
+        return;
+    }
     for (int i = 0; i < 4; ++i)
         for (int64_t at = 0; at < 64; ++at) {
             const uint8_t v = quants[i * 64 + at];
             if constexpr (F == Format::Q8_0) {
                 values[i][at] = v;
                 values[i + 4][at] = quants[(i + 4) * 64 + at];
+            } else if constexpr (traits(F).coded) {
+                constexpr Codebook kCodes = codebook<F>();
+                values[i][at] = kCodes.numbers[v & 15];
+                values[i + 4][at] = kCodes.numbers[v >> 4];
             } else {
                 values[i][at] = v & 15;
                 values[i + 4][at] = v >> 4;
@@ -151,6 +176,51 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile, float (&sums
     }
 }
 
+template <Format F, int R> inline void split_tile(const Tile &tile, float (&sums)[R][kLanes]) {
+    for (int64_t begin = 0; begin < tile.k / kGroup; begin += kSpan) {
+        float products[R][kLanes] = {}, mins[R][kLanes] = {};
+        for (int64_t g = begin; g < begin + kSpan; ++g) {
+            uint8_t values[8][64];
+            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+            read_quads<F>(part.quants, part.high, values);
+            SplitScale scales[2][kLanes];
+            for (int64_t half = 0; half < 2; ++half)
+                for (int64_t lane = 0; lane < kLanes; ++lane)
+                    scales[half][lane] = split_scale_at<F>(part, g, lane, half);
+            for (int r = 0; r < R; ++r) {
+                const ActivationGroup &x = group_of(tile, g, r);
+                int32_t totals[kLanes] = {}, min_totals[kLanes] = {};
+                for (int half = 0; half < 2; ++half) {
+                    const int32_t minus_sum = x.minus_32[half] / 32;
+                    int32_t dots[kLanes];
+                    for (int64_t lane = 0; lane < kLanes; ++lane)
+                        dots[lane] = traits(F).zero * minus_sum;
+                    add_dots(values, x.quants, half * 4, half * 4 + 4, dots);
+                    for (int64_t lane = 0; lane < kLanes; ++lane) {
+                        totals[lane] += dots[lane] * scales[half][lane].scale;
+                        min_totals[lane] += minus_sum * scales[half][lane].min;
+                    }
+                }
+                for (int64_t lane = 0; lane < kLanes; ++lane) {
+                    products[r][lane] += static_cast<float>(totals[lane]) * x.scale;
+                    mins[r][lane] += static_cast<float>(min_totals[lane]) * x.scale;
+                }
+            }
+        }
+        const uint8_t *shared = group_at<F>(tile.weights, begin).shared;
+        for (int64_t lane = 0; lane < kLanes; ++lane) {
+            const float d = half_to_float(load_as<uint16_t>(shared + lane * 2));
+            for (int r = 0; r < R; ++r)
+                sums[r][lane] += products[r][lane] * d;
+            if constexpr (traits(F).has_min) {
+                const float dmin = half_to_float(load_as<uint16_t>(shared + 32 + lane * 2));
+                for (int r = 0; r < R; ++r)
+                    sums[r][lane] += mins[r][lane] * dmin;
+            }
+        }
+    }
+}
+
 template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&sums)[R][kLanes]) {
     constexpr Traits t = traits(F);
     for (int64_t g = 0; g < tile.k / kGroup; ++g) {
@@ -159,12 +229,18 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
         read_quads<F>(part.quants, part.high, values);
         float scale[kLanes], scale_b[kLanes], min[kLanes];
         for (int64_t lane = 0; lane < kLanes; ++lane) {
+            if constexpr (F == Format::MXFP4) {
+                scale[lane] = half_power_of_two(part.scales[lane]);
+                continue;
+            }
             const float d = half_to_float(
                 load_as<uint16_t>((t.k_quant ? part.shared : part.scales) + lane * 2));
             scale[lane] = d;
             if constexpr (F == Format::Q6_K) {
                 scale[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[lane]));
                 scale_b[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[16 + lane]));
+            } else if constexpr (F == Format::IQ4_XS) {
+                scale[lane] = d * static_cast<float>(static_cast<int8_t>(part.scales[lane]));
             } else if constexpr (t.k_quant) {
                 const float dmin = half_to_float(load_as<uint16_t>(part.shared + 32 + lane * 2));
                 scale[lane] = d * static_cast<float>(part.scales[lane]);
@@ -204,6 +280,8 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     float sums[R][kLanes] = {};
     if constexpr (traits(F).fixed)
         fixed_tile<F, R>(tile, sums);
+    else if constexpr (traits(F).split)
+        split_tile<F, R>(tile, sums);
     else if constexpr (format_info(F).quantized)
         quantized_tile<F, R>(tile, sums);
     else

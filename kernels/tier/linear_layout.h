@@ -1,21 +1,32 @@
 // How a packed matrix lies in memory; the same in every tier.
 //
 // A matrix is a sequence of column blocks, each of 16 outputs ("lanes") and all k inputs. A column
-// block of a quantized format is a sequence of chunks of 2 groups of 32 inputs (K formats: 8, the
-// file's block), so that a block is read front to back, in whole cache lines; the 4-bit formats,
-// which are summed in fixed point (linear_tile.h), have before it a line of 16 fp32 numbers, by
-// which the lanes' scales are multiplied first. A chunk has, one after another, for all its groups:
+// block of a quantized format is a sequence of chunks of 2 groups of 32 inputs (MXFP4: 4; blocks of
+// 256 in the file: 8), so that a block is read front to back, in whole cache lines; the 4-bit
+// formats that are summed in fixed point (linear_tile.h) have before it a line of 16 fp32 numbers,
+// by which the lanes' scales are multiplied first. A chunk has, one after another, for all its
+// groups:
 //
 //   quants   8 quads of 4 consecutive inputs. 4-bit part: four vectors of 64 bytes, byte 4·lane + j
 //            of vector i holding input 4i + j in its low and input 16 + 4i + j in its high nibble.
 //            8-bit: eight vectors, byte 4·lane + j of vector i holding input 4i + j, plus 128.
+//            2-bit: two vectors, byte 4·lane + j of vector v holding at bits 2q and 2q + 1 input
+//            16v + 4q + j. 3-bit: three vectors, byte 4·lane + j of vector v holding at bits 0 to 2
+//            the input j of quad {0, 2, 4}[v], at bits 3 to 5 of quad {1, 3, 5}[v]; at bits 6 and
+//            7, vector 0 the low bits of quad 6, vector 2 those of quad 7, and vector 1 the third
+//            bit of quad 6 and that of quad 7.
 //   high     bits above the fourth. 5-bit formats: one vector, byte 4·lane + j holding at bit q
 //            the fifth bit of input 4q + j. 6-bit: two vectors, byte 4·lane + j of vector v
 //            holding at bits 2q and 2q + 1 bits five and six of input 16v + 4q + j.
 //   scales   as stored: 16 fp16 d, then 16 fp16 m where the format has one; Q5_K: 16 bytes of 6-bit
 //            scales, then 16 of mins; Q6_K: 16 int8 scales of the first 16 inputs, then 16 of the
 //            last. Q4_K: for each two groups 32 bytes of scales, then 32 of mins, those of a lane
-//            side by side.
+//            side by side. Q2_K: for each lane a byte of the first 16 inputs and one of the last,
+//            each a 4-bit scale and above it a min. Q3_K: for all groups three vectors of 16-bit
+//            words, two a lane, for the first and the last 16 inputs of the groups; word v holds at
+//            bits 0 and 6 the scales of groups 2v and 2v + 1; at bit 12, words 0 and 2 the low
+//            nibble of those of groups 6 and 7, and word 1 the upper bits of both. IQ4_XS: 16 int8
+//            scales, 32 taken off. MXFP4: 16 exponents.
 //
 // and at its end, in the K formats, 16 fp16 d, then 16 fp16 dmin where the format has one.
 //
@@ -49,8 +60,12 @@ struct Traits {
     bool has_min; // w = scale·q + min (K formats: − min)
     bool k_quant; // scales in two levels
     bool fixed;   // summed in fixed point
+    int low_bits = 4;
+    bool split = false; // small whole scales of 16 inputs each: summed as integers with them
+    bool coded = false; // numbers are codes into a table of 16
 
-    constexpr int64_t chunk_groups() const { return k_quant ? 8 : 2; }
+    // As many as fill whole lines.
+    constexpr int64_t chunk_groups() const { return k_quant ? 8 : scales == 16 ? 4 : 2; }
     constexpr int64_t chunk_bytes() const {
         return round_up(chunk_groups() * (quants + high + scales) + shared, kLine);
     }
@@ -69,12 +84,22 @@ constexpr Traits traits(Format format) {
         return {256, 64, 64, 0, 1, 0, true, false, false};
     case Format::Q8_0:
         return {512, 0, 32, 0, 0, 128, false, false, false};
+    case Format::Q2_K:
+        return {128, 0, 32, 64, 0, 0, true, true, false, 2, true};
+    case Format::Q3_K:
+        return {192, 0, 24, 32, 0, 4, false, true, false, 3, true};
     case Format::Q4_K:
         return {256, 0, 32, 64, 0, 0, true, true, true};
     case Format::Q5_K:
         return {256, 64, 32, 64, 1, 0, true, true, false};
     case Format::Q6_K:
         return {256, 128, 32, 32, 2, 32, false, true, false};
+    case Format::IQ4_NL:
+        return {256, 0, 32, 0, 0, 128, false, false, false, 4, false, true};
+    case Format::IQ4_XS:
+        return {256, 0, 16, 32, 0, 128, false, true, false, 4, false, true};
+    case Format::MXFP4:
+        return {256, 0, 16, 0, 0, 16, false, false, false, 4, false, true};
     default:
         return {};
     }
@@ -116,6 +141,38 @@ inline ScaleMin<Byte> scale_min_at(const GroupParts<Byte> &parts, int64_t g, int
         return {parts.scales + lane, parts.scales + 16 + lane};
     Byte *pair = parts.scales - g % 2 * traits(F).scales; // of two groups
     return {pair + lane * 2 + g % 2, pair + 32 + lane * 2 + g % 2};
+}
+
+// The scale, and Q2_K's min, of the first (part 0) or last 16 inputs of group g, given its parts.
+struct SplitScale {
+    int scale, min;
+};
+
+template <Format F>
+inline SplitScale split_scale_at(const GroupParts<const uint8_t> &parts, int64_t g, int64_t lane,
+                                 int64_t part) {
+    if constexpr (F == Format::Q2_K) {
+        const uint8_t both = parts.scales[lane * 2 + part];
+        return {both & 15, both >> 4};
+    }
+    g %= 8;
+    const uint8_t *words = parts.scales - g * traits(F).scales + (lane * 2 + part) * 2;
+    const auto word = [&](int64_t v) { return int{load_as<uint16_t>(words + v * kLine)}; };
+    const int stored = g < 6 ? word(g / 2) >> g % 2 * 6 & 63
+                             : word(g == 6 ? 0 : 2) >> 12 | (word(1) >> 2 * g & 3) << 4;
+    return {stored - 32, 0};
+}
+
+// A coded format's numbers, and its zero on top, so that they are unsigned. MXFP4: E2M1, doubled.
+struct Codebook {
+    uint8_t numbers[16];
+};
+
+template <Format F> constexpr Codebook codebook() {
+    if constexpr (F == Format::MXFP4)
+        return {{16, 17, 18, 19, 20, 22, 24, 28, 16, 15, 14, 13, 12, 10, 8, 4}};
+    else
+        return {{1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241}};
 }
 
 // Where input i of a lane lies in a column block of floats.
@@ -160,6 +217,12 @@ struct alignas(kLine) ActivationGroup {
     // odd one: their fixed-point scaled sums.
     int32_t fixed_pair;
     int32_t minus_8_pair; // two int16, in the even group: both minus_8
+
+    // Two int16: −(sum of the quants) of each half.
+    int32_t minus_half_sums() const {
+        return static_cast<int32_t>((static_cast<uint32_t>(minus_32[0] >> 5) & 0xffff) |
+                                    static_cast<uint32_t>(minus_32[1]) << 11);
+    }
 };
 static_assert(sizeof(ActivationGroup) == kLine);
 

@@ -1,14 +1,15 @@
 // One tile of a matrix product: R activation rows by C column blocks, over all of k.
 //
 // The order of operations of an element, the same in every tile shape and (up to fused rounding) in
-// every tier. 4-bit formats, in fixed point (linear_layout.h): for each span of 8 groups in order,
-// with the integer total exact,
+// every tier. Q4_0, Q4_1, Q4_K, in fixed point (linear_layout.h): for each span of 8 groups in
+// order, with the integer total exact,
 //
 //   sum += float(total) · unit                              (exact product)
 //
 // and at the end sum · 2^−f. The total needs no multiplications in floating point for each group,
 // which is what held these formats back: a processor multiplies floats where it does its integer
-// dot products. 5- and 8-bit formats, for each group in order, with the integer dot product exact:
+// dot products. 5- and 8-bit and coded formats, for each group in order, with the integer dot
+// product exact:
 //
 //   sum += (float(dot) · scale) · activation.scale          (multiplication, then fused add)
 //   sum += min · activation.scaled_sum                      (formats with a min; fused)
@@ -16,6 +17,13 @@
 // where scale = d or d·sc and min = m or −dmin·m, in fp32. Q6_K, whose scales cover 16 inputs:
 //
 //   sum += (float(dot_b) · scale_b + float(dot_a) · scale_a) · activation.scale
+//
+// Q2_K and Q3_K, whose scales of 16 inputs are small enough for whole sums, for each file block of
+// 8 groups in order:
+//
+//   product += float(dot_a · sc_a + dot_b · sc_b) · activation.scale     (a group; exact; fused)
+//   min −= float(m_a · sum_a + m_b · sum_b) · activation.scale           (Q2_K; the same)
+//   sum += product · d, sum += min · dmin                                (the block; fused)
 //
 // Float formats: sum += weight · x for each input in order, in fp32. BF16 where the processor
 // multiplies bf16 numbers (the avx512_bf16 tier): x rounded to bf16, two inputs at a time, as

@@ -231,8 +231,8 @@ BAD: dict[str, tuple[bytes, str]] = {
         "'v' appears twice",
     ),
     "unsupported type": (
-        changed(lambda f: f.tensors.append(Tensor("q", (256,), 10))),
-        "'q' is of type Q2_K, which is not supported; supported are F32",
+        changed(lambda f: f.tensors.append(Tensor("q", (256,), 16))),
+        "'q' is of type IQ2_XXS, which is not supported; supported are F32",
     ),
     "unknown tensor type": (
         changed(lambda f: f.tensors.append(Tensor("q", (256,), 77))),

@@ -17,9 +17,13 @@ import numpy as np
 from gguf import GGMLQuantizationType as Q
 
 ROWS, K = 3, 512
-FORMATS = [Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K]
+FORMATS = [
+    *(Q.F32, Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q4_K, Q.Q5_K, Q.Q6_K),
+    *(Q.Q2_K, Q.Q3_K, Q.IQ4_NL, Q.IQ4_XS, Q.MXFP4),
+]
 # Byte offsets of the fp16 factors within a block: random bits there would often be NaN.
 HALVES = {Q.Q4_1: [0, 2], Q.Q5_1: [0, 2], Q.Q4_K: [0, 2], Q.Q5_K: [0, 2], Q.Q6_K: [208]}
+HALVES |= {Q.Q2_K: [80, 82], Q.Q3_K: [108]}
 
 
 def blocks(format: Q, rng: np.random.Generator) -> np.ndarray:
@@ -31,6 +35,10 @@ def blocks(format: Q, rng: np.random.Generator) -> np.ndarray:
         high = rng.standard_normal((ROWS, K)).astype(np.float32).view(np.uint32) >> 16
         return high.astype(np.uint16).view(np.uint8)
     out = rng.integers(0, 256, (ROWS, K // values, size), dtype=np.uint8)
+    if format == Q.MXFP4:  # a power of two: of every size, though some sums would overflow
+        out[:, :, 0] = rng.integers(100, 128, out.shape[:2])
+        out[0, :4, 0] = 0, 1, 2, 200
+        return out.reshape(ROWS, -1)
     for at in HALVES.get(format, [0]):
         half = rng.standard_normal((ROWS, K // values, 1)).astype(np.float16) / 64
         half[0, 0] = 3e-7  # subnormal

@@ -45,13 +45,18 @@ BLOCKS: dict[WeightFormat, tuple[int, int]] = {
     WeightFormat.Q4_K: (256, 144),
     WeightFormat.Q5_K: (256, 176),
     WeightFormat.Q6_K: (256, 210),
+    WeightFormat.Q2_K: (256, 84),
+    WeightFormat.Q3_K: (256, 110),
+    WeightFormat.IQ4_NL: (32, 18),
+    WeightFormat.IQ4_XS: (256, 136),
+    WeightFormat.MXFP4: (32, 17),
 }
 
 # ggml type numbers that exist but cannot be served, so that the refusal can name them.
 _OTHER_TYPES = {
-    9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS",
-    19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS", 24: "I8", 25: "I16",
-    26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+    9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S",
+    22: "IQ2_S", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0",
+    35: "TQ2_0",
 }  # fmt: skip
 
 _U32 = Struct("<I")

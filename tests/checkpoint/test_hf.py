@@ -232,8 +232,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "quantized": (
         "llama",
-        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "quantization_config: 'gptq' checkpoints are not supported",
+        {"quantization_config": {"quant_method": "bitsandbytes", "bits": 4}},
+        "quantization_config: quant_method 'bitsandbytes' is not supported; supported are gptq",
     ),
     "activation": ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     "gemma activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),

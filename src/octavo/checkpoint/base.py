@@ -149,9 +149,22 @@ class Weight(NamedTuple):
             source = self.rows(first, first + count)
         stored = self.stored_as
         if stored is not None:
-            stored = stored._replace(nbytes=stored.nbytes * count // self.shape[0])
+            before, until = (stored.nbytes * row // self.shape[0] for row in (first, first + count))
+            stored = stored._replace(nbytes=until - before)
         shape = (count, *self.shape[1:])
         return self._replace(shape=shape, source=source, stored_as=stored)
+
+
+class Quantization(NamedTuple):
+    """How a checkpoint's writer made its numbers small, as its configuration says."""
+
+    method: str  # "gptq", "awq", ...
+    layout: str  # of the tensors, as the configuration calls it
+    bits: tuple[int, ...]  # several where modules differ
+    group_sizes: tuple[int, ...]  # inputs that share a scale; -1: all of them
+    symmetric: bool  # no zeros of their own
+    activation_order: bool
+    activations: str | None = None  # what is asked of them, and done
 
 
 class Tokenizer(Protocol):
@@ -206,3 +219,4 @@ class Checkpoint:
     chat_template: ChatTemplate | None
     release: Callable[[], None] = field(default=lambda: None, repr=False)
     file_bytes: int = 0
+    quantization: Quantization | None = None

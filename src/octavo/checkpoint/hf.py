@@ -14,6 +14,7 @@ from octavo.checkpoint.files import read_file
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.checkpoint.hf_tokenizer import TOKENIZER_CONFIG, hf_tokenizer, special_tokens
+from octavo.checkpoint.quantization import ModelTensors
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
 
@@ -71,8 +72,9 @@ def load_folder(path: Path) -> Checkpoint:
     """Raises `CheckpointError` naming the file and what is wrong with it."""
     folder = HfFolder(path)
     stored = HfWeights(folder)
-    config = model_config(folder, stored.place)
-    weights = _bind(stored, config)
+    tensors = ModelTensors(stored)
+    config = model_config(folder, tensors.names)
+    weights = _bind(tensors, config)
     tokenizer = hf_tokenizer(folder, config.vocab_size)
     return Checkpoint(
         path,
@@ -82,6 +84,7 @@ def load_folder(path: Path) -> Checkpoint:
         _chat_template(folder),
         release=lambda: _release(stored),
         file_bytes=stored.file_bytes,
+        quantization=None if tensors.layout is None else tensors.layout.quantization,
     )
 
 
@@ -90,16 +93,17 @@ def _release(stored: HfWeights) -> None:
     trim_heap()
 
 
-def _bind(stored: HfWeights, config: ModelConfig) -> dict[str, Weight]:
-    folder = stored.folder
+def _bind(tensors: ModelTensors, config: ModelConfig) -> dict[str, Weight]:
+    folder = tensors.stored.folder
     shapes = program(config).weights
     weights: dict[str, Weight] = {}
-    for name in stored.place:
-        if name.endswith(_COMPUTED):
+    for name in tensors.names:
+        if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
             continue
-        for role, weight in _roles(stored, name, shapes, config):
+        for role, weight in _weights(tensors, name, shapes, config):
             if role in weights:
-                folder.fail(stored.place[name], f"has {role} both fused and by itself: {name!r}")
+                file = tensors.stored.place[tensors.first(name)]
+                folder.fail(file, f"has {role} both fused and by itself: {name!r}")
             weights[role] = weight
     if config.tied_embeddings and "output" in weights:
         # Some writers store the head that they share. It is no other, or the file contradicts.
@@ -117,43 +121,64 @@ def _bind(stored: HfWeights, config: ModelConfig) -> dict[str, Weight]:
     return bound
 
 
-def _roles(
-    stored: HfWeights, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+def _weights(
+    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
-    """What a tensor is in the Program: one role, several rows of roles, or its own name if none."""
-    weight = stored.weight(name)
-    if name in _TOP:
-        return [(_TOP[name], weight)]
+    """What a tensor is in the Program, by role; by its own name if it is nothing there."""
     if match := _STACK.fullmatch(name):
+        stack = tensors.stored.weight(name)
         try:
-            found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], weight, config)
+            found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
         except ValueError as error:
-            stored.folder.fail(stored.place[name], str(error))
+            tensors.stored.folder.fail(tensors.stored.place[name], str(error))
         return list(found.items())
+    roles = _roles(name, config.family)
+    if any(role not in shapes for role in roles):
+        if name in tensors.modules:
+            tensors.stored.refuse(tensors.first(name), "is not used by this model family")
+        role = roles[0] if len(roles) == 1 else name
+        return [(role, tensors.stored.weight(name))]
+    rows = [shapes[role][0] for role in roles]
+    weight = tensors.weight(name, sum(rows), shapes[roles[0]][-1])
+    if len(roles) == 1:
+        return [(roles[0], weight)]
+    if not weight.shape or weight.shape[0] != sum(rows):
+        tensors.stored.refuse(
+            name, f"has shape {list(weight.shape)}; config.json asks for {rows} rows"
+        )
+    return list(zip(roles, weight.split(rows), strict=True))
+
+
+def _roles(name: str, family: str) -> list[str]:
+    """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
+    if name in _TOP:
+        return [_TOP[name]]
     match = _LAYER.fullmatch(name)
     if match is None:
-        return [(name, weight)]
+        return [name]
     layer, part, kind = int(match[1]), match[2], match[3]
     prefix, ending = f"layers.{layer}.", ".bias" if kind == "bias" else ""
-    if part == "post_attention_layernorm" and config.family in _AFTER_ATTENTION:
-        return [(prefix + "post_attention_norm" + ending, weight)]
+    if part == "post_attention_layernorm" and family in _AFTER_ATTENTION:
+        return [prefix + "post_attention_norm" + ending]
     if part in _PARTS:
-        return [(prefix + _PARTS[part] + ending, weight)]
+        return [prefix + _PARTS[part] + ending]
     expert = _EXPERT.fullmatch(part)
     if expert is not None and expert[2] in _OF_EXPERT:
-        return [(f"{prefix}{_OF_EXPERT[expert[2]]}.{int(expert[1])}{ending}", weight)]
-    if part not in _FUSED:
-        return [(name, weight)]
-    parts = [prefix + each + ending for each in _FUSED[part]]
-    if any(role not in shapes for role in parts):
-        return [(name, weight)]
-    rows = [shapes[role][0] for role in parts]
-    if not weight.shape or weight.shape[0] != sum(rows):
-        stored.folder.fail(
-            stored.place[name],
-            f"tensor {name!r} has shape {list(weight.shape)}; config.json asks for {rows} rows",
-        )
-    return list(zip(parts, weight.split(rows), strict=True))
+        return [f"{prefix}{_OF_EXPERT[expert[2]]}.{int(expert[1])}{ending}"]
+    return [prefix + each + ending for each in _FUSED.get(part, ())] or [name]
+
+
+def _nothing(
+    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], family: str
+) -> bool:
+    """Whether it is a bias of zeros that some GPTQ writers give modules that have none."""
+    module, _, part = name.rpartition(".")
+    return (
+        part == "bias"
+        and f"{module}.weight" in tensors.modules
+        and not any(role in shapes for role in _roles(name, family))
+        and not tensors.stored.weight(name).data.any()
+    )
 
 
 def _same(a: Weight, b: Weight) -> bool:

@@ -61,10 +61,6 @@ class _Reader:
         architectures = self.values.get("architectures")
         if architectures is not None and architectures != [architecture]:
             self.fail(f"architectures {architectures!r} is not supported, only {architecture}")
-        if self.values.get("quantization_config") is not None:
-            method = self.values["quantization_config"]
-            method = method.get("quant_method") if isinstance(method, dict) else method
-            self.fail(f"quantization_config: {method!r} checkpoints are not supported")
         self.hidden = self.count("hidden_size")
         self.heads = self.count("num_attention_heads")
         default = 128 if model_type == "qwen3" else 256 if model_type.startswith("gemma") else 0
@@ -251,7 +247,7 @@ class _Reader:
 
     def rope(self, values: dict[str, Any]) -> Rope:
         """One rotary embedding. Only here are the sections' keys interpreted."""
-        section = _Section(self, values)
+        section = Section(self.fail, values)
         theta = section.real("rope_theta", 10000.0)
         part = section.real("partial_rotary_factor", 1.0)
         if part != 1.0 and self.values["model_type"] != "phi3":
@@ -262,7 +258,7 @@ class _Reader:
         kind = values.get("rope_type", values.get("type", "default")) or "default"
         if self.values["model_type"] == "phi3" and kind in ("su", "yarn"):
             kind = "longrope"  # what early Phi-3 files called it
-        rules: dict[str, Callable[[_Section, dict[str, Any]], Rope]] = {
+        rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
             "linear": self.linear_rope,
             "dynamic": self.dynamic_rope,
@@ -279,15 +275,15 @@ class _Reader:
         except (ValueError, ArithmeticError) as error:
             self.fail(f"rope type {kind!r} cannot be computed from {values}: {error}")
 
-    def linear_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
+    def linear_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         return Rope(**plain, scale=1.0 / section.at_least_one("factor"))
 
-    def dynamic_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
+    def dynamic_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         factor = section.at_least_one("factor")
         self.context = max(self.context, int(self.positions * factor))
         return Rope(**plain, by_length=DynamicNtk(self.positions, factor))
 
-    def llama3_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
+    def llama3_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         low, high = section.real("low_freq_factor"), section.real("high_freq_factor")
         if not 0.0 < low < high:
             self.fail(f"low_freq_factor {low:g} and high_freq_factor {high:g} are no range")
@@ -301,7 +297,7 @@ class _Reader:
         )
         return Rope(**plain, factors=factors)
 
-    def yarn_rope(self, section: _Section, plain: dict[str, Any]) -> Rope:
+    def yarn_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
         original = self.original(section)
         factor = section.at_least_one("factor", self.positions / original)
         weight, everywhere = section.real("mscale", 0.0), section.real("mscale_all_dim", 0.0)
@@ -322,7 +318,7 @@ class _Reader:
         magnitude = section.real("attention_factor", magnitude)
         return Rope(**plain, factors=factors, magnitude=magnitude)
 
-    def longrope(self, section: _Section, plain: dict[str, Any]) -> Rope:
+    def longrope(self, section: Section, plain: dict[str, Any]) -> Rope:
         original = self.original(section)
         factor = section.real("factor", self.positions / original)
         magnitude = section.real("attention_factor", scaling.longrope_magnitude(factor, original))
@@ -330,7 +326,7 @@ class _Reader:
         short, long = (section.reals(key, pairs) for key in ("short_factor", "long_factor"))
         return Rope(**plain, factors=short, magnitude=magnitude, by_length=LongRope(original, long))
 
-    def original(self, section: _Section) -> int:
+    def original(self, section: Section) -> int:
         """The context of training. transformers lets a key outside of the section win."""
         key = "original_max_position_embeddings"
         return self.count(key) if self.has(key) else section.count(key, self.positions)
@@ -374,28 +370,26 @@ class _Reader:
         return value
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        return _Section(self, self.values).count(key, default, least)
+        return Section(self.fail, self.values).count(key, default, least)
 
     def real(self, key: str, default: float | None = None) -> float:
-        return _Section(self, self.values).real(key, default)
+        return Section(self.fail, self.values).real(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        return _Section(self, self.values).flag(key, default)
+        return Section(self.fail, self.values).flag(key, default)
 
     def text(self, key: str, default: str) -> str:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, str):
-            self.fail(f"{key} is {value!r}, not a string")
-        return value
+        return Section(self.fail, self.values).text(key, default)
 
 
-class _Section:
-    """Typed access to an object of the file. A null is a missing key."""
+class Section:
+    """Typed access to an object of a file. A null is a missing key.
 
-    def __init__(self, reader: _Reader, values: dict[str, Any]) -> None:
-        self.reader = reader
-        self.fail = reader.fail
+    ``fail`` raises `CheckpointError` naming the file.
+    """
+
+    def __init__(self, fail: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
+        self.fail = fail
         self.values = values
 
     def get(self, key: str, default: Any) -> Any:
@@ -405,6 +399,17 @@ class _Section:
         if default is None:
             self.fail(f"{key} is missing")
         return default
+
+    def object(self, key: str) -> Section:
+        """An object inside of it, whose faults are named after ``key``."""
+        value = self.get(key, None)
+        if not isinstance(value, dict):
+            self.fail(f"{key} is not an object")
+
+        def fail(reason: str) -> NoReturn:
+            self.fail(f"{key}: {reason}")
+
+        return Section(fail, value)
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
@@ -430,11 +435,17 @@ class _Section:
             self.fail(f"{key} is {value!r}, not a boolean")
         return value
 
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self.get(key, default)
+        if not isinstance(value, str):
+            self.fail(f"{key} is {value!r}, not a string")
+        return value
+
     def reals(self, key: str, length: int) -> tuple[float, ...]:
         values = self.get(key, None)
         if not isinstance(values, list) or len(values) != length:
             self.fail(f"{key} is not a list of {length} numbers")
-        numbers = _Section(self.reader, {f"{key}[{i}]": v for i, v in enumerate(values)})
+        numbers = Section(self.fail, {f"{key}[{i}]": v for i, v in enumerate(values)})
         return tuple(numbers.real(name) for name in numbers.values)
 
 

@@ -10,6 +10,8 @@ import os
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy.typing as npt
+
 from octavo.checkpoint.base import CheckpointError, Weight
 from octavo.checkpoint.bind import listed
 from octavo.checkpoint.files import json_object, read_file
@@ -64,6 +66,21 @@ class HfWeights:
 
     def weight(self, name: str) -> Weight:
         return self.files[self.place[name]].weight(name)
+
+    def array(self, name: str, *dtypes: str) -> npt.NDArray[Any]:
+        """See `SafetensorsFile.array`."""
+        return self.files[self.place[name]].array(name, dtypes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.files[self.place[name]].tensors[name].shape
+
+    def nbytes(self, name: str) -> int:
+        info = self.files[self.place[name]].tensors[name]
+        return info.end - info.begin
+
+    def refuse(self, name: str, reason: str) -> NoReturn:
+        """Raises `CheckpointError` about a tensor."""
+        self.folder.fail(self.place[name], f"tensor {name!r} {reason}")
 
     def release(self) -> None:
         for file in self.files.values():

@@ -10,11 +10,13 @@ callers copies, and bfloat16 to nobody without a framework.)
 from __future__ import annotations
 
 import mmap
+from collections.abc import Collection
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.checkpoint.base import CheckpointError, Weight, WeightFormat
 from octavo.checkpoint.files import json_object, map_file
@@ -22,6 +24,9 @@ from octavo.checkpoint.files import json_object, map_file
 MAX_HEADER = 32 << 20  # bytes; the largest known, of tens of thousands of tensors, has a few
 MAX_DIMENSIONS = 8
 FORMATS = {"F32": WeightFormat.F32, "F16": WeightFormat.F16, "BF16": WeightFormat.BF16}
+
+# What else is read as an array: the parts of quantized matrices.
+_NUMPY = {"I8": "<i1", "U8": "<u1", "I32": "<i4", "I64": "<i8", "F16": "<f2", "F32": "<f4"}
 
 # Bits an element takes, of every dtype of the specification.
 _BITS = {
@@ -66,11 +71,23 @@ class SafetensorsFile:
                 f"tensor {name!r} is of type {info.dtype}, which is not supported; "
                 f"supported are {', '.join(FORMATS)}"
             )
+        return Weight(name, FORMATS[info.dtype], info.shape, self._data_of(info))
+
+    def array(self, name: str, dtypes: Collection[str]) -> npt.NDArray[Any]:
+        """A read-only view. BF16 comes as its bits, "<u2". Raises `CheckpointError` for a dtype
+        that is none of ``dtypes``.
+        """
+        info = self.tensors[name]
+        if info.dtype not in dtypes:
+            self.fail(f"tensor {name!r} is of type {info.dtype}, not {' or '.join(dtypes)}")
+        return self._data_of(info).view(_NUMPY.get(info.dtype, "<u2")).reshape(info.shape)
+
+    def _data_of(self, info: TensorInfo) -> npt.NDArray[np.uint8]:
         data = self._bytes[info.begin : info.end]
         if info.begin % (_BITS[info.dtype] // 8):
             data = data.copy()  # the specification does not ask for alignment; old files have none
             data.flags.writeable = False
-        return Weight(name, FORMATS[info.dtype], info.shape, data)
+        return data
 
     def release(self) -> None:
         """Takes the file's pages out of this process's memory; they are read again when used."""

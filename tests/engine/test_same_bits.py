@@ -55,6 +55,7 @@ MODELS: dict[str, Callable[[], Checkpoint]] = {
     "llama F32, odd sizes": oracle("tiny-llama-odd"),
     "llama Q4_0": lambda: tiny.checkpoint(tiny.config(), WeightFormat.Q4_0),
     "llama Q4_0, Q4_1, Q5_0, Q5_1, F16": oracle("tiny-llama-legacy"),
+    "llama Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4": oracle("tiny-llama-small"),
     "llama Q4_K, Q5_K, Q6_K, Q8_0, BF16": oracle("tiny-llama-k"),
     "mixtral Q4_0, 2 of 6 experts": lambda: tiny.checkpoint(
         tiny.config("mixtral"), WeightFormat.Q4_0

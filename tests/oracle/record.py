@@ -362,6 +362,17 @@ def tiny_models() -> dict[str, Tiny]:
         "ffn_up": Q.Q5_K,
         "ffn_down": Q.Q6_K,
     }
+    small = {
+        "token_embd": Q.IQ4_NL,
+        "attn_q": Q.Q3_K,
+        "attn_k": Q.IQ4_XS,
+        "attn_v": Q.Q2_K,
+        "attn_output": Q.MXFP4,
+        "ffn_gate": Q.IQ4_NL,
+        "ffn_up": Q.Q3_K,
+        "ffn_down": Q.Q2_K,
+        "output": Q.MXFP4,
+    }
     legacy = {
         "token_embd": Q.F16,
         "attn_q": Q.Q4_0,
@@ -441,6 +452,23 @@ def tiny_models() -> dict[str, Tiny]:
             formats=k_quants,
             note="Q4_K, Q5_K, Q6_K, Q8_0 and BF16 weights",
         ),
+        "tiny-llama-small": Tiny(
+            "llama",
+            llama(
+                hidden_size=256,
+                intermediate_size=256,
+                num_hidden_layers=1,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                rms_norm_eps=1e-5,
+                tie_word_embeddings=False,
+            ),
+            seed=7,
+            tokens=40,
+            formats=small,
+            note="Q2_K, Q3_K, IQ4_NL, IQ4_XS and MXFP4 weights",
+        ),
         "tiny-gemma3": Tiny(
             "gemma3",
             gemma(num_attention_heads=3, hidden_size=36),
@@ -515,8 +543,8 @@ def unpermute(w: Float32, heads: int) -> Float32:
     return w.reshape(heads, half, 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def random_k_blocks(rng: np.random.Generator, shape: tuple[int, int], kind: Q) -> npt.NDArray[Any]:
-    """Random blocks of a K format with scales that give weights of about 1/sqrt(columns).
+def random_blocks(rng: np.random.Generator, shape: tuple[int, int], kind: Q) -> npt.NDArray[Any]:
+    """Random blocks of a format with scales that give weights of about 1/sqrt(columns).
 
     The gguf package reads these formats but does not write them, so the bytes come first.
     """
@@ -538,6 +566,14 @@ def random_k_blocks(rng: np.random.Generator, shape: tuple[int, int], kind: Q) -
             rng.integers(-40, 41, data[..., 192:208].shape).astype(np.int8).view("u1")
         )
         data[..., 208:210] = scales(1 / 400)
+    elif kind == Q.Q2_K:
+        data[..., 80:82], data[..., 82:84] = scales(1 / 14), scales(1.5 / 14)
+    elif kind == Q.Q3_K:
+        data[..., 108:110] = scales(1 / 42)
+    elif kind == Q.IQ4_XS:
+        data[..., 0:2] = scales(1 / 1300)
+    elif kind == Q.IQ4_NL:
+        data[..., 0:2] = scales(1 / 70)
     else:
         raise ValueError(kind)
     return data.reshape(rows, -1)
@@ -550,8 +586,8 @@ def stored(rng: np.random.Generator, w: Float32, kind: Q) -> tuple[npt.NDArray[A
     if kind == Q.F16:
         half = w.astype(np.float16)
         return half, half.astype(np.float32)
-    if kind in (Q.Q4_K, Q.Q5_K, Q.Q6_K):
-        data = random_k_blocks(rng, (w.shape[0], w.shape[1]), kind)
+    if kind in (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ4_NL, Q.IQ4_XS):
+        data = random_blocks(rng, (w.shape[0], w.shape[1]), kind)
     else:
         data = gguf.quants.quantize(w, kind)
     return data, gguf.quants.dequantize(data, kind).astype(np.float32)

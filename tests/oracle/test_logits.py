@@ -31,6 +31,7 @@ TINY = {
     "tiny-gemma3-caps": (0.003, 0.04),
     "tiny-llama-legacy": (0.06, 0.4),
     "tiny-llama-k": (0.08, 0.5),
+    "tiny-llama-small": (0.08, 0.5),
 }
 TEXTS = ("alice", "code", "tongues", "jargon")
 # Mean over a text's positions of sum p (log p - log q) over the 20 most probable tokens, in nats;

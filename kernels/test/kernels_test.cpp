@@ -77,6 +77,11 @@ void test_rows(const Tier &tier) {
         const double wanted = x[i] / std::sqrt(squares / double(n) + 1e-5) * y[i];
         expect(tier, "rms_norm", out[i], wanted, 2e-6);
     }
+    Floats sum = y;
+    row.add_scaled(x.data(), 0.7f, sum.data(), n);
+    for (size_t i = 0; i < x.size(); ++i)
+        expect(tier, "add_scaled", sum[i], double(y[i]) + double(x[i]) * 0.7f, 1e-7);
+
     Floats in_place = x;
     row.rms_norm(in_place.data(), y.data(), in_place.data(), n, 1e-5f);
     if (in_place != out)

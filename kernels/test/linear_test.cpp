@@ -344,7 +344,7 @@ void test_ranges(const LinearKernels &kernels, const Matrix &m, const std::byte 
     }
 }
 
-// Rows prepared alone, and in a wider matrix, are the rows prepared together.
+// Rows prepared alone, in a wider matrix, or copied elsewhere are the rows prepared together.
 void test_prepare(const LinearKernels &kernels, const Matrix &m, const std::vector<float> &x,
                   const std::vector<float> &expected, int64_t rows, Rng &rng) {
     const int64_t n = m.packed.n, k = m.packed.k, blocks = (n + kColumns - 1) / kColumns;
@@ -356,9 +356,12 @@ void test_prepare(const LinearKernels &kernels, const Matrix &m, const std::vect
     kernels.prepare(format, wide.data() + r * ldx, ldx, 1, k, alone.data.get(), 0, 1);
     const Buffer among(kernels.activation_bytes(format, rows, k));
     kernels.prepare(format, wide.data(), ldx, rows, k, among.data.get(), r, r + 1);
+    const int64_t places = draw(rng, 1, 20), place = draw(rng, 0, places - 1);
+    const Buffer copied(kernels.activation_bytes(format, places, k));
+    kernels.copy_prepared(format, k, among.data.get(), rows, r, copied.data.get(), places, place);
     for (const auto &[activations, count, row] :
          {std::tuple{alone.data.get(), int64_t{1}, int64_t{0}},
-          std::tuple{among.data.get(), rows, r}}) {
+          std::tuple{among.data.get(), rows, r}, std::tuple{copied.data.get(), places, place}}) {
         std::vector<float> out(static_cast<size_t>((row + 1) * n));
         kernels.matmul(m.packed, activations, count, row, row + 1, 0, blocks, out.data(), n, false);
         CHECK(same_bits(out.data() + row * n, expected.data() + r * n, static_cast<size_t>(n)),

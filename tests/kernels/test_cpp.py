@@ -36,7 +36,13 @@ def build(test: str, folder: str, *options: str) -> Path:
 
 @pytest.mark.parametrize(
     ("test", "rounds"),
-    [("linear_test", 4), ("kernels_test", 60), ("thread_pool_test", 100), ("sampler_test", 300)],
+    [
+        ("linear_test", 4),
+        ("kernels_test", 60),
+        ("thread_pool_test", 100),
+        ("sampler_test", 300),
+        ("experts_test", 2000),
+    ],
 )
 def test_cpp(test: str, rounds: int) -> None:
     if not (ROOT / "build" / "dev" / "CMakeCache.txt").exists():
@@ -51,7 +57,13 @@ def test_cpp(test: str, rounds: int) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("test", "rounds"),
-    [("linear_test", 2), ("kernels_test", 40), ("thread_pool_test", 100), ("sampler_test", 1000)],
+    [
+        ("linear_test", 2),
+        ("kernels_test", 40),
+        ("thread_pool_test", 100),
+        ("sampler_test", 1000),
+        ("experts_test", 2000),
+    ],
 )
 def test_cpp_under_address_and_undefined_behaviour_sanitizers(test: str, rounds: int) -> None:
     run(build(test, "sanitize", "-G", "Ninja", "-DOCTAVO_SANITIZE=ON"), str(rounds))

@@ -60,6 +60,7 @@ class Variant:
 class Tiny:
     config: Any
     variants: dict[str, Variant] = field(default_factory=dict)
+    gguf: bool = True  # the converter has words for the base
 
 
 def models() -> dict[str, Tiny]:
@@ -96,6 +97,7 @@ def models() -> dict[str, Tiny]:
     # In layers of windows and without, several of each.
     gemma = sizes | {"head_dim": 16, "num_hidden_layers": 4, "sliding_window": 24}
     gemma |= {"num_key_value_heads": 1, "num_attention_heads": 2, "intermediate_size": 40}
+    sparse = sizes | {"head_dim": 8, "num_experts": 6, "moe_intermediate_size": 20}
     return {
         "llama": Tiny(
             transformers.LlamaConfig(**sizes),
@@ -190,6 +192,31 @@ def models() -> dict[str, Tiny]:
             )
         ),
         "olmo2": Tiny(transformers.Olmo2Config(**sizes)),
+        "mixtral": Tiny(
+            transformers.MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2),
+            {
+                "one": Variant({"num_experts_per_tok": 1}, gguf=True),
+                "all": Variant({"num_experts_per_tok": 4, "sliding_window": 20}),
+            },
+        ),
+        "qwen3moe": Tiny(
+            transformers.Qwen3MoeConfig(**sparse, num_experts_per_tok=3, norm_topk_prob=True),
+            {
+                # Under the key that files of before transformers 5 have it in.
+                "shares": Variant({"norm_topk_prob": False, "num_experts": 6}),
+            },
+        ),
+        "qwen3moe-dense": Tiny(
+            transformers.Qwen3MoeConfig(
+                **sparse | {"num_hidden_layers": 4},
+                num_experts_per_tok=2,
+                decoder_sparse_step=2,
+                mlp_only_layers=[3],
+                attention_bias=True,
+                tie_word_embeddings=True,
+            ),
+            gguf=False,
+        ),
     }
 
 
@@ -199,8 +226,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             values = torch.randn(weight.shape, generator=generator)
-            if weight.dim() == 2:
-                weight.copy_(values * 1.5 / weight.shape[1] ** 0.5)
+            if weight.dim() >= 2:  # three, where all experts' matrices are in one
+                weight.copy_(values * 1.5 / weight.shape[-1] ** 0.5)
             elif name.endswith("bias"):
                 weight.copy_(values * 0.3)
             else:
@@ -321,8 +348,8 @@ def convert(folder: Path, target: Path) -> None:
 
 
 def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[int]) -> Any:
-    """(header, tensors): of each tensor its offset and (stored name, permuted heads, shift), or
-    its numbers where no stored tensor has them."""
+    """(header, tensors): of each tensor its offset and (stored name, permuted heads, shift), the
+    names of those that are stacked in it, or its numbers where no stored tensor has them."""
     import gguf
 
     tensors: list[Any] = []
@@ -339,8 +366,14 @@ def recipe(path: Path, weights: dict[str, npt.NDArray[np.float32]], heads: set[i
             if values.nbytes == len(content)
             and transformed(values, group, shift).tobytes() == content
         ]  # fmt: skip
-        numbers = np.frombuffer(content, np.float32).tolist()
-        tensors.append([int(tensor.data_offset), *(made[0] if made else (numbers,))])
+        numbers = [] if made else np.frombuffer(content, np.float32).tolist()
+        stacked = []
+        if len(tensor.shape) == 3:
+            size = len(content) // int(tensor.shape[2])
+            parts = [content[at : at + size] for at in range(0, len(content), size)]
+            stacked = [n for part in parts for n, w in weights.items() if w.tobytes() == part]
+            assert len(stacked) == len(parts), tensor.name
+        tensors.append([int(tensor.data_offset), *(made[0] if made else (stacked or numbers,))])
     return data[: reader.data_offset], tensors
 
 
@@ -360,6 +393,8 @@ def record_gguf(name: str, tiny: Tiny) -> None:
     heads = {config["num_attention_heads"], config["num_key_value_heads"]}
     headers, recipes = {}, {}
     changes = {"base": {}} | {n: v.changes for n, v in tiny.variants.items() if v.gguf}
+    if not tiny.gguf:
+        del changes["base"]
     if config.get("sliding_window") and config["model_type"] == "mistral":
         del changes["base"]  # the converter drops the window
     for label, change in changes.items():
@@ -370,8 +405,11 @@ def record_gguf(name: str, tiny: Tiny) -> None:
             convert(other, Path(temporary) / "model.gguf")
             header, recipes[label] = recipe(Path(temporary) / "model.gguf", weights, heads)
             headers[label] = np.frombuffer(header, np.uint8)
+    if not headers:
+        return
     np.savez_compressed(folder / "gguf.npz", meta=np.array(json.dumps(recipes)), **headers)
-    literal = [len(t[1]) for tensors in recipes.values() for t in tensors if len(t) == 2]
+    own = [t[1] for tensors in recipes.values() for t in tensors if len(t) == 2]
+    literal = [len(values) for values in own if not isinstance(values[0], str)]
     size = (folder / "gguf.npz").stat().st_size
     print(f"{name}/gguf.npz: {size:,} bytes for {list(headers)}, {literal} numbers of its own")
 

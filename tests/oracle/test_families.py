@@ -60,8 +60,10 @@ def test_float32(name: str, isa: str, tmp_path: Path) -> None:
 def test_bfloat16(name: str, isa: str, tmp_path: Path) -> None:
     meta, arrays = recorded(name)
     checkpoint = load(folder(name, tmp_path / name, bf16=True))
-    matrices = {w.format for w in checkpoint.weights.values() if len(w.shape) == 2}
-    assert matrices == {WeightFormat.BF16}
+    matrices = {role: w.format for role, w in checkpoint.weights.items() if len(w.shape) == 2}
+    for role, format in matrices.items():
+        router = role.endswith("ffn_gate_inp")
+        assert format is (WeightFormat.F32 if router else WeightFormat.BF16)
     ids = arrays["ids"].tolist()
     got = run(checkpoint, isa, ids, [PROMPT, 1])
     tolerance = ROUNDED if isa == "avx512_bf16" else EXACT
@@ -90,7 +92,9 @@ def test_variants(name: str, label: str, tmp_path: Path) -> None:
 
 
 def labels(name: str) -> list[str]:
-    with np.load(FAMILIES / name / "gguf.npz") as data:
+    if not (path := FAMILIES / name / "gguf.npz").exists():
+        return []
+    with np.load(path) as data:
         return [label for label in data if label != "meta"]
 
 

@@ -54,6 +54,8 @@ def gguf_file(name: str, label: str, path: Path) -> Path:
                 halves = values.reshape(heads, 2, -1, *values.shape[1:])
                 values = halves.swapaxes(1, 2).reshape(values.shape)
             values = values + np.float32(shift)
+        elif isinstance(source[0], str):
+            values = np.stack([weights[each] for each in source])
         else:
             values = np.array(source, np.float32)
         content = content.ljust(offset, b"\0")

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from octavo.checkpoint.base import WeightFormat
+from octavo.checkpoint.base import CheckpointError, WeightFormat
 from octavo.model import program as model
 from octavo.model.config import Activation, Experts, Rope
 
@@ -572,7 +572,7 @@ class _Lowering:
         format = self.formats[op.weights[0]]
         for role in op.weights:
             if not self.kernels.same_activations(self.formats[role], format):
-                raise ValueError(
+                raise CheckpointError(
                     f"experts of mixed formats: {op.weights[0]} is {format.name}, "
                     f"{role} is {self.formats[role].name}"
                 )

@@ -15,6 +15,7 @@ UINT8, INT8, UINT16, INT16, UINT32, INT32, FLOAT32, BOOL, STRING, ARRAY, UINT64,
 )
 SCALARS = dict(enumerate("BbHhIif?")) | {UINT64: "Q", INT64: "q", FLOAT64: "d"}
 F32, F16, Q4_0, Q4_1, Q8_0, Q4_K = 0, 1, 2, 3, 8, 12
+Q2_K, Q3_K, IQ4_NL, IQ4_XS, MXFP4 = 10, 11, 20, 23, 39
 BLOCKS = {
     F32: (1, 4),
     F16: (1, 2),
@@ -22,6 +23,11 @@ BLOCKS = {
     Q4_1: (32, 20),
     Q8_0: (32, 34),
     Q4_K: (256, 144),
+    Q2_K: (256, 84),
+    Q3_K: (256, 110),
+    IQ4_NL: (32, 18),
+    IQ4_XS: (256, 136),
+    MXFP4: (32, 17),
     30: (1, 2),
 }
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
@@ -88,6 +94,28 @@ class Gguf:
     def _size(self, tensor: Tensor) -> int:
         elements, block = BLOCKS.get(tensor.type, (1, 1))
         return prod(tensor.shape) // elements * block
+
+
+def split(file: Gguf, counts: list[int]) -> list[Gguf]:
+    """The model in as many files as there are counts, each with so many tensors (the last with the
+    rest), as gguf-split has them: the metadata in the first.
+    """
+    files, begin = [], 0
+    for number, count in enumerate(counts):
+        part = Gguf(dict(file.metadata) if number == 0 else {}, alignment=file.alignment)
+        end = len(file.tensors) if number == len(counts) - 1 else begin + count
+        part.tensors = file.tensors[begin:end]
+        part.set("split.no", UINT16, number).set("split.count", UINT16, len(counts))
+        files.append(part.set("split.tensors.count", INT32, len(file.tensors)))
+        begin = end
+    return files
+
+
+def write_split(files: list[Gguf], folder: Path, stem: str = "model") -> list[Path]:
+    return [
+        file.write(folder / f"{stem}-{number:05}-of-{len(files):05}.gguf")
+        for number, file in enumerate(files, 1)
+    ]
 
 
 def string(text: str | bytes) -> bytes:

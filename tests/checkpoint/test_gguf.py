@@ -214,7 +214,6 @@ BAD: dict[str, tuple[bytes, str]] = {
         "power of two",
     ),
     "alignment text": (changed(lambda f: f.set("general.alignment", STRING, "x")), "not a int"),
-    "split": (changed(lambda f: f.set("split.count", UINT32, 3)), "one of 3 split files"),
     "zero dimension": (
         changed(lambda f: f.tensors.append(Tensor("z", (4, 0)))),
         "'z' has a dimension of zero",

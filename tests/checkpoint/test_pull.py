@@ -306,6 +306,16 @@ def test_local(tmp_path: Path) -> None:
     with pytest.raises(PullError, match=r"2 GGUF files; name one of: a\.gguf, b\.gguf"):
         pull.resolve(str(folder))
     assert pull.resolve(str(folder / "b.gguf")) == (folder / "b.gguf").resolve()
+    split = folder / "split"
+    split.mkdir()
+    for number in (1, 2):  # links, as the hub's cache has them: their names count
+        (split / f"m-0000{number}-of-00002.gguf").symlink_to(folder / "a.gguf")
+    first = split.resolve() / "m-00001-of-00002.gguf"
+    assert pull.resolve(str(split)) == first
+    assert pull.resolve(str(first)) == first
+    first.unlink()
+    with pytest.raises(PullError, match=r"has 1 of the 2 files of m-00001.*missing: m-00001-"):
+        pull.resolve(str(split))
     with pytest.raises(PullError, match="empty string"):
         pull.resolve("")
     for missing in (str(folder / "c.gguf"), "./c", "c.gguf"):
@@ -322,7 +332,15 @@ def test_unknown_name_says_what_there_is() -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
+def fetched() -> list[str]:
+    """The files that were fetched from the hub."""
+    return []
+
+
+@pytest.fixture
+def hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fetched: list[str]
+) -> dict[str, list[str]]:
     """A hub with repositories of files, in place of the network; nothing in its local cache."""
     import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -336,29 +354,40 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: repos[repo])
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda repo, file: f"{tmp_path}/{repo}/{file}"
-    )
+
+    def download(repo: str, file: str) -> str:
+        fetched.append(file)
+        return f"{tmp_path}/{repo}/{file}"
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     monkeypatch.setattr(pull, "_hub_has_address", lambda: True)
     return repos
 
 
 @pytest.mark.usefixtures("home")
-def test_hub(hub: dict[str, list[str]], tmp_path: Path) -> None:
+def test_hub(hub: dict[str, list[str]], fetched: list[str], tmp_path: Path) -> None:
     hub["org/one"] = ["README.md", "one.gguf"]
     hub["org/two"] = ["m-Q4_0.gguf", "m-Q8_0.gguf"]
     hub["org/st"] = ["model.safetensors"]
     hub["org/folder"] = ["config.json", "model.safetensors", "original/x.safetensors"]
-    hub["org/split"] = ["m-00001-of-00002.gguf"]
+    hub["org/split"] = [f"Q4/m-0000{i}-of-00003.gguf" for i in (3, 1, 2)] + ["m-Q8_0.gguf"]
+    hub["org/torn"] = ["m-00002-of-00003.gguf"]
     assert pull.resolve("org/one") == tmp_path / "org/one/one.gguf"
     assert pull.resolve("org/two:m-Q8_0.gguf") == tmp_path / "org/two/m-Q8_0.gguf"
     assert pull.resolve("org/two:q4_0") == tmp_path / "org/two/m-Q4_0.gguf"
     assert pull.resolve("org/folder") == tmp_path / "org/folder"
+    fetched.clear()
+    for wanted in ("q4", "Q4/m-00002-of-00003.gguf"):
+        assert (
+            pull.resolve(f"org/split:{wanted}") == tmp_path / "org/split/Q4/m-00001-of-00003.gguf"
+        )
+    assert fetched == [f"Q4/m-0000{i}-of-00003.gguf" for i in (1, 2, 3)] * 2
     for model, message in {
         "org/two": r"2 GGUF files; name one of: m-Q4_0\.gguf, m-Q8_0\.gguf",
         "org/two:Q5_0": r"no GGUF files matching 'Q5_0'; name one of: m-Q4_0\.gguf",
         "org/st": r"safetensors, but not their config\.json",
-        "org/split": "2 pieces",
+        "org/split": r"2 GGUF files; name one of: Q4/m-00001-of-00003\.gguf, m-Q8_0\.gguf",
+        "org/torn": r"1 of the 3 files of m-00001.*; missing: m-00001-of-00003\.gguf, m-00003-",
     }.items():
         with pytest.raises(PullError, match=message):
             pull.resolve(model)

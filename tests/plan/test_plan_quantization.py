@@ -134,8 +134,7 @@ def test_batch_from_which_operations_bind(tmp_path: Path) -> None:
         llama.program,
         KvLayout.of(llama.program.config),
         weight_bytes=stored.sizes,
-        arithmetic=dict.fromkeys(llama.matrices(), Arithmetic.INT8)
-        | {"output": Arithmetic.BF16},
+        arithmetic=dict.fromkeys(llama.matrices(), Arithmetic.INT8) | {"output": Arithmetic.BF16},
         attention=Arithmetic.BF16,
     )
 

@@ -138,6 +138,8 @@ class GgufFile:
         self._size = len(self._data)
         self._bytes = np.frombuffer(self._data, dtype=np.uint8)
         self._arrays = 0  # in arrays, so far
+        self._others: list[GgufFile] = []  # of the same model
+        self._holders: dict[str, GgufFile] = {}  # of the tensors in those
         try:
             self._parse()
         except StructError:
@@ -150,8 +152,18 @@ class GgufFile:
 
     def weight(self, name: str) -> Weight:
         info = self.tensors[name]
-        data = self._bytes[info.offset : info.offset + info.nbytes]
+        data = self._holders.get(name, self)._bytes[info.offset : info.offset + info.nbytes]
         return Weight(name, info.format, info.shape, data)
+
+    def adopt(self, other: GgufFile) -> None:
+        """Takes the tensors of another file of the same model for its own."""
+        for name, info in other.tensors.items():
+            if name in self.tensors:
+                holder = self._holders.get(name, self)
+                other.fail(f"tensor {name!r} is in {holder.path.name} already")
+            self.tensors[name] = info
+            self._holders[name] = other
+        self._others.append(other)
 
     @overload
     def get(self, key: str, kind: type[T]) -> T: ...
@@ -185,8 +197,14 @@ class GgufFile:
         return value
 
     def release(self) -> None:
-        """Takes the file's pages out of this process's memory; they are read again when used."""
-        self._data.madvise(mmap.MADV_DONTNEED)
+        """Takes the pages out of this process's memory; they are read again when used."""
+        for file in (self, *self._others):
+            file._data.madvise(mmap.MADV_DONTNEED)
+
+    @property
+    def nbytes(self) -> int:
+        """Of this file and of those whose tensors it has taken."""
+        return sum(file._size for file in (self, *self._others))
 
     # ── Parsing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -204,11 +222,6 @@ class GgufFile:
         if not 8 <= self.alignment <= 1 << 16 or self.alignment & (self.alignment - 1):
             self.fail(
                 f"general.alignment is {self.alignment}, not a power of two from 8 to {1 << 16}"
-            )
-        if self.get("split.count", int, 1) > 1:
-            self.fail(
-                f"is one of {self.get('split.count', int)} split files, which are not supported: "
-                "join them first (gguf-split --merge)"
             )
         self._parse_tensors(pos, num_tensors)
 

@@ -9,6 +9,7 @@ from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
 from octavo.checkpoint.bind import STACKS, bind, experts, listed, trim_heap
 from octavo.checkpoint.chat_template import JinjaChatTemplate
 from octavo.checkpoint.gguf import GgufFile
+from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
 from octavo.checkpoint.hf import load_folder
 from octavo.checkpoint.metadata import model_config
@@ -33,19 +34,19 @@ def load(path: Path) -> Checkpoint:
 
 
 def load_gguf(path: Path) -> Checkpoint:
-    file = GgufFile(path)
+    file = open_gguf(path)
     config = model_config(file)
     shapes = program(config).weights
-    weights = bind(str(path), _by_role(file, config, shapes), shapes)
+    weights = bind(str(file.path), _by_role(file, config, shapes), shapes)
     tokenizer = gguf_tokenizer(file, config.vocab_size)
     return Checkpoint(
-        path,
+        file.path,
         config,
         weights,
         tokenizer,
         _chat_template(file, tokenizer),
         release=lambda: _release(file),
-        file_bytes=path.stat().st_size,
+        file_bytes=file.nbytes,
     )
 
 

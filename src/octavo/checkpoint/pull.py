@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.checkpoint.base import CheckpointError
+from octavo.checkpoint.gguf_split import shard_names
 
 Progress = Callable[[str, int], None]  # (what is going on, bytes done of KnownModel.total)
 
@@ -197,7 +198,8 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
     if path.exists():
         if path.suffix == ".safetensors":
             raise PullError(f"{path}: give the folder that has it and its config.json")
-        return path.resolve()
+        # A link's own name is kept: it says which file of a split model this is.
+        return path.parent.resolve() / path.name
     if match := _HUB_ID.fullmatch(model):
         return _from_hub(match["repo"], match["file"], download=download)
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
@@ -436,11 +438,13 @@ _FOLDER_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    return (folder / (_choose(names, None, str(folder)) or "")).resolve()
+    file = _choose(names, None, str(folder))
+    return folder.resolve() if file is None else folder.resolve() / file
 
 
 def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
-    """The one GGUF among ``names`` that ``wanted`` means; None for all of a folder of safetensors.
+    """The one GGUF among ``names`` that ``wanted`` means, of a split one the first file; None for
+    all of a folder of safetensors.
 
     Raises saying what there is.
     """
@@ -454,6 +458,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     if wanted is not None:
         exact = [name for name in files if name == wanted]
         files = exact or [name for name in files if wanted.lower() in name.lower()]
+    files = sorted({shard_names(name)[0] for name in files})
     if len(files) != 1:
         listed = ", ".join(files or [name for name in names if name.lower().endswith(".gguf")])
         raise PullError(
@@ -461,10 +466,11 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
             + (f" matching {wanted!r}" if wanted is not None else "")
             + f"; name one of: {listed}"
         )
-    if match := re.search(r"-\d{5}-of-(\d{5})\.gguf$", files[0]):
+    shards = shard_names(files[0])
+    if missing := sorted(set(shards) - set(names)):
         raise PullError(
-            f"{where}: {files[0]} is one of {int(match[1])} pieces; split GGUF files cannot be "
-            "read yet, join them with llama.cpp's gguf-split --merge"
+            f"{where} has {len(shards) - len(missing)} of the {len(shards)} files of {files[0]}; "
+            f"missing: {', '.join(missing[:3])}{', …' if len(missing) > 3 else ''}"
         )
     return files[0]
 
@@ -494,7 +500,8 @@ def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
     else:
         try:
             if file := _choose(HfApi().list_repo_files(repo), wanted, repo):
-                return Path(hf_hub_download(repo, file))
+                first, *_ = [hf_hub_download(repo, name) for name in shard_names(file)]
+                return Path(first)
             # Of the top folder only: some repositories keep the original's weights beside it.
             return Path(
                 snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns="*/*")

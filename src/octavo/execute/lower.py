@@ -236,7 +236,7 @@ class _Use:
     writes: tuple[int, ...]
 
 
-def _names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names an op reads and writes."""
     match op:
         case model.Embed(out=out):
@@ -267,7 +267,7 @@ def _single_assignment(program: model.Program) -> tuple[list[_Use], list[int]]:
     widths: list[int] = []
     uses: list[_Use] = []
     for op in program.ops:
-        read_names, write_names = _names(op)
+        read_names, write_names = names(op)
         for name in read_names:
             if name not in current:
                 raise ValueError(f"the program reads {name} before anything writes it: {op}")

@@ -1,0 +1,134 @@
+"""AWQ: inputs that matter are made smaller and their weights larger, so that rounding hurts less.
+
+Lin et al., "AWQ: Activation-aware Weight Quantization for LLM Compression and Acceleration", 2023.
+Where linear layers share an input, its channels are divided by scales s = a^r (a: the channel's
+mean magnitude), or a^r / w^(1-r) (w: its weights' mean magnitude within their groups), and the
+weights multiplied by them; the exponent r is searched on a grid. Whatever makes the input takes the
+division over (a norm's weight, the rows of a projection), so that the model stays the same
+function. Then each group's range is clipped to what loses least.
+
+The loss is the layers' mean squared output error on the calibration text, which the second moments
+of the inputs give exactly: tr(E M Eᵀ) for an error E of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import numpy as np
+
+from octavo.model.program import Linear, RmsNorm
+from octavo.quant.calibrate import Moments
+from octavo.quant.grid import Float32, Float64, Quantized, Scheme, round_to_nearest
+from octavo.quant.layers import LayerOps
+
+EXPONENTS = 20  # from 0 to below 1
+
+# A vector as its layout will give it back: norms may be stored in few bits.
+Stored = Callable[[str, Float32], Float32]
+
+
+def awq(
+    scheme: Scheme,
+    layer: LayerOps,
+    weights: Mapping[str, Float32],
+    moments: Mapping[str, Moments],
+    stored: Stored,
+) -> tuple[dict[str, Quantized], dict[str, Float32]]:
+    """A layer's matrices, scaled and rounded, and the vectors that were scaled with them.
+
+    ``moments`` are those of each matrix's inputs, by its role.
+    """
+    folded, scales = fold(scheme, layer, weights, moments, stored)
+    found = {}
+    for shared in layer.inputs:
+        scale = scales.get(shared.first)
+        second = moments[shared.roles[0]].second
+        if scale is not None:
+            second = second / np.outer(scale, scale)
+        size = scheme.size(len(second))
+        blocks = np.stack(
+            [second[at : at + size, at : at + size] for at in range(0, len(second), size)]
+        )
+        for op in shared.linears:
+            # Scores are a product of two roundings: clipping q and k does harm.
+            clip = None if op.out in ("q", "k") else blocks
+            found[op.weight] = round_to_nearest(scheme, folded[op.weight], clip)
+    vectors = {
+        role: value
+        for role, value in folded.items()
+        if value.ndim == 1 and value is not weights[role]
+    }
+    return found, vectors
+
+
+def fold(
+    scheme: Scheme,
+    layer: LayerOps,
+    weights: Mapping[str, Float32],
+    moments: Mapping[str, Moments],
+    stored: Stored,
+) -> tuple[dict[str, Float32], dict[int, Float32]]:
+    """The layer's weights with the best scales folded in, still the same function; and the scales,
+    by where in the layer their linear ops begin."""
+    folded = dict(weights)
+    scales: dict[int, Float32] = {}
+    for shared in layer.inputs:
+        if shared.maker is None:
+            continue
+        of = moments[shared.roles[0]]
+        stacked = np.concatenate([folded[role] for role in shared.roles])
+        scale = best_scale(scheme, stacked, of)
+        if scale is None:
+            continue
+        scale = _divide(folded, shared.maker, scale, stored)
+        for role in shared.roles:
+            folded[role] = folded[role] * scale
+        scales[shared.first] = scale
+    return folded, scales
+
+
+def best_scale(scheme: Scheme, weights: Float32, moments: Moments) -> Float32 | None:
+    """The scales [in] with the least loss, or None where none is better than no scales."""
+    gram = (moments.second / max(float(np.trace(moments.second)), 1e-30)).astype(np.float32)
+
+    def loss(scaled: Float32) -> float:
+        error = scaled - weights
+        return float(((error @ gram) * error).sum(dtype=np.float64))
+
+    least, best = loss(round_to_nearest(scheme, weights).values()), None
+    for scale in _candidates(scheme, weights, moments.magnitude):
+        its = loss(round_to_nearest(scheme, weights * scale).values() / scale)
+        if its < least:
+            least, best = its, scale
+    return best
+
+
+def _candidates(scheme: Scheme, weights: Float32, magnitude: Float64) -> Iterator[Float32]:
+    size = scheme.size(weights.shape[1])
+    blocks = np.abs(weights).reshape(len(weights), -1, size)
+    most = np.maximum(blocks.max(axis=2, keepdims=True), 1e-12)
+    share = (blocks / most).mean(axis=0, dtype=np.float64).reshape(-1)
+    for exponent in np.arange(EXPONENTS) / EXPONENTS:
+        for divisor in (1.0, np.maximum(share, 1e-6) ** (1.0 - exponent)):
+            scale = np.maximum(np.maximum(magnitude, 1e-8) ** exponent / divisor, 1e-4)
+            scale = scale / np.sqrt(scale.max() * scale.min())
+            if np.isfinite(scale).all() and scale.min() > 1e-4 and scale.max() < 1e4:
+                yield scale.astype(np.float32)
+
+
+def _divide(
+    folded: dict[str, Float32], maker: RmsNorm | Linear, scale: Float32, stored: Stored
+) -> Float32:
+    """Divides what ``maker`` puts out by (nearly) ``scale``, and says by what exactly."""
+    if isinstance(maker, Linear):
+        folded[maker.weight] = folded[maker.weight] / scale[:, None]
+        if maker.bias is not None:
+            folded[maker.bias] = folded[maker.bias] / scale
+        return scale
+    before = folded[maker.weight]
+    after = stored(maker.weight, before / scale)
+    usable = (before != 0.0) & (after != 0.0)
+    exact = np.divide(before, after, out=np.ones_like(scale), where=usable)
+    folded[maker.weight] = np.where(usable, after, before)
+    return exact

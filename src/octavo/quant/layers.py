@@ -1,0 +1,137 @@
+"""A Program taken apart for quantizers: its layers, and the linear ops that share an input."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from octavo.execute.lower import names
+from octavo.model.config import ModelConfig
+from octavo.model.program import (
+    GatedActivation,
+    Linear,
+    Op,
+    PagedAttention,
+    Program,
+    RmsNorm,
+    RopeAndStoreKv,
+)
+
+
+class SharedInput(NamedTuple):
+    """Linear ops that read one value, the first of them at ``first`` in the layer's ops.
+
+    ``maker`` is the op whose outputs can be scaled, one by one, with nothing but these inputs being
+    scaled by it: a norm before, the up projection before a gate, or v before attention. None if
+    there is no such op.
+    """
+
+    linears: tuple[Linear, ...]
+    first: int
+    maker: RmsNorm | Linear | None
+
+    @property
+    def x(self) -> str:
+        return self.linears[0].x
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        return tuple(op.weight for op in self.linears)
+
+
+class LayerOps(NamedTuple):
+    ops: tuple[Op, ...]
+    inputs: tuple[SharedInput, ...]  # in the order of the ops
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Roles of the linear ops' weights."""
+        return tuple(role for each in self.inputs for role in each.roles)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Roles of all weights."""
+        return tuple(dict.fromkeys(role for op in self.ops for role in roles(op)))
+
+
+def roles(op: Op) -> tuple[str, ...]:
+    """The weights an op names."""
+    found = (getattr(op, "weight", None), getattr(op, "bias", None))
+    return tuple(role for role in found if role is not None)
+
+
+def split(program: Program) -> tuple[tuple[Op, ...], list[LayerOps]]:
+    """The ops before the first layer, and each layer's."""
+    starts: list[int] = []
+    end = len(program.ops)
+    for index, op in enumerate(program.ops):
+        for role in roles(op):
+            if role.startswith(f"layers.{len(starts)}."):
+                starts.append(index)
+            elif starts and not role.startswith("layers."):
+                end = min(end, index)
+    layers = [program.ops[a:b] for a, b in pairwise([*starts, end])]
+    return program.ops[: starts[0]], [LayerOps(ops, _inputs(ops, program.config)) for ops in layers]
+
+
+def live(ops: Sequence[Op], after: frozenset[str] = frozenset()) -> frozenset[str]:
+    """Values that ``ops`` read before they write them, with those wanted ``after`` them."""
+    wanted = set(after)
+    for op in reversed(ops):
+        reads, writes = names(op)
+        wanted -= set(writes)
+        wanted |= set(reads)
+    return frozenset(wanted)
+
+
+def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
+    made: dict[str, int] = {}  # of each value, the op that has written it last
+    readers: dict[int, int] = {}  # and how often what an op wrote is read
+    groups: dict[tuple[str, int], list[int]] = {}
+    sources: dict[int, tuple[int, ...]] = {}  # the ops that made what an op reads
+    for index, op in enumerate(ops):
+        reads, writes = names(op)
+        sources[index] = tuple(made.get(name, -1) for name in reads)
+        for source in sources[index]:
+            readers[source] = readers.get(source, 0) + 1
+        if isinstance(op, Linear):
+            groups.setdefault((op.x, sources[index][0]), []).append(index)
+        for name in writes:
+            made[name] = index
+    found = []
+    for (_, source), members in groups.items():
+        linears = tuple(op for index in members if isinstance(op := ops[index], Linear))
+        maker = None
+        if readers.get(source) == len(members):
+            maker = _maker(ops, source, sources, readers, config)
+        found.append(SharedInput(linears, members[0], maker))
+    return tuple(found)
+
+
+def _maker(
+    ops: Sequence[Op],
+    source: int,
+    sources: dict[int, tuple[int, ...]],
+    readers: dict[int, int],
+    config: ModelConfig,
+) -> RmsNorm | Linear | None:
+    """What scales each output of the op at ``source`` by itself. See `SharedInput`."""
+    if source < 0:
+        return None
+    before = -1
+    match ops[source]:
+        case RmsNorm(group=0) as norm:
+            return norm
+        case GatedActivation():
+            before = sources[source][1]  # up
+        case PagedAttention() as attention if config.num_heads == config.num_kv_heads:
+            # With fewer KV heads a value serves several inputs. (As the reference has it.)
+            store = next(
+                index
+                for index, op in enumerate(ops)
+                if isinstance(op, RopeAndStoreKv) and op.layer == attention.layer
+            )
+            before = sources[store][2]  # v
+    maker = ops[before] if before >= 0 else None
+    return maker if isinstance(maker, Linear) and readers.get(before) == 1 else None

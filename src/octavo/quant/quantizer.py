@@ -1,0 +1,324 @@
+"""A model quantized layer by layer on a calibration text, and resumed where it was interrupted.
+
+All samples go through one layer at a time. GPTQ stops at every shared input of it: the inputs'
+second moments are taken, the matrices that read them quantized, and what follows is computed with
+the quantized ones, so that later matrices make up for earlier errors. AWQ looks at a layer's inputs
+with the layer as it was, then scales, clips and rounds it; round-to-nearest looks at nothing. Held
+at a time: the samples' hidden states, one layer in fp32, and what its work needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from enum import Enum
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.checkpoint.base import Checkpoint, Weight
+from octavo.execute import reference
+from octavo.model.families import program
+from octavo.model.program import Op
+from octavo.quant.awq import Stored, awq
+from octavo.quant.calibrate import Moments
+from octavo.quant.dequantize import dequantize
+from octavo.quant.gptq import Order, gptq, relative_loss
+from octavo.quant.grid import Float32, Scheme, round_to_nearest
+from octavo.quant.layers import LayerOps, live, roles, split
+from octavo.quant.state import LayerResult, QuantizeError, State
+
+VERSION = 1  # of what the settings mean: raise it when results change
+CHUNK = 4096  # tokens that go through a layer at a time
+
+
+class Method(Enum):
+    RTN = "rtn"
+    GPTQ = "gptq"
+    AWQ = "awq"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How matrices are rounded; where they are written is no concern of it."""
+
+    method: Method
+    scheme: Scheme
+    order: Order = Order.STATIC  # GPTQ's
+    search: bool = True  # GPTQ's grids: by squared error, or from smallest to largest
+    damping: float = 0.01  # GPTQ's
+
+
+class Report(NamedTuple):
+    """What has just been done: matrices of a layer, and the share of their outputs' squares on the
+    calibration text that is error (None where there is none)."""
+
+    layer: int
+    layers: int
+    role: str
+    loss: float | None
+
+
+Progress = Callable[[Report], None]
+
+
+class Quantizer:
+    """Quantizes a checkpoint's layers into a `State`, one after another.
+
+    Raises `QuantizeError` for matrices that the scheme does not fit, or numbers that are none.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        samples: npt.NDArray[np.int32] | None,
+        stored: Stored,
+    ) -> None:
+        self.recipe = recipe
+        self.config = checkpoint.config
+        self.samples = samples
+        self.stored = stored
+        self.weights = checkpoint.weights
+        self.program = program(checkpoint.config)
+        self.before, self.layers = split(self.program)
+        self._check()
+
+    def _check(self) -> None:
+        group = self.recipe.scheme.group
+        for role in self.layers[0].matrices:
+            inputs = self.program.weights[role][1]
+            if inputs % (group or 1):
+                name = role.partition(".")[2].partition(".")[2]
+                raise QuantizeError(
+                    f"group size {group} does not divide the {inputs} inputs of {name}: "
+                    f"choose one that does, such as {_dividing(inputs)}"
+                )
+        if self.recipe.method is not Method.RTN and self.samples is None:
+            raise QuantizeError(f"{self.recipe.method.value} needs a calibration text")
+
+    def settings(self) -> dict[str, Any]:
+        """Everything that results depend on."""
+        recipe = asdict(self.recipe)
+        scheme = recipe.pop("scheme") | {}
+        facts = {"version": VERSION, **recipe, **scheme, "model": self._digest()}
+        if self.recipe.method is not Method.RTN and self.samples is not None:
+            facts["samples"] = list(self.samples.shape)
+            facts["calibration"] = hashlib.sha256(self.samples.tobytes()).hexdigest()
+        plain = {k: v.value if isinstance(v, Enum) else v for k, v in facts.items()}
+        return dict(json.loads(json.dumps(plain)))
+
+    def _digest(self) -> str:
+        """Of the shape, and of each weight's name, format and first bytes."""
+        found = hashlib.sha256(repr(self.config).encode() + repr(self.config.layers).encode())
+        for role, weight in self.weights.items():
+            found.update(f"{role} {weight.format} {weight.shape}".encode())
+            found.update(weight.rows(0, 1).tobytes())
+        return found.hexdigest()
+
+    def run(self, state: State, progress: Progress) -> None:
+        """From the first layer that ``state`` has not."""
+        first = state.finished()
+        calibrated = self.recipe.method is not Method.RTN
+        hidden = self._start() if calibrated and first < len(self.layers) else []
+        for index, layer in enumerate(self.layers):
+            weights = _Weights(self.weights, layer)
+            if index < first:
+                if hidden:
+                    self._follow(hidden, layer, weights.with_result(state.load(index)))
+                    progress(Report(index, len(self.layers), "", None))
+                continue
+            work = {Method.RTN: self._rtn, Method.GPTQ: self._gptq, Method.AWQ: self._awq}
+            tell = _Teller(progress, index, len(self.layers))
+            with np.errstate(all="ignore"):  # what is not finite is named where it appears
+                result = work[self.recipe.method](hidden, layer, weights, tell)
+            state.save(index, result)
+
+    # ── Methods ─────────────────────────────────────────────────────────────────────────────────
+
+    def _rtn(
+        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+    ) -> LayerResult:
+        result = LayerResult({}, {})
+        for role in layer.matrices:
+            with self._naming(role):
+                result.matrices[role] = round_to_nearest(self.recipe.scheme, weights[role])
+            tell(role, None)
+        return result
+
+    def _gptq(
+        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+    ) -> LayerResult:
+        result = LayerResult({}, {})
+        recipe = self.recipe
+        done = 0
+        for shared in layer.inputs:
+            ops, rest = layer.ops[done : shared.first], layer.ops[shared.first :]
+            moments = Moments(self.program.widths[shared.x])
+            for values in hidden:
+                self._run(ops, weights, values, rest)
+                moments.add(values[shared.x])
+            _finite(moments, shared.roles[0])
+            done = shared.first
+            stacked = np.concatenate([weights[role] for role in shared.roles])
+            with self._naming(shared.roles[0]):
+                found = gptq(
+                    recipe.scheme,
+                    stacked,
+                    moments.second,
+                    order=recipe.order,
+                    search=recipe.search,
+                    damping=recipe.damping,
+                )
+            at = 0
+            for role in shared.roles:
+                rows = len(weights[role])
+                matrix = result.matrices[role] = found.rows(slice(at, at + rows))
+                at += rows
+                became = matrix.values()
+                tell(role, relative_loss(weights[role], became, moments.second))
+                weights.changed[role] = became
+        for values in hidden:
+            self._run(layer.ops[done:], weights, values, ())
+        return result
+
+    def _awq(
+        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+    ) -> LayerResult:
+        moments: dict[str, Moments] = {}
+        for shared in layer.inputs:
+            of = Moments(self.program.widths[shared.x])
+            moments |= dict.fromkeys(shared.roles, of)
+        firsts = {shared.roles[0] for shared in layer.inputs}
+        for values in hidden:
+            reference.run(
+                layer.ops,
+                self.config,
+                weights,
+                dict(values),
+                seen=lambda op, x: moments[op.weight].add(x) if op.weight in firsts else None,
+            )
+        for role in firsts:
+            _finite(moments[role], role)
+        own = {role: weights[role] for role in layer.weights}
+        with self._naming(layer.matrices[0]):
+            result = LayerResult(*awq(self.recipe.scheme, layer, own, moments, self.stored))
+        for role in layer.matrices:
+            tell(role, None)
+        self._follow(hidden, layer, weights.with_result(result))
+        return result
+
+    # ── Hidden states ───────────────────────────────────────────────────────────────────────────
+
+    def _start(self) -> list[reference.Values]:
+        """The samples, embedded, some sequences at a time."""
+        assert self.samples is not None
+        count = max(1, CHUNK // self.samples.shape[1])
+        used, samples = np.unique(self.samples, return_inverse=True)
+        weights = {
+            role: dequantize(_rows(self.weights[role], used))
+            for op in self.before
+            for role in roles(op)
+        }
+        chunks = []
+        for start in range(0, len(self.samples), count):
+            values: reference.Values = {}
+            ids = samples.reshape(self.samples.shape)[start : start + count]
+            reference.run(self.before, self.config, weights, values, ids)
+            chunks.append(values)
+        return chunks
+
+    def _follow(
+        self, hidden: list[reference.Values], layer: LayerOps, weights: Mapping[str, Float32]
+    ) -> None:
+        """All samples through a finished layer, stopping where quantizing it stops: the same
+        products in the same pieces give the same bits after an interruption."""
+        edges = [0, *(shared.first for shared in layer.inputs), len(layer.ops)]
+        if self.recipe.method is not Method.GPTQ:
+            edges = [0, len(layer.ops)]
+        for a, b in pairwise(edges):
+            for values in hidden:
+                self._run(layer.ops[a:b], weights, values, layer.ops[b:])
+
+    def _run(
+        self,
+        ops: tuple[Op, ...],
+        weights: Mapping[str, Float32],
+        values: reference.Values,
+        rest: tuple[Op, ...],
+    ) -> None:
+        """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
+        reference.run(ops, self.config, weights, values)
+        wanted = live(rest, frozenset({"x"}))
+        for name in values.keys() - wanted:
+            del values[name]
+
+    @contextmanager
+    def _naming(self, role: str) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise QuantizeError(f"{self.weights[role].name}: {error}") from None
+
+
+class _Weights(Mapping[str, Float32]):
+    """A layer's weights in fp32, made when asked for and kept; ``changed`` ones instead."""
+
+    def __init__(self, stored: Mapping[str, Weight], layer: LayerOps) -> None:
+        self._stored = stored
+        self._layer = layer
+        self._kept: dict[str, Float32] = {}
+        self.changed: dict[str, Float32] = {}
+
+    def __getitem__(self, role: str) -> Float32:
+        if role in self.changed:
+            return self.changed[role]
+        if role not in self._kept:
+            weight = self._stored[role]
+            values = dequantize(weight)
+            if not np.isfinite(values).all():
+                raise QuantizeError(f"{weight.name}: has weights that are no numbers")
+            self._kept[role] = values
+        return self._kept[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layer.weights)
+
+    def __len__(self) -> int:
+        return len(self._layer.weights)
+
+    def with_result(self, result: LayerResult) -> _Weights:
+        """As the layer has become."""
+        self.changed |= {role: matrix.values() for role, matrix in result.matrices.items()}
+        self.changed |= result.vectors
+        return self
+
+
+class _Teller:
+    def __init__(self, progress: Progress, layer: int, layers: int) -> None:
+        self._progress, self._layer, self._layers = progress, layer, layers
+
+    def __call__(self, role: str, loss: float | None) -> None:
+        self._progress(Report(self._layer, self._layers, role.rpartition(".")[2], loss))
+
+
+def _rows(weight: Weight, rows: npt.NDArray[np.int32]) -> Weight:
+    """A matrix of some of its rows."""
+    data = np.concatenate([weight.rows(row, row + 1) for row in rows.tolist()])
+    return weight._replace(shape=(len(rows), *weight.shape[1:]), source=data)
+
+
+def _finite(moments: Moments, role: str) -> None:
+    if not moments.finite:
+        raise QuantizeError(
+            f"{role}: its inputs on the calibration text are not all finite numbers"
+        )
+
+
+def _dividing(inputs: int) -> str:
+    return " or ".join(str(size) for size in (128, 64, 32) if inputs % size == 0) or "-1"

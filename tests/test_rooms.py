@@ -21,7 +21,10 @@ ALLOWED: dict[str, set[str]] = {
     "sample": {"_native"},
     "schedule": {"kv", "model", "sample", "execute.batch"},
     "execute": {"kv", "model", "checkpoint", "_native"},
-    "engine": {"schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
+    "speculate": {"schedule", "sample", "kv", "model"},
+    "engine": {
+        *("schedule", "speculate", "sample", "execute", "kv", "model", "checkpoint", "_native"),
+    },
     "plan": {"execute", "kv", "model", "checkpoint", "_native"},
     "bench": {"engine", "schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
 }

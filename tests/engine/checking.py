@@ -18,6 +18,7 @@ from octavo.sample.sampler import Sampled, TokenLogprobs
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.speculator import Speculator
 
 VOCAB = 64
 
@@ -50,13 +51,13 @@ class FakeState:
 class FakeSampler:
     """Tokens are a function of (seed, choice, position), as with counter-based random numbers.
 
-    ``vocab`` small makes different requests generate the same tokens, and so share blocks.
-    ``broken`` seeds give no token, as a row that is not a number would.
+    ``vocab`` small makes different requests generate the same tokens, and so share blocks. A seed
+    in ``broken`` gives no token from so many on, as a row that is not a number would.
     """
 
     def __init__(self, vocab: int = VOCAB) -> None:
         self.vocab = vocab
-        self.broken: set[int] = set()
+        self.broken: dict[int, int] = {}
 
     def new_state(
         self,
@@ -74,7 +75,7 @@ class FakeSampler:
     def sample(self, logits: object, rows: Sequence[int], states: Sequence[FakeState]) -> Sampled:
         tokens, errors = [], {}
         for index, state in enumerate(states):
-            if state.seed in self.broken:
+            if state.num_generated >= self.broken.get(state.seed, 1 << 30):
                 errors[index] = "the logits are not numbers"
                 tokens.append(-1)
             else:
@@ -125,19 +126,27 @@ class CheckingExecutor:
         self.scheduler: Scheduler | None = None
         self._prefixes: dict[int, tuple[Seq, list[int]]] = {}
 
-    def expected(self, seq: Seq) -> npt.NDArray[np.int64]:
-        """The hash of every prefix of the sequence's tokens."""
+    def expected(self, seq: Seq, draft: Sequence[int] = ()) -> npt.NDArray[np.int64]:
+        """The hash of every prefix of the sequence's tokens, and of the draft behind them."""
         known, hashes = self._prefixes.get(id(seq), (seq, []))
         if known is not seq:
             hashes = []
         last = hashes[-1] if hashes else 0
         for token in seq.token_ids[len(hashes) :]:
-            last = (hash((last, token)) & 0x3FFFFFFFFFFFFFFF) | 1
+            last = self._hash(last, token)
             hashes.append(last)
         if len(self._prefixes) > 4096:
             self._prefixes.clear()
         self._prefixes[id(seq)] = (seq, hashes)
-        return np.array(hashes, dtype=np.int64)
+        guessed = []
+        for token in draft:
+            last = self._hash(last, token)
+            guessed.append(last)
+        return np.array(hashes + guessed, dtype=np.int64)
+
+    @staticmethod
+    def _hash(last: int, token: int) -> int:
+        return (hash((last, token)) & 0x3FFFFFFFFFFFFFFF) | 1
 
     def execute(self, batch: Batch) -> StepResult:
         try:
@@ -159,6 +168,9 @@ class CheckingExecutor:
         assert len(set(batch.seq_slots.tolist())) == len(batch.seq_slots) == len(offsets) - 1
         for source, destination in batch.copies.tolist():
             self.content[destination] = self.content[source]
+        step = self.scheduler._scheduled
+        assert step is not None
+        drafts = dict(zip(step.decodes, step.drafts or (), strict=False))
         by_slot = {seq.slot: seq for seq in self.scheduler.decoding + self.scheduler.prefilling}
         spans = []
         for index, slot in enumerate(batch.seq_slots.tolist()):
@@ -167,8 +179,13 @@ class CheckingExecutor:
             start = int(batch.positions[begin])
             stop = start + end - begin
             assert batch.positions[begin:end].tolist() == list(range(start, stop))
-            assert batch.token_ids[begin:end].tolist() == seq.token_ids[start:stop].tolist()
-            hashes = self.expected(seq)
+            draft = drafts.get(seq, [])
+            known = seq.token_ids[start:].tolist() + draft
+            assert batch.token_ids[begin:end].tolist() == known[: stop - start]
+            if draft:
+                assert stop == len(seq.token_ids) + len(draft)
+                assert len(draft) < seq.num_to_come
+            hashes = self.expected(seq, draft)
             spans.append((seq, start, stop, hashes))
             if (self.crash_next or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
@@ -221,6 +238,7 @@ def build(
     eos: Collection[int] = (),
     duration: float = 0.001,
     seed: int | None = None,
+    speculator: Speculator | None = None,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
     config = SchedulerConfig(
@@ -250,4 +268,5 @@ def build(
         vocab_size=VOCAB,
         eos_token_ids=eos,
         seed=seed,
+        speculator=speculator,
     )

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import _native
-from octavo.engine.draw import draw
+from octavo.engine.draw import Drawn, draw
 from octavo.execute.batch import Float32, StepResult
 from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import Sampled, SamplerState
+from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import PromptRows, Scheduled
 
 VOCAB = 23
@@ -67,14 +67,16 @@ def test_slices_give_what_all_rows_give(sampler: NativeSampler, data: st.DataObj
     def states() -> list[SamplerState]:
         return [sampler.new_state(each, [1, 2], set(), 0) for each in params]
 
-    def tokens(sampled: Sampled) -> tuple[Any, ...]:
-        none = [None] * len(sampled.token_ids)
-        return sampled.token_ids, sampled.logprobs or none, sampled.errors
+    def tokens(drawn: Drawn) -> tuple[Any, ...]:
+        none = [[None] * len(run) for run in drawn.runs]
+        return drawn.runs, drawn.logprobs or none, drawn.errors
 
-    expected, scores = draw(sampler, scheduled, states(), StepResult(logits, 0.0))
+    expected = draw(sampler, scheduled, states(), StepResult(logits, 0.0))
+    scores = expected.scores
     assert all(isinstance(score, str) or len(score) == span.size for span, score in scores.items())
     rows = data.draw(st.integers(1, total), label="rows held")
-    got, got_scores = draw(sampler, scheduled, states(), sliced(logits, rows))
+    got = draw(sampler, scheduled, states(), sliced(logits, rows))
+    got_scores = got.scores
     assert tokens(got) == tokens(expected)
     assert got_scores.keys() == scores.keys()
     for span, score in scores.items():

@@ -87,7 +87,7 @@ def test_a_poisonous_request_fails_alone_and_its_neighbours_finish() -> None:
 def test_a_row_that_is_not_a_number_fails_its_own_request_only() -> None:
     engine = build()
     assert isinstance(engine.sampler, FakeSampler)
-    engine.sampler.broken.add(5)
+    engine.sampler.broken[5] = 0
     good = engine.add_request(request("good", [1], max_tokens=4))
     bad = engine.add_request(request("bad", [2], max_tokens=4, seed=5, n=3))
     deltas = run(engine)

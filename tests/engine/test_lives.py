@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.world import BROKEN_SEED, Setting, World, random_action, random_prompt
+from engine.world import BROKEN_SEED, LATE_SEED, Setting, World, random_action, random_prompt
 
 
 class Lives(RuleBasedStateMachine):
@@ -24,7 +24,7 @@ class Lives(RuleBasedStateMachine):
         seed=st.integers(0, 2**16),
         n=st.integers(1, 3),
         max_tokens=st.none() | st.integers(1, 30),
-        sampling_seed=st.sampled_from((1, 2, 3, BROKEN_SEED)),
+        sampling_seed=st.sampled_from((1, 2, 3, BROKEN_SEED, LATE_SEED)),
         salt=st.none() | st.sampled_from("ab"),
         prompt_logprobs=st.sampled_from((None, None, 0)),
     )

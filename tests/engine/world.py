@@ -9,7 +9,8 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.checking import CheckingExecutor, FakeSampler, FakeState, build
+from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
+from engine.drafting import Oracle
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
 from octavo.kv.prefix import chain_hash
@@ -22,8 +23,10 @@ from octavo.schedule.request import (
     RequestRecord,
 )
 from octavo.schedule.sequence import Status
+from octavo.speculate.speculator import Speculator
 
 BROKEN_SEED = 13  # such a request's logits are not numbers
+LATE_SEED = 14  # nor are this one's, from its fourth token on
 POISON = 63  # the executor crashes on a batch with this token
 
 
@@ -55,6 +58,8 @@ class Setting:
     vocab: int = 3
     hashes: int = 0  # how many different hashes there are, to force collisions; 0: all
     max_num_queued_reqs: int | None = None
+    drafter: str | None = None  # a kind of `Oracle`
+    num_drafts: int | None = None
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -72,11 +77,13 @@ class Setting:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 3, 16, 64)),
-            max_logits_rows=rng.choice((None, max_num_seqs + 5)),
+            max_logits_rows=rng.choice((None, max_num_seqs + 5, max_num_seqs + 100)),
             enable_prefix_caching=rng.random() < 0.8,
             vocab=rng.choice((1, 2, 3, 60)),
             hashes=rng.choice((0, 0, 0, 5, 30, 200)),
             max_num_queued_reqs=rng.choice((None, None, 3)),
+            drafter=rng.choice((None, *Oracle.KINDS)),
+            num_drafts=rng.choice((None, 1, 2, 5, 20)),
         )
 
 
@@ -105,14 +112,20 @@ class World:
         assert isinstance(self.engine.sampler, FakeSampler)
         self.executor = self.engine.executor
         self.sampler = self.engine.sampler
-        self.sampler.broken.add(BROKEN_SEED)
+        self.sampler.broken.update({BROKEN_SEED: 0, LATE_SEED: 3})
         self.executor.poison = POISON
+        if setting.drafter is not None:
+            oracle = Oracle(setting.drafter, self.sampler)
+            self.engine.speculator = oracle.speculator = Speculator(
+                oracle, VOCAB, setting.num_drafts, now=self.engine.clock.now
+            )
         self.engine.observers.append(self)
         self.lives: dict[str, Life] = {}
         self.outcomes: list[RequestRecord] = []
         self.count = 0
         self.steps = 0
         self.crashes = 0
+        self.sizes: list[int] = []  # the longest run of tokens of each step
 
     # The engine's observer
 
@@ -130,6 +143,7 @@ class World:
             oldest = min(unfinished, key=lambda seq: seq.order)
             assert oldest in step.scheduled.sequences, "the oldest does not progress"
         assert 0.0 <= scheduler.kv.waste() <= 1.0
+        self.sizes.append(max(map(len, step.drawn.runs), default=0))
 
     def on_end(self, record: RequestRecord) -> None:
         assert record.outcome is not None
@@ -175,7 +189,13 @@ class World:
     def step(self) -> None:
         for delta in self.engine.step():
             self.deliver(delta)
-        self.engine.scheduler.check_integrity()
+        scheduler = self.engine.scheduler
+        scheduler.check_integrity()
+        for seq in scheduler.decoding:
+            written = int(scheduler.kv.num_tokens[seq.slot])
+            assert written == len(seq.token_ids) - 1
+            # Rejected drafts keep no blocks.
+            assert scheduler.kv.num_blocks[seq.slot] == -(-written // self.setting.block_size)
         if not self.engine.has_work():
             self.engine.check_integrity()
 
@@ -210,13 +230,16 @@ class World:
         assert len(life.reasons) == life.params.n
         assert record.finish_reasons == [life.reasons[choice] for choice in range(life.params.n)]
         assert record.completion_tokens == sum(map(len, life.texts.values()))
+        assert record.accepted_tokens <= min(record.completion_tokens, record.draft_tokens)
         assert self.outcomes.count(record) == 1
         if record.outcome is Outcome.FINISHED:
             assert set(life.reasons.values()) == {FinishReason.LENGTH}
         elif record.outcome is Outcome.FAILED:
             assert record.error
-            broken = life.params.seed == BROKEN_SEED
+            broken = life.params.seed in (BROKEN_SEED, LATE_SEED)
             poisoned = POISON in life.prompt
+            if life.params.seed == LATE_SEED and not poisoned and not self.crashes:
+                assert max(map(len, life.texts.values())) == 3
             assert broken or poisoned or self.crashes, "a request failed for another's fault"
         del self.lives[record.request_id]
 
@@ -234,6 +257,12 @@ class World:
         pool = self.engine.scheduler.kv.pool
         assert pool.num_free == pool.num_blocks
         assert len({id(record) for record in self.outcomes}) == self.count == len(self.outcomes)
+        stats = self.engine.stats()
+        assert stats.draft_tokens == sum(record.draft_tokens for record in self.outcomes)
+        assert stats.accepted_tokens == sum(record.accepted_tokens for record in self.outcomes)
+        assert stats.accepted_tokens == sum(stats.accepted_per_position)
+        speculator = self.engine.speculator
+        assert speculator is None or not speculator.num_known
 
 
 def random_prompt(rng: random.Random, limit: int) -> list[int]:
@@ -254,7 +283,7 @@ def random_action(world: World, rng: random.Random) -> None:
             rng.choice((None, None, "a", "b")),
             n=rng.choice((1, 1, 1, 2, 3)),
             max_tokens=rng.choice((None, 1, 2, 5, 20)),
-            seed=rng.choice((1, 2, 3, 4, BROKEN_SEED) if roll < 0.02 else (1, 2, 3, 4)),
+            seed=rng.choice((1, 2, 3, 4, BROKEN_SEED, LATE_SEED) if roll < 0.02 else (1, 2, 3, 4)),
             prompt_logprobs=rng.choice((None, None, None, 0)),
         )
     elif roll < 0.28 and world.lives:

@@ -6,16 +6,16 @@ import logging
 import random
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from octavo.engine.clock import Clock
 from octavo.engine.detokenize import Released
-from octavo.engine.draw import draw
+from octavo.engine.draw import Drawn, draw
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
 from octavo.sample.params import InvalidParameter, SamplingParams
-from octavo.sample.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
+from octavo.sample.sampler import Sampler, SamplerState, TokenLogprobs
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.request import (
     AdmissionError,
@@ -25,7 +25,8 @@ from octavo.schedule.request import (
     RequestRecord,
 )
 from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import RequestState, Status
+from octavo.schedule.sequence import RequestState, Sequence, Status
+from octavo.speculate.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,12 @@ class EngineStats:
     prefix_hits: int = 0  # prompt tokens found there
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0
+    decode_passes: int = 0  # times a sequence that decodes went through the model
+    drafts: int = 0  # of these, with drafts to be checked
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that became output
+    accepted_per_position: list[int] = field(default_factory=list)
+    drafter_failures: int = 0
 
     @property
     def kv_usage(self) -> float:
@@ -64,7 +71,7 @@ class Step(NamedTuple):
 
     scheduled: Scheduled
     result: StepResult
-    sampled: Sampled
+    drawn: Drawn
     started: float  # clock seconds
     ended: float
 
@@ -138,6 +145,7 @@ class Engine:
         text: TextFactory = NoText,
         max_logprobs: int = 20,
         seed: int | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.executor = executor
         self.scheduler = scheduler
@@ -146,6 +154,7 @@ class Engine:
         self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
+        self.speculator = speculator
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
         self._text = text
@@ -275,13 +284,13 @@ class Engine:
         """
         deltas, self._ended = self._ended, []
         started = self.clock.now()
-        scheduled = self.scheduler.schedule(started)
+        scheduled = self.scheduler.schedule(started, self.speculator)
         if scheduled is None:
             return deltas
         try:
             result = self.executor.execute(scheduled.batch)
             states = [seq.output.sampler for seq in scheduled.samples]
-            sampled, scores = draw(self.sampler, scheduled, states, result)
+            drawn = draw(self.sampler, scheduled, states, result)
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
             self._recover(scheduled, error, deltas)
@@ -289,18 +298,21 @@ class Engine:
         self.clock.advance(result.duration)
         now = self.clock.now()
         for observer in self.observers:
-            observer.on_step(Step(scheduled, result, sampled, started, now))
-        failures = [(scheduled.samples[index], why) for index, why in sampled.errors.items()]
-        for span, score in scores.items():
+            observer.on_step(Step(scheduled, result, drawn, started, now))
+        failures = [(scheduled.samples[index], why) for index, why in drawn.errors.items()]
+        for span, score in drawn.scores.items():
             if isinstance(score, str):
                 failures.append((span.seq, score))
             else:
                 span.seq.output.prompt_logprobs += score
         for seq, why in failures:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
-        self.scheduler.commit(scheduled, sampled.token_ids)
-        self._deliver(scheduled, sampled, now, deltas)
+        if self.speculator is not None:
+            self.speculator.learn(scheduled, drawn.runs, now - started)
+        self.scheduler.commit(scheduled, drawn.runs)
+        self._deliver(scheduled, drawn, now, deltas)
         stats = self._stats
+        stats.decode_passes += len(scheduled.decodes)
         stats.steps += 1
         stats.last_step_tokens = scheduled.batch.num_tokens
         stats.computed_tokens += scheduled.batch.num_tokens
@@ -316,42 +328,45 @@ class Engine:
             for seq in scheduled.sequences:
                 self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
 
-    def _deliver(
-        self, scheduled: Scheduled, sampled: Sampled, now: float, deltas: list[Delta]
-    ) -> None:
-        """One Delta for every token drawn; sequences that are done leave."""
-        logprobs = sampled.logprobs
-        before = len(deltas)
-        for index, (seq, token_id) in enumerate(
-            zip(scheduled.samples, sampled.token_ids, strict=True)
-        ):
+    def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
+        """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
+        logprobs = drawn.logprobs
+        generated = 0
+        for index, (seq, run) in enumerate(zip(scheduled.samples, drawn.runs, strict=True)):
             if seq.status is Status.FINISHED:
                 continue
             owner = seq.owner
             record = owner.record
             output: _Output = seq.output
-            output.num_tokens = num_tokens = output.num_tokens + 1
-            record.completion_tokens += 1
+            reason: FinishReason | None = None
+            text, count, finished, stop_reason = output.text.push(run)
+            if count < len(run):
+                run = run[:count]
+            generated += count
+            output.num_tokens = num_tokens = output.num_tokens + count
+            record.completion_tokens += count
             record.last_token = now
             if record.first_token is None:
                 record.first_token = now
-            reason: FinishReason | None = None
-            text, _, finished, stop_reason = output.text.push((token_id,))
             if finished:
                 reason = FinishReason.STOP
             elif num_tokens >= output.max_tokens:
                 text += output.text.finish()
                 reason = FinishReason.LENGTH
-            if reason is not None and self.scheduler.finish(seq, reason):
-                self._close(record, Outcome.FINISHED, now)
-                del self._requests[owner.request.request_id]
+            if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
+                self._count_draft(record, scheduled.drafts[index], run)
+            if reason is not None:
+                self._leave(seq)
+                if self.scheduler.finish(seq, reason):
+                    self._close(record, Outcome.FINISHED, now)
+                    del self._requests[owner.request.request_id]
             deltas.append(
                 Delta(
                     owner.request.request_id,
                     seq.choice,
                     text,
-                    [token_id],
-                    [logprobs[index]] if output.wants_logprobs else None,  # type: ignore
+                    run,
+                    logprobs[index][:count] if output.wants_logprobs else None,  # type: ignore
                     reason,
                     stop_reason,
                     output.prompt_logprobs,
@@ -359,7 +374,26 @@ class Engine:
                 )
             )
             output.prompt_logprobs = None
-        self._stats.generation_tokens += len(deltas) - before
+        self._stats.generation_tokens += generated
+
+    def _count_draft(self, record: RequestRecord, draft: list[int], run: list[int]) -> None:
+        """A draft was checked; ``run`` is what became output."""
+        accepted = len(run) - (len(run) > len(draft) or run[-1] != draft[len(run) - 1])
+        stats = self._stats
+        stats.drafts += 1
+        stats.draft_tokens += len(draft)
+        stats.accepted_tokens += accepted
+        positions = stats.accepted_per_position
+        positions += [0] * (len(draft) - len(positions))
+        for at in range(accepted):
+            positions[at] += 1
+        record.draft_tokens += len(draft)
+        record.accepted_tokens += accepted
+
+    def _leave(self, seq: Sequence) -> None:
+        """The sequence has ended: no more drafts of it."""
+        if self.speculator is not None:
+            self.speculator.end(seq)
 
     def _end(
         self,
@@ -373,6 +407,8 @@ class Engine:
         if record.outcome is not None:
             return
         unfinished = self.scheduler.end(state, reason)
+        for seq in unfinished:
+            self._leave(seq)
         record.error = error
         self._close(record, Outcome.ABORTED if error is None else Outcome.FAILED)
         del self._requests[state.request.request_id]
@@ -412,6 +448,8 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            accepted_per_position=self._stats.accepted_per_position[:],
+            drafter_failures=self.speculator.failures if self.speculator else 0,
         )
 
     def check_integrity(self) -> None:

@@ -19,7 +19,9 @@ Float32 = npt.NDArray[np.float32]
 class Batch:
     """One step as flat arrays: T tokens of S sequences, decode rows and prefill chunks alike.
 
-    The tokens of a sequence are contiguous and at consecutive positions. ``block_tables`` is the
+    The tokens of a sequence are contiguous and at consecutive positions; those of a decoding one
+    are its last and the drafts after it. A position may come again with another token, when a draft
+    was rejected: what the cache held there is written over. ``block_tables`` is the
     scheduler's own persistent array, updated in place; entry [g, slot, p // block_size] is the
     block of position p in group g, -1 where a window has given it back or nothing is allocated.
     """

@@ -229,14 +229,7 @@ class KvCache:
             return False
         size = self.block_size
         start = int(self.num_tokens[slot])
-        for group, window in enumerate(self._windows):
-            if window is not None:
-                first = self._first[group]
-                while first[slot] < self._keep_from(slot, start, window):
-                    block = int(self.tables[group, slot, first[slot]])
-                    self.tables[group, slot, first[slot]] = -1
-                    self.pool.release(block, keep=self.index.holds(block))
-                    first[slot] += 1
+        self._leave_behind(slot, start)
         if slot in self.shared_tails:
             self.shared_tails.discard(slot)
             for group, block in enumerate(self._tail(slot)):
@@ -265,6 +258,20 @@ class KvCache:
         """The next ``count`` positions have been written."""
         self.num_tokens[slot] += count
 
+    def settle(self, slot: int) -> None:
+        """Give back what was reserved and does not count as written (rejected drafts), and what the
+        next position no longer sees: the slot then holds no more than one written one by one.
+        """
+        start = int(self.num_tokens[slot])
+        held = -(-start // self.block_size)
+        for position in range(int(self.num_blocks[slot]) - 1, held - 1, -1):
+            for group in range(len(self._windows)):
+                block = int(self.tables[group, slot, position])
+                self.tables[group, slot, position] = -1
+                self.pool.release(block, keep=self.index.holds(block))
+        self.num_blocks[slot] = held
+        self._leave_behind(slot, start)
+
     def register(self, slot: int, tokens: array[int]) -> None:
         """Enter the slot's newly filled blocks into the prefix index. ``tokens`` are the
         sequence's, at least those written.
@@ -289,6 +296,17 @@ class KvCache:
         self._registered[slot] = full
 
     # Inside
+
+    def _leave_behind(self, slot: int, start: int) -> None:
+        """Give back the blocks that a query at ``start`` no longer sees through its window."""
+        for group, window in enumerate(self._windows):
+            if window is not None:
+                first = self._first[group]
+                while first[slot] < self._keep_from(slot, start, window):
+                    block = int(self.tables[group, slot, first[slot]])
+                    self.tables[group, slot, first[slot]] = -1
+                    self.pool.release(block, keep=self.index.holds(block))
+                    first[slot] += 1
 
     def _first_needed(self, position: int) -> list[int]:
         """For each group the first block that a query at ``position`` reads."""

@@ -48,11 +48,12 @@ class Scheduled:
     """One step: the batch, and whom its logits are for. Valid until the next `schedule`."""
 
     batch: Batch
-    decodes: list[Sequence]  # the batch's first sequences, a token each
+    decodes: list[Sequence]  # the batch's first sequences: a token each, and their drafts
     chunks: list[Chunk]  # the others
-    samples: list[Sequence]  # who draws a token …
-    sample_rows: list[int]  # … from which row of logits (n > 1: first tokens share a row)
+    samples: list[Sequence]  # who draws, the decodes first …
+    sample_rows: list[int]  # … from which row of logits on (n > 1: first tokens share a row)
     prompt_rows: list[PromptRows]
+    drafts: list[list[int]] | None = None  # of each of the decodes; None: of nobody
     stale: bool = False  # a sequence in it has ended since
 
     @property
@@ -61,8 +62,8 @@ class Scheduled:
 
 
 class BatchBuilder:
-    """Owns the arrays. Decode rows come first, so that as long as the same sequences decode, a
-    batch is three gathers; chunks are appended behind them.
+    """Owns the arrays. Decode rows come first, so that as long as the same sequences decode,
+    without drafts, a batch is three gathers; chunks are appended behind them.
     """
 
     def __init__(self, config: SchedulerConfig, kv: KvCache) -> None:
@@ -77,22 +78,28 @@ class BatchBuilder:
         self._counting: Int32 = np.arange(longest + 1, dtype=np.int32)
         self._row_list = list(range(config.max_num_seqs))
 
-    def build(self, decodes: list[Sequence], chunks: list[Chunk]) -> Scheduled:
-        """``decodes`` are the sequences of ``decode_slots``, in that order."""
+    def build(
+        self, decodes: list[Sequence], chunks: list[Chunk], drafts: list[list[int]] | None = None
+    ) -> Scheduled:
+        """``decodes`` are the sequences of ``decode_slots``, in that order; ``drafts`` theirs."""
         slots = self.decode_slots
         count = len(slots)
-        np.take(self.last_token, slots, out=self._token_ids[:count])
-        np.take(self._kv.num_tokens, slots, out=self._positions[:count])
+        if drafts is None:
+            np.take(self.last_token, slots, out=self._token_ids[:count])
+            np.take(self._kv.num_tokens, slots, out=self._positions[:count])
+            total, offsets, sample_rows = count, self._counting, self._row_list[:count]
+        else:
+            total, offsets, sample_rows = self._write_spans(decodes, drafts)
+        samples = decodes[:]
         if not chunks:
-            batch = self._batch(count, self._counting[: count + 1], slots, self._counting[:count])
-            return Scheduled(batch, decodes[:], [], decodes[:], self._row_list[:count], [])
+            batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
+            return Scheduled(batch, decodes[:], [], samples, sample_rows, [], drafts)
         seq_slots = self._seq_slots[: count + len(chunks)]
         seq_slots[:count] = slots
-        offsets = self._counting[: count + len(chunks) + 1].copy()
-        rows = [self._counting[:count]]
-        samples, sample_rows = decodes[:], self._row_list[:count]
+        offsets = np.concatenate((offsets[: count + 1], self._counting[: len(chunks)]))
+        rows = [self._counting[:total]]
         prompt_rows: list[PromptRows] = []
-        total = num_rows = count
+        num_rows = total
         for index, chunk in enumerate(chunks, count):
             seq, start, size = chunk
             end = total + size
@@ -115,7 +122,30 @@ class BatchBuilder:
                 sample_rows += [num_rows - 1] * len(drawing)
             total = end
         batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
-        return Scheduled(batch, decodes[:], chunks, samples, sample_rows, prompt_rows)
+        return Scheduled(batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts)
+
+    def _write_spans(
+        self, decodes: list[Sequence], drafts: list[list[int]]
+    ) -> tuple[int, Int32, list[int]]:
+        """Each sequence's last token and its drafts. Returns the number of tokens, the spans'
+        offsets and their first rows.
+        """
+        token_ids: list[int] = []
+        firsts: list[int] = []
+        for seq, draft in zip(decodes, drafts, strict=True):
+            firsts.append(len(token_ids))
+            token_ids.append(seq.token_ids[-1])
+            token_ids += draft
+        total = len(token_ids)
+        offsets = np.array([*firsts, total], dtype=np.int32)
+        starts = self._kv.num_tokens[self.decode_slots] - offsets[:-1]
+        self._token_ids[:total] = token_ids
+        np.add(
+            np.repeat(starts, np.diff(offsets)),
+            self._counting[:total],
+            out=self._positions[:total],
+        )
+        return total, offsets, firsts
 
     def _batch(self, total: int, offsets: Int32, seq_slots: Int32, rows: Int32) -> Batch:
         return Batch(

@@ -53,6 +53,8 @@ class RequestRecord:
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
+    draft_tokens: int = 0  # guessed and checked, over all n sequences
+    accepted_tokens: int = 0  # of these, those that became completion tokens
     outcome: Outcome | None = None
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # one a sequence
     error: str | None = None

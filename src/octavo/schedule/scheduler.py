@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from operator import attrgetter
+from typing import Protocol
 
 import numpy as np
 
@@ -27,6 +28,17 @@ from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 
 BY_ARRIVAL = attrgetter("order")
+
+
+class Proposer(Protocol):
+    """Guesses the tokens to come, which the model then checks in one pass."""
+
+    def propose(self, decoding: list[Sequence], num_tokens: int, room: int) -> list[list[int]]:
+        """Drafts for each of the sequences, an empty list for those that get none. Must not raise.
+
+        The step has ``num_tokens`` tokens without drafts, and ``room`` for so many more in all.
+        """
+        ...
 
 
 class Scheduler:
@@ -99,8 +111,11 @@ class Scheduler:
 
     # A step
 
-    def schedule(self, now: float) -> Scheduled | None:
-        """The next step, or None when there is nothing to compute."""
+    def schedule(self, now: float, proposer: Proposer | None = None) -> Scheduled | None:
+        """The next step, or None when there is nothing to compute.
+
+        Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
+        """
         preemptions = self.num_preemptions
         self._grow_decodes()
         budget = self.config.max_num_batched_tokens - len(self.decoding)
@@ -114,12 +129,40 @@ class Scheduler:
             if not budget or not rows:
                 break
         if budget and rows and chunks:
-            chunks[0] = self._extend(chunks[0], budget)
+            extended = self._extend(chunks[0], budget)
+            rows -= extended.logits_rows - chunks[0].logits_rows
+            budget -= extended.size - chunks[0].size
+            chunks[0] = extended
         if not self.decoding and not chunks:
             return None
         self._update_decode_slots()
-        self._scheduled = self._builder.build(self.decoding, chunks)
+        drafts: list[list[int]] | None = None
+        room = min(budget, rows)
+        # Whoever is to show that it is not at fault does so without drafts.
+        if proposer is not None and self.decoding and room > 0 and not self._suspects:
+            num_tokens = self.config.max_num_batched_tokens - budget
+            drafts = self._fit(proposer.propose(self.decoding, num_tokens, room), room)
+        self._scheduled = self._builder.build(self.decoding, chunks, drafts)
         return self._scheduled
+
+    def _fit(self, drafts: list[list[int]], room: int) -> list[list[int]] | None:
+        """The drafts cut to what can be used, with a place in the cache; None if nothing is left.
+
+        A draft may be as long as all tokens to come but the last: that one follows it anyway.
+        """
+        kv = self.kv
+        slots = self._builder.decode_slots
+        reserved = (kv.num_blocks[slots] * kv.block_size - kv.num_tokens[slots]).tolist()
+        fitted: list[list[int]] = []
+        before = room
+        for seq, draft, places in zip(self.decoding, drafts, reserved, strict=True):
+            count = min(len(draft), room, seq.num_to_come - 1)
+            if count >= places:
+                count = min(count, kv.room(seq.slot) - 1)
+                kv.reserve(seq.slot, 1 + count)
+            fitted.append(draft[:count])
+            room -= count
+        return fitted if room < before else None
 
     def _grow_decodes(self) -> None:
         """A slot in the cache for the next token of every decoding sequence."""
@@ -282,28 +325,37 @@ class Scheduler:
 
     # After a step
 
-    def commit(self, scheduled: Scheduled, token_ids: Items[int]) -> None:
-        """The step has been computed; ``token_ids`` are what its ``samples`` drew.
+    def commit(self, scheduled: Scheduled, runs: Items[Items[int]]) -> None:
+        """The step has been computed; ``runs`` are the tokens that each of its ``samples`` drew:
+        one, and with drafts as many more as were right.
 
         Sequences that ended meanwhile are left out.
         """
         self._scheduled = None
         kv = self.kv
-        decodes = scheduled.decodes
+        decodes, drafts = scheduled.decodes, scheduled.drafts
+        slots = self._builder.decode_slots
+        drawn = runs[: len(decodes)]
         if scheduled.stale:
-            alive = [seq.slot >= 0 for seq in decodes]
-            slots = np.array([seq.slot for seq in decodes if seq.slot >= 0], dtype=np.int32)
-            drawn = [token for token, here in zip(token_ids, alive, strict=False) if here]
-            decodes = [seq for seq in decodes if seq.slot >= 0]
-        else:
-            slots = self._builder.decode_slots
-            drawn = list(token_ids[: len(decodes)])
+            alive = [index for index, seq in enumerate(decodes) if seq.slot >= 0]
+            drawn = [drawn[index] for index in alive]
+            drafts = drafts and [drafts[index] for index in alive]
+            decodes = [decodes[index] for index in alive]
+            slots = np.array([seq.slot for seq in decodes], dtype=np.int32)
         if decodes:
-            kv.num_tokens[slots] += 1
-            self._builder.last_token[slots] = drawn
-            for index in np.flatnonzero(kv.num_tokens[slots] % kv.block_size == 0).tolist():
+            for seq, run in zip(decodes, drawn, strict=True):
+                seq.token_ids.extend(run)
+            sizes = 1 if drafts is None else np.array([len(run) for run in drawn], dtype=np.int32)
+            num_tokens = kv.num_tokens[slots] + sizes
+            kv.num_tokens[slots] = num_tokens
+            self._builder.last_token[slots] = [run[-1] for run in drawn]
+            # Whose new positions complete a block:
+            for index in np.flatnonzero(num_tokens % kv.block_size < sizes).tolist():
                 seq = decodes[index]
                 kv.register(seq.slot, seq.token_ids)
+            for seq, draft in zip(decodes, drafts or (), strict=False):
+                if draft:
+                    kv.settle(seq.slot)
         for chunk in scheduled.chunks:
             seq, start, size = chunk
             if seq.slot < 0:
@@ -315,12 +367,11 @@ class Scheduler:
                 seq.num_scored = max(seq.num_scored, scored)
             if chunk.is_last:
                 self._begin_decoding(seq)
-        for seq, token in zip(scheduled.samples, token_ids, strict=True):
+        first = len(scheduled.decodes)
+        for seq, run in zip(scheduled.samples[first:], runs[first:], strict=True):
             if seq.slot >= 0:
-                seq.token_ids.append(token)
-        for seq in scheduled.samples[len(scheduled.decodes) :]:
-            if seq.slot >= 0:
-                self._builder.last_token[seq.slot] = seq.token_ids[-1]
+                seq.token_ids.extend(run)
+                self._builder.last_token[seq.slot] = run[-1]
         if self._suspects and scheduled.samples:
             self._clear_suspect(scheduled.samples[0].owner)
 
@@ -361,13 +412,13 @@ class Scheduler:
 
     def retry_alone(self, scheduled: Scheduled) -> bool:
         """The step failed and nothing it should have written counts. Whose fault it was cannot be
-        seen, so each of its requests will run alone until it draws a token.
+        seen, so each of its requests will run alone, without drafts, until it draws a token.
 
-        False if one request was alone in the step: then it is that one's fault.
+        False if one request was so alone in the step: then it is that one's fault.
         """
         self._scheduled = None
         owners = {id(seq.owner): seq.owner for seq in scheduled.sequences if seq.slot >= 0}
-        if len(owners) < 2:
+        if len(owners) < 2 and scheduled.drafts is None:
             return False
         for seq in self.decoding + self.prefilling:
             self._requeue(seq)

@@ -34,6 +34,11 @@ class Sequence:
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 
     @property
+    def num_to_come(self) -> int:
+        """The tokens that it may still draw: at least 1 until it has ended."""
+        return self.owner.num_prompt_tokens + self.owner.max_tokens - len(self.token_ids)
+
+    @property
     def followers(self) -> list[Sequence]:
         """The sequences that will fork from this one when it has put the prompt through."""
         if self.choice:

@@ -1,0 +1,1 @@
+"""Guess and check: drafters, how much to draft, and verification."""

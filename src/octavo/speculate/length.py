@@ -1,0 +1,50 @@
+"""How much to draft: as many tokens as make the step give most tokens a second."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.speculate.step_times import StepTimes
+
+_WORTH = 1.01  # a gain below this is within what can be known
+
+
+def worthwhile(times: StepTimes, num_sequences: int, num_tokens: int, most: int) -> bool:
+    """Whether ``most`` drafts or fewer could pay if all were right."""
+    if not times.known:
+        return False
+    least = _WORTH * num_sequences / times.predict(num_tokens)
+    return any(
+        num_sequences + size - num_tokens > least * times.hoped(size)
+        for size in times.sizes(num_tokens, num_tokens + most)
+    )
+
+
+def choose(
+    times: StepTimes, gains: Sequence[Sequence[float]], num_tokens: int, room: int
+) -> list[int]:
+    """How many tokens of each sequence's draft to check, to get most tokens for the time.
+
+    ``gains`` are, for each sequence, the probabilities that its tokens become output: they do not
+    rise. The step has ``num_tokens`` tokens without drafts and room for so many more. Whatever the
+    number of drafts, the likeliest are the ones to take.
+    """
+    ranked = sorted(
+        ((gain, index) for index, each in enumerate(gains) for gain in each),
+        key=lambda entry: -entry[0],
+    )
+    del ranked[room:]
+    best = _WORTH * len(gains) / times.predict(num_tokens)
+    taken, done = 0, 0
+    expected = float(len(gains))
+    for size in times.sizes(num_tokens, num_tokens + len(ranked)):
+        while done < size - num_tokens:
+            expected += ranked[done][0]
+            done += 1
+        speed = expected / times.hoped(size)
+        if speed > best:
+            best, taken = speed, done
+    counts = [0] * len(gains)
+    for _, index in ranked[:taken]:
+        counts[index] += 1
+    return counts

@@ -1,0 +1,179 @@
+"""Drafts for the sequences of a step: asks the drafter, says how much is checked, learns."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import NamedTuple
+
+from octavo.schedule.batching import Scheduled
+from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.acceptance import NUM_CLASSES, Acceptance, Trust
+from octavo.speculate.drafter import Draft, Drafter
+from octavo.speculate.length import choose, worthwhile
+from octavo.speculate.step_times import StepTimes
+
+logger = logging.getLogger(__name__)
+
+LONGEST = 16  # drafts when the length is chosen here
+_IDLE_SHARE = 0.005  # of the time, for drafting that comes to nothing
+_LONGEST_REST = 64  # steps
+
+
+class _Known:
+    """A sequence as the drafter knows it."""
+
+    __slots__ = ("num_tokens", "number", "trust")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.num_tokens = 0
+        self.trust = Trust()
+
+
+class _Asked(NamedTuple):
+    """A draft, and how many tokens its sequence had."""
+
+    draft: Draft
+    num_tokens: int
+
+
+class Speculator:
+    """Implements the scheduler's `Proposer`. Nothing that it does changes an output.
+
+    ``num_tokens`` pins the drafts' length; None: for each sequence and step the one that pays most,
+    often none. A drafter that fails is given up, with one line in the log. ``now`` is the clock, in
+    seconds, that the drafter's own time is read from.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        num_tokens: int | None = None,
+        *,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.failures = 0
+        self.times = StepTimes()
+        self._drafter: Drafter | None = drafter
+        self._vocab_size = vocab_size
+        self._pinned = num_tokens
+        self._longest = LONGEST if num_tokens is None else num_tokens
+        self._acceptance = Acceptance(self._longest)
+        self._known: dict[Seq, _Known] = {}
+        self._numbers = count()
+        self._asked: dict[Seq, _Asked] = {}
+        self._now = now
+        self._started = 0.0  # when the drafter was asked last
+        self._rest = 0  # steps without asking
+
+    @property
+    def num_known(self) -> int:
+        """Sequences the drafter was told of that have not ended."""
+        return len(self._known)
+
+    def propose(self, decoding: list[Seq], num_tokens: int, room: int) -> list[list[int]]:
+        """As `Proposer` says."""
+        self._asked.clear()
+        drafter = self._drafter
+        if drafter is None:
+            return [[]] * len(decoding)
+        most = min(room, len(decoding) * self._longest)
+        if self._pinned is None:
+            if self._rest > 0:
+                self._rest -= 1
+                return [[]] * len(decoding)
+            if not worthwhile(self.times, len(decoding), num_tokens, most):
+                return [[]] * len(decoding)
+        try:
+            drafts = self._ask(drafter, decoding)
+        except Exception as error:
+            self._give_up(error)
+            return [[]] * len(decoding)
+        if self._pinned is not None:
+            return [list(draft.token_ids) for draft in drafts]
+        gains = [
+            self._acceptance.gains(draft.evidence, self._known[seq].trust, len(draft.token_ids))
+            if draft.token_ids
+            else ()
+            for seq, draft in zip(decoding, drafts, strict=True)
+        ]
+        counts = choose(self.times, gains, num_tokens, room)
+        if not any(counts):
+            self._rest = self._pause(num_tokens)
+        return [list(draft.token_ids[:n]) for draft, n in zip(drafts, counts, strict=True)]
+
+    def _ask(self, drafter: Drafter, decoding: list[Seq]) -> list[Draft]:
+        """The drafter's guesses, checked. Raises whatever it raises."""
+        numbers: list[int] = []
+        counts: list[int] = []
+        for seq in decoding:
+            known = self._known.get(seq)
+            if known is None:
+                known = self._known[seq] = _Known(next(self._numbers))
+                drafter.start(known.number, seq.token_ids, seq.owner.request.cache_salt)
+            elif known.num_tokens < len(seq.token_ids):
+                drafter.extend(known.number, seq.token_ids[known.num_tokens :])
+            known.num_tokens = len(seq.token_ids)
+            numbers.append(known.number)
+            counts.append(min(self._longest, seq.num_to_come - 1))
+        self._started = self._now()
+        answers = drafter.propose(numbers, counts)
+        if len(answers) != len(numbers):
+            raise ValueError(f"{len(answers)} drafts for {len(numbers)} sequences")
+        drafts: list[Draft] = []
+        for seq, answer, most in zip(decoding, answers, counts, strict=True):
+            token_ids, evidence = answer
+            if len(token_ids) > most:
+                token_ids = token_ids[:most]
+            if len(token_ids):
+                if not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+                    raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
+                if not 0 <= evidence < NUM_CLASSES:
+                    raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
+                self._asked[seq] = _Asked(Draft(token_ids, evidence), len(seq.token_ids))
+            drafts.append(Draft(token_ids, evidence))
+        return drafts
+
+    def learn(self, scheduled: Scheduled, runs: Sequence[Sequence[int]], seconds: float) -> None:
+        """A step has run, in so many seconds, and its samples drew ``runs``."""
+        if self._drafter is None:
+            return
+        self.times.observe(scheduled.batch.num_tokens, seconds, prompts=bool(scheduled.chunks))
+        if not self._asked:
+            return
+        for seq, run in zip(scheduled.decodes, runs, strict=False):
+            asked = self._asked.get(seq)
+            known = self._known.get(seq)
+            if asked is not None and known is not None and asked.num_tokens == len(seq.token_ids):
+                draft = asked.draft
+                self._acceptance.learn(draft.evidence, known.trust, draft.token_ids, run)
+        self._asked.clear()
+
+    def end(self, seq: Seq) -> None:
+        """A sequence is over."""
+        known = self._known.pop(seq, None)
+        self._asked.pop(seq, None)
+        if known is None or self._drafter is None:
+            return
+        try:
+            if known.num_tokens < len(seq.token_ids):
+                self._drafter.extend(known.number, seq.token_ids[known.num_tokens :])
+            self._drafter.end(known.number)
+        except Exception as error:
+            self._give_up(error)
+
+    def _pause(self, num_tokens: int) -> int:
+        """Steps to wait after drafting in vain, so that it costs next to nothing."""
+        spent = self._now() - self._started
+        return min(_LONGEST_REST, int(spent / (_IDLE_SHARE * self.times.predict(num_tokens))))
+
+    def _give_up(self, error: Exception) -> None:
+        self.failures += 1
+        self._drafter = None
+        self._known.clear()
+        self._asked.clear()
+        logger.error("the drafter failed and is not asked again: %r", error)

@@ -1,0 +1,62 @@
+"""Drafters for tests: they know what the sampler will draw, and make of it what they please."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from engine.checking import VOCAB, FakeSampler, FakeState
+from octavo.speculate.drafter import Draft
+from octavo.speculate.speculator import Speculator
+
+
+class Oracle:
+    """Guesses for requests of a `FakeSampler`."""
+
+    KINDS = ("right", "wrong", "half", "short", "long", "first", "raises", "outside", "missing")
+
+    def __init__(self, kind: str, sampler: FakeSampler) -> None:
+        self.kind = kind
+        self.speculator: Speculator | None = None
+        self._sampler = sampler
+        self._random = random.Random(0)
+        self._texts: dict[int, list[int]] = {}
+
+    def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        assert sequence not in self._texts
+        self._texts[sequence] = list(token_ids)
+
+    def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
+        assert token_ids
+        self._texts[sequence] += token_ids
+
+    def end(self, sequence: int) -> None:
+        del self._texts[sequence]
+
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        if self.kind == "raises" and self._random.random() < 0.1:
+            raise RuntimeError("injected")
+        drafts = [self._draft(*each) for each in zip(sequences, counts, strict=True)]
+        return drafts[1:] if self.kind == "missing" and self._random.random() < 0.1 else drafts
+
+    def _draft(self, sequence: int, count: int) -> Draft:
+        assert self.speculator is not None
+        assert count >= 0
+        known = self.speculator._known
+        seq = next(seq for seq, each in known.items() if each.number == sequence)
+        assert self._texts[sequence] == seq.token_ids.tolist()
+        owner = seq.owner
+        generated = len(seq.token_ids) - owner.num_prompt_tokens
+        rng = self._random
+        length = count + 3 if self.kind == "long" else count
+        if self.kind == "short":
+            length = rng.randint(0, count)
+        draft = []
+        for at in range(length):
+            state = FakeState(owner.request.params.seed or 0, seq.choice, [0] * (generated + at))
+            token = self._sampler.draw(state)
+            wrong = {"wrong": 1.0, "half": 0.5, "first": float(at > 0)}.get(self.kind, 0.0)
+            draft.append((token + 1) % VOCAB if rng.random() < wrong else token)
+        if draft and self.kind == "outside" and rng.random() < 0.1:
+            draft[-1] = rng.choice((-1, VOCAB))
+        return Draft(draft, rng.randrange(16))

@@ -1,0 +1,468 @@
+"""octavo fidelity: what a model's numbers have lost, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.bench.progress import on_stderr
+from octavo.cli.bench.throughput import length
+from octavo.cli.options import ENGINE_OPTIONS, engine_config, takes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from octavo.bench.drive import Drive, Load
+    from octavo.checkpoint.base import Checkpoint
+    from octavo.engine.load import EngineConfig
+    from octavo.quant.fidelity import Distributions, Exact, Int32, Served
+
+EXAMPLES = (
+    "octavo fidelity smollm2",
+    "octavo fidelity smollm2-gptq smollm2-awq --against smollm2 --plot variants.svg",
+    "octavo fidelity smollm2 --kv-cache-dtype fp16 --text book.txt --json",
+)
+
+
+@takes(engine=(ENGINE_OPTIONS, engine_config))
+def command(
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            help="Known names, GGUF files or their folders, or Hugging Face ids: each is measured.",
+            show_default=False,
+            metavar="MODEL",
+        ),
+    ],
+    engine: EngineConfig,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OTHER",
+            help="The model that is right: the one before it was made small.",
+            show_default="the first MODEL",
+        ),
+    ] = None,
+    reference: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="How OTHER is computed. exact: its numbers as they are, in fp32, without kernels "
+            "and cache. served: as the engine serves it without options; faster for large models.",
+        ),
+    ] = "exact",
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text to measure on.",
+            show_default="25 kB of English and code that Octavo brings",
+        ),
+    ] = None,
+    tokens: Annotated[
+        str | None,
+        typer.Option(parser=length, metavar="N", help="Of the text, the first N tokens only."),
+    ] = None,
+    context: Annotated[
+        str,
+        typer.Option(
+            parser=length, metavar="TOKENS", help="The text is cut into windows of so many tokens."
+        ),
+    ] = "1024",
+    speed: Annotated[bool, typer.Option(help="Measure tokens a second, too.")] = True,
+    kernels: Annotated[
+        bool, typer.Option(help="Check that the kernels hold and multiply the file's numbers.")
+    ] = True,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Draw quality against bytes: .svg, .png, .pdf."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print an object; of several models, a list of them.")
+    ] = False,
+) -> None:
+    """Measure what a model has lost: its next-token distributions beside those of another.
+
+    Perplexity; KL divergence from OTHER in nats, mean and 99th percentile; how often both rank the
+    same token first; when greedy answers part; bytes; tokens a second. Engine options hold for the
+    MODELs, so that what they lose is measured, too.
+    """
+    from octavo.engine.load import SettingsError
+
+    if reference not in ("exact", "served"):
+        raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")
+    if plot is not None:
+        from octavo.quant.plot import check_suffix
+
+        check_suffix(plot)
+    with on_stderr() as show:
+        progress = _now_and_then(show)
+        try:
+            rows = measure(
+                models,
+                engine,
+                against=against or models[0],
+                how=reference,
+                text=text,
+                tokens=None if tokens is None else int(tokens),  # parsed already
+                context=int(context),
+                speed=speed,
+                kernels=kernels,
+                progress=progress,
+            )
+        except ValueError as error:
+            from octavo.quant.fidelity import TextError
+
+            if isinstance(error, TextError):
+                raise SettingsError(str(error)) from None
+            raise
+    if plot is not None:
+        from octavo.quant.plot import draw
+
+        draw(rows, plot)
+    if as_json:
+        typer.echo(json.dumps(rows[0] if len(models) == 1 else rows, indent=2))
+    else:
+        typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
+    faults = [
+        f"{row['path']}: {fault}" for row in rows if kernels for fault in row["kernels"]["faults"]
+    ]
+    if faults:
+        more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+        raise SettingsError(f"the kernels are not faithful: {faults[0]}{more}")
+
+
+def _now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Passes on a message a second."""
+    last = -math.inf
+
+    def progress(message: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= 1.0:
+            last = now
+            show(message)
+
+    return progress
+
+
+def measure(
+    models: list[str],
+    engine: EngineConfig,
+    *,
+    against: str,
+    how: str,
+    text: Path | None,
+    tokens: int | None,
+    context: int,
+    speed: bool,
+    kernels: bool,
+    progress: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """A row for each model, as ``--json`` prints it."""
+    from octavo.checkpoint import load
+    from octavo.checkpoint.pull import resolve
+    from octavo.quant import fidelity
+
+    content = fidelity.default_text() if text is None else fidelity.read_text(text)
+    where = "the default text" if text is None else str(text)
+    other = load(resolve(against))
+    checkpoints = [load(resolve(model)) for model in models]
+    context = min(context, *(each.config.context_length for each in (other, *checkpoints)))
+    windows = fidelity.windows(other.tokenizer, content, context, where, tokens)
+    for each in checkpoints:
+        fidelity.check_vocabulary(each, other, windows)
+    facts = {
+        "against": against,
+        "reference": how,
+        "text": where,
+        "tokens": sum(map(len, windows)),
+        "context": context,
+    }
+    measured = _Measuring(other, how, engine, windows, content, context, progress)
+    try:
+        return [
+            {"model": model, "path": str(checkpoint.path)}
+            | facts
+            | measured.row(model, checkpoint, speed=speed, kernels=kernels)
+            for model, checkpoint in zip(models, checkpoints, strict=True)
+        ]
+    finally:
+        measured.close()
+
+
+class _Measuring:
+    """The reference, and models compared with it one after the other."""
+
+    def __init__(
+        self,
+        other: Checkpoint,
+        how: str,
+        engine: EngineConfig,
+        windows: list[Int32],
+        content: str,
+        context: int,
+        progress: Callable[[str], None],
+    ) -> None:
+        self.other = other
+        self.how = how
+        self.engine = engine
+        self.windows = windows
+        self.content = content
+        self.context = context
+        self.progress = progress
+        self._exact: Exact | None = None
+        self._drive: Drive | None = None
+
+    def close(self) -> None:
+        if self._drive is not None:
+            self._drive.close()
+
+    def row(
+        self, model: str, checkpoint: Checkpoint, *, speed: bool, kernels: bool
+    ) -> dict[str, Any]:
+        from octavo.bench.drive import Drive
+        from octavo.engine.load import SettingsError
+        from octavo.quant import fidelity
+        from octavo.quant.distance import Fidelity
+        from octavo.quant.kernel_check import check
+
+        self.progress(f"{model}: loading")
+        drive = Drive.load(checkpoint, self.engine, self._loads())
+        try:
+            served = _served(drive, model)
+            reference = self._reference(drive)
+            try:
+                found = fidelity.compare(
+                    served,
+                    reference,
+                    self.windows,
+                    threads=drive.threads,
+                    progress=lambda text: self.progress(f"{model}: {text}"),
+                )
+            except NotImplementedError as error:
+                raise SettingsError(f"{error}; --reference served has no such limit") from None
+            prompts = fidelity.prompts(self.windows, fidelity.PROMPTS, self._prompt_tokens)
+            greedy = fidelity.divergence(served, reference, prompts, self._new_tokens)
+            row = asdict(Fidelity.of(found)) | {
+                "same_tokens": self._same_tokens(checkpoint),
+                "greedy": asdict(greedy)
+                | {
+                    "prompts": len(prompts),
+                    "median": greedy.median,
+                    "first": greedy.first,
+                    "never": greedy.never,
+                },
+                "settings": {
+                    name: value
+                    for name, value in asdict(self.engine).items()
+                    if value != asdict(type(self.engine)())[name]
+                },
+                "isa": drive.executor.isa,
+                "threads": drive.threads,
+                "kv_bytes_per_token": drive.executor.layout.bytes_per_token,
+                **_sizes(drive.loaded.checkpoint, drive.executor.isa),
+            }
+            if speed:
+                self.progress(f"{model}: measuring speed")
+                row |= self._speed(drive)
+            served_checkpoint, isa = drive.loaded.checkpoint, drive.executor.isa
+        finally:
+            drive.close()
+        if kernels:
+            checked = check(served_checkpoint, isa, lambda text: self.progress(f"{model}: {text}"))
+            row["kernels"] = asdict(checked)
+        return row
+
+    # Sizes of what is run, within a short context
+
+    @property
+    def _prompt_tokens(self) -> int:
+        from octavo.quant import fidelity
+
+        return max(1, min(fidelity.PROMPT_TOKENS, self.context // 4))
+
+    @property
+    def _new_tokens(self) -> int:
+        from octavo.quant import fidelity
+
+        return max(1, min(fidelity.NEW_TOKENS, self.context // 4))
+
+    def _loads(self) -> list[Load]:
+        from octavo.bench.drive import Load
+        from octavo.quant import fidelity
+
+        most = self.other.config.context_length
+        spare = 4  # steps before all sequences decode (`Drive`)
+        decode = min(64, max(1, most // 4))
+        return [
+            Load(1, max(1, min(512, most - decode - spare)), decode),
+            Load(1, max(1, self.context - 1 - spare), 1),
+            Load(fidelity.PROMPTS, self._prompt_tokens, self._new_tokens),
+        ]
+
+    def _reference(self, drive: Drive) -> Distributions:
+        from octavo.bench.drive import Drive as Loading
+        from octavo.quant import fidelity
+
+        if self.how == "served":
+            if self._drive is None:
+                plain = type(self.engine)(threads=self.engine.threads, isa=self.engine.isa)
+                self._drive = Loading.load(self.other, plain, self._loads())
+            return _served(self._drive, str(self.other.path))
+        # Rotary positions may depend on the longest sequence that the engine was loaded for.
+        exact = fidelity.Exact(self.other, drive.loaded.max_model_len, self.progress)
+        if self._exact is None or self._exact.program != exact.program:
+            self._exact = exact
+        return self._exact
+
+    def _same_tokens(self, checkpoint: Checkpoint) -> bool:
+        """Whether the model's own tokenizer cuts the text as the reference's does."""
+        ours, theirs = checkpoint.tokenizer, self.other.tokenizer
+        return ours.encode(self.content) == theirs.encode(self.content)
+
+    def _speed(self, drive: Drive) -> dict[str, float]:
+        """One stream: a prompt read, and tokens drawn after it."""
+        load = self._loads()[0]
+        drive.prefill(drive.prompts(replace(load, prompt_len=min(32, load.prompt_len))))
+        prompts = drive.prompts(load)
+        prefill = drive.prefill(prompts)
+        decode = drive.decode(prompts, load.output_len)
+        return {
+            "prefill_tokens_per_second": prefill.tokens / prefill.seconds,
+            "decode_tokens_per_second": decode.tokens / decode.seconds,
+        }
+
+
+def _served(drive: Drive, name: str) -> Served:
+    from octavo.quant.fidelity import Served
+
+    vocab_size = drive.loaded.checkpoint.config.vocab_size
+    return Served(drive.executor, vocab_size, drive.engine.scheduler.kv.tables.shape, name)
+
+
+def _sizes(checkpoint: Checkpoint, isa: str) -> dict[str, Any]:
+    """Bytes in all, and a weight over the matrices, as stored and as held."""
+    from octavo.cli.inspect import weigh
+
+    parts = weigh(checkpoint, isa)
+    matrices = [part for name, part in parts.items() if name != "norms"]
+    weights, stored, held = (
+        sum(part[name] for part in matrices)
+        for name in ("parameters", "stored_bytes", "held_bytes")
+    )
+    return {
+        "file_bytes": checkpoint.file_bytes,
+        "held_bytes": sum(part["held_bytes"] for part in parts.values()),
+        "bytes_per_weight": stored / weights,
+        "held_bytes_per_weight": held / weights,
+    }
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def as_text(row: dict[str, Any]) -> str:
+    """One model."""
+    greedy = row["greedy"]
+    settings = ", ".join(f"{name} {value}" for name, value in row["settings"].items())
+    lines = [
+        f"{row['model']}{f' ({settings})' if settings else ''} {_against(row)}",
+        f"{row['text']}: {row['tokens']:,} tokens in windows of {row['context']:,}",
+        "",
+        f"perplexity     {row['perplexity']:.4f} (the reference {row['reference_perplexity']:.4f})",
+        f"KL             mean {row['kl_mean']:.4e} ± {row['kl_standard_error']:.1e} nats, "
+        f"median {row['kl_median']:.2e}, 99th percentile {row['kl_p99']:.3e}, "
+        f"largest {row['kl_max']:.3g}",
+        f"top-1          {row['top1_agreement']:.2%} of positions rank the same token first",
+        f"greedy         parts after {greedy['median']:g} tokens in the median of "
+        f"{greedy['prompts']} prompts, after {greedy['first']} at the earliest; "
+        f"{greedy['never']} not within {greedy['tokens']}",
+        f"size           file {row['file_bytes']:,} bytes, held {row['held_bytes']:,}; "
+        f"{row['bytes_per_weight']:.4f} bytes a weight of the matrices "
+        f"({row['held_bytes_per_weight']:.4f} held)",
+    ]
+    if "decode_tokens_per_second" in row:
+        lines.append(
+            f"speed          decode {row['decode_tokens_per_second']:.1f} tokens/s, one stream; "
+            f"prefill {row['prefill_tokens_per_second']:.0f} ({row['isa']}, "
+            f"{row['threads']} threads)"
+        )
+    if "kernels" in row:
+        lines += _kernel_lines(row["kernels"])
+    if not row["same_tokens"]:
+        lines.append(
+            "tokens         its own tokenizer cuts this text otherwise; both were given the "
+            "reference's"
+        )
+    return "\n".join(lines)
+
+
+def _against(row: dict[str, Any]) -> str:
+    how = "computed exactly, in fp32" if row["reference"] == "exact" else "as the engine serves it"
+    return f"against {row['against']}, {how}"
+
+
+def _kernel_lines(found: dict[str, Any]) -> list[str]:
+    lines = [
+        f"kernels        {found['matrices']} matrices hold the file's numbers "
+        f"(off by {found['max_deviation']:.1g} at most); products are off by "
+        f"{found['max_product_error']:.2f} of what rounding activations allows"
+        if not found["faults"]
+        else f"kernels        NOT FAITHFUL: {found['faults'][0]}"
+    ]
+    if found["columns"]:
+        outliers = sum(found["outlier_columns"].values())
+        lines.append(
+            f"fixed point    {outliers:,} of {found['columns']:,} columns have a group whose scale "
+            "is over 100 × the median's, and lose precision "
+            f"(the largest: {found['max_outlier']:.3g} ×)"
+        )
+        if outliers:
+            worst = sorted(found["outlier_columns"].items(), key=lambda item: -item[1])[:5]
+            lines.append(
+                "               most in " + ", ".join(f"{name} ({count})" for name, count in worst)
+            )
+    return lines
+
+
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """Several models in Markdown, a line each."""
+    first = rows[0]
+    lines = [
+        f"{_against(first)}: perplexity {first['reference_perplexity']:.4f}; "
+        f"{first['text']}, {first['tokens']:,} tokens in windows of {first['context']:,}",
+        "",
+        "| model | file MB | bytes a weight (held) | perplexity | mean KL, nats | 99 % | top-1 "
+        "| greedy parts after | decode tok/s | prefill |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        decode, prefill = (
+            f"{row[name]:.0f}" if name in row else "–"
+            for name in ("decode_tokens_per_second", "prefill_tokens_per_second")
+        )
+        lines.append(
+            f"| {row['model']} | {row['file_bytes'] / 1e6:.1f} | {row['bytes_per_weight']:.3f} "
+            f"({row['held_bytes_per_weight']:.3f}) | {row['perplexity']:.3f} "
+            f"| {row['kl_mean']:.3e} | {row['kl_p99']:.2e} | {row['top1_agreement']:.2%} "
+            f"| {row['greedy']['median']:g} | {decode} | {prefill} |"
+        )
+    outliers = {
+        row["model"]: sum(row["kernels"]["outlier_columns"].values())
+        for row in rows
+        if row.get("kernels", {}).get("outlier_columns")
+    }
+    lines += [
+        f"{name}: {count:,} columns lose precision in fixed point (a group's scale over 100 × the "
+        "others')"
+        for name, count in outliers.items()
+    ]
+    return "\n".join(lines)

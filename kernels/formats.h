@@ -1,4 +1,4 @@
-// The weight formats of GGUF files: block sizes and 16-bit floats.
+// The weight formats: sizes, and 16-bit floats.
 //
 // Included by code that is compiled once a tier, so everything here has internal linkage: a shared
 // inline function could be linked in its AVX-512 form into the generic tier.
@@ -14,7 +14,8 @@ namespace octavo {
 struct FormatInfo {
     int64_t block_values; // k must be a multiple of this
     int64_t block_bytes;
-    bool quantized; // activations are prepared as 8-bit groups rather than floats
+    bool quantized;       // activations are prepared as 8-bit groups rather than floats
+    bool grouped = false; // the block is of numbers only: scales and zeros are the row's
 };
 
 [[maybe_unused]] static constexpr FormatInfo format_info(Format format) {
@@ -50,8 +51,21 @@ struct FormatInfo {
         return {256, 136, true};
     case Format::MXFP4:
         return {32, 17, true};
+    case Format::I3:
+        return {32, 12, true, true};
+    case Format::I4:
+        return {32, 16, true, true};
+    case Format::I8:
+        return {32, 32, true, true};
     }
     return {1, 0, false};
+}
+
+// Bytes that k weights take as they are handed over; `group` is of the grouped formats (linear.h).
+[[maybe_unused]] static constexpr int64_t row_bytes(Format format, int64_t k, int64_t group) {
+    const FormatInfo info = format_info(format);
+    const int64_t scales = info.grouped ? (k + group - 1) / group : 0;
+    return scales * 5 + k / info.block_values * info.block_bytes;
 }
 
 [[maybe_unused]] static const char *format_name(Format format) {
@@ -88,6 +102,12 @@ struct FormatInfo {
         return "IQ4_XS";
     case Format::MXFP4:
         return "MXFP4";
+    case Format::I3:
+        return "I3";
+    case Format::I4:
+        return "I4";
+    case Format::I8:
+        return "I8";
     }
     return "unknown";
 }
@@ -114,6 +134,24 @@ template <class T> static inline void store_as(void *to, T value) {
         magnitude |= 0x7f800000u;
     magnitude |= sign;
     return load_as<float>(&magnitude);
+}
+
+// The nearest binary16, ties to even; NaN stays one.
+[[maybe_unused]] static inline uint16_t float_to_half(float value) {
+    const auto bits = load_as<uint32_t>(&value);
+    const auto sign = static_cast<uint16_t>(bits >> 16 & 0x8000u);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u)
+        return sign | 0x7e00;
+    if (magnitude >= 0x477ff000u) // rounds to 2^16
+        return sign | 0x7c00;
+    if (magnitude < 0x38800000u) {
+        // Beside 1/2, a float's last bit is 2^-24, as a subnormal's.
+        const float shifted = load_as<float>(&magnitude) + 0.5f;
+        return static_cast<uint16_t>(sign | (load_as<uint32_t>(&shifted) - 0x3f000000u));
+    }
+    const uint32_t rounded = magnitude + 0xfffu + (magnitude >> 13 & 1u);
+    return static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13));
 }
 
 [[maybe_unused]] static inline float bfloat_to_float(uint16_t bfloat) {

@@ -7,7 +7,11 @@
 
 namespace octavo {
 
-// Values equal ggml's type numbers (GGUF specification).
+// Values equal ggml's type numbers (GGUF specification), but for the last three: integers of 3, 4
+// and 8 bits with a scale and a zero for a group of inputs. A row of those is, one after another: a
+// scale, fp32, for each group; a zero, one byte and at most 2^b, for each; the numbers as a stream
+// of bits from the lowest of the first byte on. w = scale · (number − zero). `group`, everywhere
+// below, is its inputs, a multiple of 32; the last one may be shorter, and other formats have 0.
 enum class Format : int32_t {
     F32 = 0,
     F16 = 1,
@@ -25,6 +29,9 @@ enum class Format : int32_t {
     IQ4_XS = 23,
     BF16 = 30,
     MXFP4 = 39,
+    I3 = 1003,
+    I4 = 1004,
+    I8 = 1008,
 };
 
 // A weight matrix [n outputs, k inputs] repacked for one tier: blocks of kColumns outputs, so that
@@ -38,18 +45,20 @@ struct PackedMatrix {
     Format format;
     int64_t n = 0;
     int64_t k = 0;
+    int64_t group = 0;
     const std::byte *data = nullptr; // 64-byte aligned
 };
 
 struct LinearKernels {
     // Bytes `pack` writes for an [n, k] matrix (n rounded up to kColumns), a multiple of 64.
-    size_t (*packed_bytes)(Format, int64_t n, int64_t k);
+    size_t (*packed_bytes)(Format, int64_t n, int64_t k, int64_t group);
 
     // Repacks column blocks [block_begin, block_end) of the file's row-major matrix `src`;
-    // lossless. Padding columns (past n) are zero. Distinct ranges may be packed by distinct
+    // lossless, but for grouped formats' scales of more than 11 bits (tier/linear_grouped.h).
+    // Padding columns (past n) are zero. Distinct ranges may be packed by distinct
     // threads. Matrices used one after another had better lie one after another in memory: the
     // kernels prefetch past a matrix's end.
-    void (*pack)(Format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
+    void (*pack)(Format, const std::byte *src, int64_t n, int64_t k, int64_t group, std::byte *dst,
                  int64_t block_begin, int64_t block_end);
 
     // Bytes of `rows` activation rows of width k prepared for matrices of this format: 8-bit with a

@@ -133,15 +133,36 @@ void dequantize_4xs(const uint8_t *block, float *out) {
     }
 }
 
-} // namespace
-
-size_t row_bytes(Format format, int64_t k) {
-    const FormatInfo info = format_info(format);
-    return static_cast<size_t>(k / info.block_values * info.block_bytes);
+// fp32 scales, zeros of a byte each, then the numbers, the lowest bit first.
+void dequantize_grouped(const uint8_t *row, int bits, int64_t k, int64_t group, float *out) {
+    int64_t groups = 0;
+    while (groups * group < k)
+        ++groups;
+    const uint8_t *zeros = row + 4 * groups, *stream = zeros + groups;
+    for (int64_t i = 0; i < k; ++i) {
+        int q = 0;
+        for (int b = 0; b < bits; ++b) {
+            const int64_t at = i * bits + b;
+            q |= (stream[at / 8] >> at % 8 & 1) << b;
+        }
+        const auto scale = load_as<float>(row + i / group * 4);
+        out[i] = scale * static_cast<float>(q - zeros[i / group]);
+    }
 }
 
-void dequantize(Format format, const std::byte *row, int64_t k, float *out) {
+} // namespace
+
+size_t row_bytes(Format format, int64_t k, int64_t group) {
+    return static_cast<size_t>(octavo::row_bytes(format, k, group));
+}
+
+void dequantize(Format format, const std::byte *row, int64_t k, float *out, int64_t group) {
     const FormatInfo info = format_info(format);
+    if (info.grouped) {
+        const int bits = format == Format::I3 ? 3 : format == Format::I4 ? 4 : 8;
+        dequantize_grouped(reinterpret_cast<const uint8_t *>(row), bits, k, group, out);
+        return;
+    }
     const auto *block = reinterpret_cast<const uint8_t *>(row);
     for (int64_t i = 0; i < k; i += info.block_values, block += info.block_bytes) {
         float *to = out + i;
@@ -194,6 +215,10 @@ void dequantize(Format format, const std::byte *row, int64_t k, float *out) {
             break;
         case Format::MXFP4:
             dequantize_codes(block + 1, kDoubledE2M1, std::ldexp(1.0f, block[0] - 128), to);
+            break;
+        case Format::I3:
+        case Format::I4:
+        case Format::I8:
             break;
         }
     }

@@ -1,5 +1,6 @@
 // Scalar references of every weight format, written from the block definitions of the GGUF
-// specification and sharing nothing with the packed kernels: what those are tested against.
+// specification (linear.h for the grouped formats) and sharing nothing with the packed kernels:
+// what those are tested against.
 #pragma once
 
 #include "linear.h"
@@ -10,10 +11,10 @@
 namespace octavo::reference {
 
 // Bytes of k weights (a whole number of blocks) in the file.
-size_t row_bytes(Format format, int64_t k);
+size_t row_bytes(Format format, int64_t k, int64_t group = 0);
 
 // k weights of a file row, exactly as the format defines them in fp32.
-void dequantize(Format format, const std::byte *row, int64_t k, float *out);
+void dequantize(Format format, const std::byte *row, int64_t k, float *out, int64_t group = 0);
 
 // One row of activations rounded as `LinearKernels::prepare` does for quantized formats: 8 bits a
 // group of 32, scale = max |x| / 127, ties to even; zero where max |x| < 2^-120.

@@ -75,6 +75,25 @@ int64_t grain_for(int64_t items, int threads) {
     return std::max<int64_t>(1, items / (int64_t(threads) * 6));
 }
 
+void check_group(Format format, int64_t group) {
+    if (!format_info(format).grouped)
+        check_range("group of a format without one", group, 0, 0);
+    else if (group < 1 || group % format_info(format).block_values != 0)
+        refuse("groups of " + text(group) + " inputs are not whole blocks of " +
+               text(format_info(format).block_values));
+}
+
+// What the kernels count on (linear.h).
+void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
+    if (format != Format::I3 && format != Format::I4)
+        return;
+    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
+    for (int64_t i = 0; i < n; ++i)
+        for (int64_t g = 0; g < groups; ++g)
+            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
+                        format == Format::I3 ? 8 : 16);
+}
+
 int64_t column_blocks(int64_t n) {
     return (n + kColumns - 1) / kColumns;
 }
@@ -90,7 +109,7 @@ Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
       block_bytes_(config.layers_per_group * 2 * config.num_kv_heads * config.head_dim *
                    config.block_size * 2),
       shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
-      shared_rows_(kChunkRows * config.threads),
+      ordered_(size_t(config.threads)), shared_rows_(kChunkRows * config.threads),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
       arena_(size_t(config.num_blocks) * size_t(block_bytes_)), attention_(tier, config_),
       token_seqs_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {}
@@ -110,7 +129,7 @@ void Runtime::allocate_weights(size_t bytes) {
 }
 
 int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n,
-                            int64_t k) {
+                            int64_t k, int64_t group) {
     check_range("matrix rows", n, 1, 1 << 24);
     check_range("matrix columns", k, 1, 1 << 24);
     const FormatInfo info = format_info(format);
@@ -119,22 +138,33 @@ int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes,
     if (k % info.block_values != 0) {
         refuse(text(k) + " columns are not whole blocks of " + text(info.block_values));
     }
-    const int64_t needed = k / info.block_values * info.block_bytes * n;
+    check_group(format, group);
+    const int64_t needed = octavo::row_bytes(format, k, group) * n;
     if (bytes != needed) {
         refuse("a matrix of " + text(n) + " x " + text(k) + " has " + text(bytes) +
                " bytes of data, not " + text(needed));
     }
-    const size_t packed = aligned(tier_.linear.packed_bytes(format, n, k));
+    check_zeros(format, data, n, k, group);
+    const size_t packed = aligned(tier_.linear.packed_bytes(format, n, k, group));
     if (packed > weights_.size() - weights_used_)
         refuse("packed weights exceed their arena");
     std::byte *to = weights_.data() + weights_used_;
     weights_used_ += packed;
     const Job job{column_blocks(n), 4};
     pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
-        tier_.linear.pack(format, data, n, k, to, begin, end);
+        tier_.linear.pack(format, data, n, k, group, to, begin, end);
     });
-    matrices_.push_back(PackedMatrix{format, n, k, to});
+    matrices_.push_back(PackedMatrix{format, n, k, group, to});
     return int64_t(matrices_.size()) - 1;
+}
+
+int64_t Runtime::add_order(std::vector<int32_t> order) {
+    for (const int32_t element : order)
+        check_range("element of an order", element, 0, int64_t(order.size()) - 1);
+    for (std::vector<float> &scratch : ordered_)
+        scratch.resize(std::max(scratch.size(), order.size()));
+    orders_.push_back(std::move(order));
+    return int64_t(orders_.size()) - 1;
 }
 
 int64_t Runtime::add_vector(std::vector<float> values) {
@@ -198,6 +228,13 @@ void Runtime::check_prepared(const Prepared &rows, Format format, int64_t k) con
     }
 }
 
+void Runtime::check_order(const PrepareStep &step) const {
+    check_range("order", step.order, -1, int64_t(orders_.size()) - 1);
+    if (step.order >= 0)
+        check_range("elements of an order", int64_t(orders_[size_t(step.order)].size()), step.k,
+                    step.k);
+}
+
 void Runtime::check_matrix(int64_t index) const {
     check_range("matrix", index, 0, int64_t(matrices_.size()) - 1);
 }
@@ -243,6 +280,7 @@ void Runtime::check_slots(const RowStep &step, int64_t routing) const {
     } else if (const auto *prepare = std::get_if<PrepareStep>(&step)) {
         check_slots(prepare->x, prepare->k, routing, "experts' input");
         check_slots(prepare->out, Format(prepare->format), prepare->k, routing);
+        check_order(*prepare);
     } else {
         refuse("slots are gated and prepared only");
     }
@@ -298,6 +336,7 @@ void Runtime::add_region(Region region) {
         } else if constexpr (std::is_same_v<Step, PrepareStep>) {
             value(step.x, step.k, "linear input");
             check_prepared(step.out, Format(step.format), step.k);
+            check_order(step);
         } else if constexpr (std::is_same_v<Step, AngleStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
@@ -472,7 +511,8 @@ void Runtime::step(const StepBatch &batch) {
         std::byte *local = local_activations_.data() + thread * kChunkRows * local_row_bytes_;
         for (int64_t row = begin * kPanel; row < end * kPanel; row += kChunkRows) {
             const int64_t last = std::min({rows, end * kPanel, row + kChunkRows});
-            run_chunk(span, thread, Scope{row, last, local, kChunkRows});
+            run_chunk(span, thread,
+                      Scope{row, last, local, kChunkRows, ordered_[size_t(thread)].data()});
         }
     };
     pool_.run(jobs_.data(), int64_t(jobs_.size()), work, profiling_ ? job_ends_.data() : nullptr);
@@ -563,7 +603,8 @@ void Runtime::plan_jobs() {
 // All threads share a region.
 void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
     const Region &region = regions_[index];
-    const Scope scope{0, row_count(region.selected), local_activations_.data(), shared_rows_};
+    const Scope scope{0, row_count(region.selected), local_activations_.data(), shared_rows_,
+                      ordered_[size_t(thread)].data()};
     if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
         run(*rows, scope, begin, end);
     } else if (const auto *linear = std::get_if<LinearRegion>(&region.work)) {
@@ -573,7 +614,7 @@ void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
     } else if (const auto *sort = std::get_if<SortRegion>(&region.work)) {
         routings_[size_t(sort->routing)].sort(scope.end);
     } else if (const auto *slots = std::get_if<SlotsRegion>(&region.work)) {
-        run(*slots, begin, end);
+        run(*slots, thread, begin, end);
     } else if (const auto *experts = std::get_if<ExpertsRegion>(&region.work)) {
         run(*experts, begin, end);
     } else {
@@ -656,9 +697,19 @@ void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
 void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {
     const auto format = Format(step.format);
     const size_t bytes = tier_.linear.activation_bytes(format, 1, step.k);
-    tier_.linear.prepare(
-        format, row_of(step.x, scope.begin, scope), step.x.stride, scope.end - scope.begin, step.k,
-        row_of(step.out, scope.begin, bytes, scope), row - scope.begin, row - scope.begin + 1);
+    const float *x = row_of(step.x, scope.begin, scope);
+    int64_t stride = step.x.stride;
+    if (step.order >= 0) {
+        const std::vector<int32_t> &order = orders_[size_t(step.order)];
+        const float *from = x + (row - scope.begin) * stride;
+        for (size_t i = 0; i < order.size(); ++i)
+            scope.ordered[i] = from[order[i]];
+        x = scope.ordered; // whichever row is asked for
+        stride = 0;
+    }
+    tier_.linear.prepare(format, x, stride, scope.end - scope.begin, step.k,
+                         row_of(step.out, scope.begin, bytes, scope), row - scope.begin,
+                         row - scope.begin + 1);
 }
 
 void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {
@@ -812,9 +863,9 @@ Job Runtime::job_of(const SlotsRegion &region, int64_t rows) const {
     return Job{choices, grain_for(choices, pool_.size())};
 }
 
-void Runtime::run(const SlotsRegion &region, int64_t begin, int64_t end) {
+void Runtime::run(const SlotsRegion &region, int thread, int64_t begin, int64_t end) {
     const Routing &routing = routings_[size_t(region.routing)];
-    const Scope scope{0, routing.slots(), nullptr, 0};
+    const Scope scope{0, routing.slots(), nullptr, 0, ordered_[size_t(thread)].data()};
     for (int64_t choice = begin; choice < end; ++choice) {
         const int64_t slot = routing.choices(0)[choice].slot;
         for (const RowStep &step : region.steps)

@@ -70,12 +70,14 @@ struct GateStep {
     int64_t width;
     bool gelu;
 };
-// Prepares a row for linear layers of a format.
+// Prepares a row for linear layers of a format, its elements in an order that was added, or as they
+// come (-1).
 struct PrepareStep {
     Value x;
     int64_t format;
     int64_t k;
     Prepared out;
+    int64_t order;
 };
 // Fills a row of cosines and sines (dim each) for the token's position.
 struct AngleStep {
@@ -203,7 +205,10 @@ class Runtime {
     // bounds.
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
     void allocate_weights(size_t bytes);
-    int64_t add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n, int64_t k);
+    int64_t add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n, int64_t k,
+                       int64_t group);
+    // Input i of the matrices that are prepared for with it is element order[i] of a row.
+    int64_t add_order(std::vector<int32_t> order);
     int64_t add_vector(std::vector<float> values);
     // A rotation of the leading `dim` elements of a head by position * frequencies[i], which also
     // multiplies them by `magnitude`.
@@ -256,6 +261,7 @@ class Runtime {
         int64_t begin, end;
         std::byte *local;
         int64_t capacity; // rows for which `local` is laid out
+        float *ordered;   // the thread's, for a row in another order
     };
     // A job: regions [first, last) that threads do one after the other without meeting, a chunk of
     // rows at a time, or one region shared by its own kind of item.
@@ -285,7 +291,7 @@ class Runtime {
     void run(const LinearRegion &region, const Scope &scope, int64_t begin, int64_t end);
     void run(const LogitsRegion &region, int64_t begin, int64_t end);
     void run(const AttentionRegion &region, int thread, int64_t begin, int64_t end);
-    void run(const SlotsRegion &region, int64_t begin, int64_t end);
+    void run(const SlotsRegion &region, int thread, int64_t begin, int64_t end);
     void run(const ExpertsRegion &region, int64_t begin, int64_t end);
     void run(const EmbedStep &step, int64_t row, const Scope &scope);
     void run(const NormStep &step, int64_t row, const Scope &scope);
@@ -331,6 +337,7 @@ class Runtime {
     }
 
     void check_value(const Value &value, int64_t width, const char *what) const;
+    void check_order(const PrepareStep &step) const;
     void check_matrix(int64_t index) const;
     void check_vector(int64_t index, int64_t size) const;
     void check_prepared(const Prepared &rows, Format format, int64_t k) const;
@@ -351,6 +358,8 @@ class Runtime {
     size_t weights_used_ = 0;
     std::vector<PackedMatrix> matrices_;
     std::vector<std::vector<float>> vectors_;
+    std::vector<std::vector<int32_t>> orders_;
+    std::vector<std::vector<float>> ordered_; // [threads], as long as the longest order
     std::vector<RopeTable> ropes_;
     std::vector<Routing> routings_;
     std::vector<Region> regions_;

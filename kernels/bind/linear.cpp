@@ -2,7 +2,6 @@
 #include "bind.h"
 
 #include "formats.h"
-#include "reference.h"
 #include "tier.h"
 
 #include <nanobind/ndarray.h>
@@ -43,7 +42,7 @@ FloatsOut new_floats(int64_t rows, int64_t columns) {
     return {data, {static_cast<size_t>(rows), static_cast<size_t>(columns)}, owner};
 }
 
-Format checked_format(int number, int64_t n, int64_t k) {
+Format checked_format(int number, int64_t n, int64_t k, int64_t group) {
     const auto format = static_cast<Format>(number);
     const FormatInfo info = format_info(format);
     if (info.block_bytes == 0)
@@ -51,29 +50,32 @@ Format checked_format(int number, int64_t n, int64_t k) {
     if (n <= 0 || k <= 0 || k % info.block_values != 0)
         throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
                                     " cannot be " + std::to_string(n) + " x " + std::to_string(k));
+    if (info.grouped ? group < 1 || group % info.block_values != 0 : group != 0)
+        throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
+                                    " cannot have groups of " + std::to_string(group));
     return format;
 }
 
 struct Packed {
-    Packed(const Tier &tier, int number, int64_t n, int64_t k, const Bytes &data)
-        : format(checked_format(number, n, k)), buffer(nullptr, std::free) {
-        if (data.size() != static_cast<size_t>(n) * reference::row_bytes(format, k))
+    Packed(const Tier &tier, int number, int64_t n, int64_t k, int64_t group, const Bytes &data)
+        : format(checked_format(number, n, k, group)), buffer(nullptr, std::free) {
+        if (data.size() != static_cast<size_t>(n * row_bytes(format, k, group)))
             throw std::invalid_argument("the data's size does not fit the shape");
-        buffer = aligned_buffer(tier.linear.packed_bytes(format, n, k));
-        tier.linear.pack(format, reinterpret_cast<const std::byte *>(data.data()), n, k,
+        buffer = aligned_buffer(tier.linear.packed_bytes(format, n, k, group));
+        tier.linear.pack(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group,
                          buffer.get(), 0, (n + kColumns - 1) / kColumns);
-        matrix = {format, n, k, buffer.get()};
+        matrix = {format, n, k, group, buffer.get()};
     }
     Format format;
     Buffer buffer;
     PackedMatrix matrix;
 };
 
-FloatsOut linear(const Bytes &data, int number, int64_t n, const Floats &x,
-                 const std::string &isa) {
+FloatsOut linear(const Bytes &data, int number, int64_t n, const Floats &x, const std::string &isa,
+                 int64_t group) {
     const auto rows = static_cast<int64_t>(x.shape(0)), k = static_cast<int64_t>(x.shape(1));
     const Tier &tier = find_tier(isa);
-    const Packed packed(tier, number, n, k, data);
+    const Packed packed(tier, number, n, k, group, data);
     FloatsOut out = new_floats(rows, n);
     const Buffer activations = aligned_buffer(tier.linear.activation_bytes(packed.format, rows, k));
     tier.linear.prepare(packed.format, x.data(), k, rows, k, activations.get(), 0, rows);
@@ -82,17 +84,18 @@ FloatsOut linear(const Bytes &data, int number, int64_t n, const Floats &x,
     return out;
 }
 
-FloatsOut dequantize(const Bytes &data, int number, int64_t n, int64_t k, const std::string &isa) {
+FloatsOut dequantize(const Bytes &data, int number, int64_t n, int64_t k, const std::string &isa,
+                     int64_t group) {
     const Tier &tier = find_tier(isa);
-    const Packed packed(tier, number, n, k, data);
+    const Packed packed(tier, number, n, k, group, data);
     FloatsOut out = new_floats(n, k);
     for (int64_t c = 0; c < n; ++c)
         tier.linear.dequantize_row(packed.matrix, c, out.data() + c * k);
     return out;
 }
 
-size_t packed_bytes(int number, int64_t n, int64_t k, const std::string &isa) {
-    return find_tier(isa).linear.packed_bytes(checked_format(number, n, k), n, k);
+size_t packed_bytes(int number, int64_t n, int64_t k, const std::string &isa, int64_t group) {
+    return find_tier(isa).linear.packed_bytes(checked_format(number, n, k, group), n, k, group);
 }
 
 } // namespace
@@ -100,11 +103,12 @@ size_t packed_bytes(int number, int64_t n, int64_t k, const std::string &isa) {
 
 void bind_linear(nb::module_ &m) {
     using namespace octavo;
-    m.def("linear", linear, "data"_a, "format"_a, "n"_a, "x"_a, "isa"_a = "",
-          "x [rows, k] times the transpose of a matrix [n, k] given as GGUF blocks: [rows, n].\n"
+    m.def("linear", linear, "data"_a, "format"_a, "n"_a, "x"_a, "isa"_a = "", "group"_a = 0,
+          "x [rows, k] times the transpose of a matrix [n, k] given as GGUF blocks, or as rows of\n"
+          "a grouped format (kernels/linear.h): [rows, n].\n"
           "Raises ValueError for a shape or instruction set that does not fit.");
-    m.def("dequantize", dequantize, "data"_a, "format"_a, "n"_a, "k"_a, "isa"_a = "",
-          "The numbers [n, k] of a matrix given as GGUF blocks, by way of its packed form.");
-    m.def("packed_bytes", packed_bytes, "format"_a, "n"_a, "k"_a, "isa"_a = "",
+    m.def("dequantize", dequantize, "data"_a, "format"_a, "n"_a, "k"_a, "isa"_a = "", "group"_a = 0,
+          "The numbers [n, k] of a matrix given likewise, by way of its packed form.");
+    m.def("packed_bytes", packed_bytes, "format"_a, "n"_a, "k"_a, "isa"_a = "", "group"_a = 0,
           "Bytes a weight matrix [n, k] takes once packed.");
 }

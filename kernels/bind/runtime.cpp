@@ -107,7 +107,8 @@ void bind_runtime(nb::module_ &m) {
         .def(nb::init<Value, Value, Value, int64_t, bool>(), "gate"_a, "up"_a, "out"_a, "width"_a,
              "gelu"_a);
     nb::class_<PrepareStep>(m, "PrepareStep")
-        .def(nb::init<Value, int64_t, int64_t, Prepared>(), "x"_a, "format"_a, "k"_a, "out"_a);
+        .def(nb::init<Value, int64_t, int64_t, Prepared, int64_t>(), "x"_a, "format"_a, "k"_a,
+             "out"_a, "order"_a);
     nb::class_<AngleStep>(m, "AngleStep").def(nb::init<int64_t, Value>(), "rope"_a, "out"_a);
     nb::class_<RopeStoreStep>(m, "RopeStoreStep")
         .def(nb::init<Value, Value, Value, Value, int64_t, int64_t, int64_t>(), "q"_a, "k"_a, "v"_a,
@@ -188,17 +189,20 @@ void bind_runtime(nb::module_ &m) {
                  return runtime.tier().linear.same_activations(Format(a), Format(b));
              })
         .def("packed_bytes",
-             [](const Runtime &runtime, int format, int64_t n, int64_t k) {
-                 return Runtime::aligned(runtime.tier().linear.packed_bytes(Format(format), n, k));
+             [](const Runtime &runtime, int format, int64_t n, int64_t k, int64_t group) {
+                 return Runtime::aligned(
+                     runtime.tier().linear.packed_bytes(Format(format), n, k, group));
              })
         .def("allocate_weights", &Runtime::allocate_weights)
         .def("add_matrix",
-             [](Runtime &runtime, int format, const Bytes &data, int64_t n, int64_t k) {
+             [](Runtime &runtime, int format, const Bytes &data, int64_t n, int64_t k,
+                int64_t group) {
                  nb::gil_scoped_release release;
                  return runtime.add_matrix(Format(format),
                                            reinterpret_cast<const std::byte *>(data.data()),
-                                           int64_t(data.size()), n, k);
+                                           int64_t(data.size()), n, k, group);
              })
+        .def("add_order", &Runtime::add_order)
         .def("add_vector", &Runtime::add_vector)
         .def("add_rope", &Runtime::add_rope)
         .def("add_routing", &Runtime::add_routing)

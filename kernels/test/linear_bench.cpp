@@ -29,7 +29,9 @@ namespace {
 constexpr Format kFormats[] = {Format::Q4_0,  Format::Q4_1, Format::Q4_K,   Format::Q8_0,
                                Format::Q5_0,  Format::Q5_1, Format::Q5_K,   Format::Q6_K,
                                Format::Q2_K,  Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS,
-                               Format::MXFP4, Format::BF16, Format::F16,    Format::F32};
+                               Format::MXFP4, Format::I4,   Format::I3,     Format::I8,
+                               Format::BF16,  Format::F16,  Format::F32};
+constexpr int64_t kGroupInputs = 128; // of the grouped formats, whose zeros are not the centre
 constexpr int64_t kRows[] = {1, 4, 8, 32, 64, 512};
 struct Shape {
     int64_t k, n;
@@ -119,7 +121,8 @@ class Bench {
 
     // Seconds a layer, `count` layers one after the other.
     double layers(Format format, Shape shape, int64_t rows, int64_t count) {
-        const auto size = int64_t(tier_.linear.packed_bytes(format, shape.n, shape.k));
+        const int64_t group = format_info(format).grouped ? kGroupInputs : 0;
+        const auto size = int64_t(tier_.linear.packed_bytes(format, shape.n, shape.k, group));
         const int64_t blocks = (shape.n + kColumns - 1) / kColumns;
         const bool chunked = rows > kChunkRows * pool_.size();
         const Job job = chunked ? Job{(rows + kPanel - 1) / kPanel, kChunkRows / kPanel}
@@ -127,7 +130,7 @@ class Bench {
         const std::vector<Job> jobs(size_t(count), job);
         const int64_t first = next_;
         const auto work = [&](int64_t layer, int, int64_t begin, int64_t end) {
-            const PackedMatrix matrix{format, shape.n, shape.k,
+            const PackedMatrix matrix{format, shape.n, shape.k, group,
                                       weights_.data() +
                                           (first + layer) % (kWeightBytes / size) * size};
             if (!chunked) {
@@ -155,7 +158,8 @@ class Bench {
         tier_.linear.prepare(format, x_.data(), shape.k, rows, shape.k, activations_.data(), 0,
                              rows);
         const double ops = 2.0 * double(rows) * double(shape.k) * double(shape.n);
-        const auto bytes = double(tier_.linear.packed_bytes(format, shape.n, shape.k));
+        const auto bytes =
+            double(tier_.linear.packed_bytes(format, shape.n, shape.k, kGroupInputs));
         const double once = layers(format, shape, rows, 4);
         const int64_t count = std::max<int64_t>(2, int64_t(2 * kSeconds / once));
         std::vector<double> seconds, shares;

@@ -23,7 +23,8 @@ namespace {
 constexpr Format kFormats[] = {Format::F32,  Format::F16,    Format::BF16,   Format::Q8_0,
                                Format::Q4_0, Format::Q4_1,   Format::Q5_0,   Format::Q5_1,
                                Format::Q4_K, Format::Q5_K,   Format::Q6_K,   Format::Q2_K,
-                               Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS, Format::MXFP4};
+                               Format::Q3_K, Format::IQ4_NL, Format::IQ4_XS, Format::MXFP4,
+                               Format::I3,   Format::I4,     Format::I8};
 
 int failures = 0;
 
@@ -67,9 +68,40 @@ uint16_t random_half(Rng &rng) {
     return static_cast<uint16_t>(sign | exponent << 10 | fraction);
 }
 
+// The zero of symmetric grouped formats.
+int centre_of(Format format) {
+    return format == Format::I3 ? 4 : format == Format::I4 ? 8 : 128;
+}
+
+// Rows of a grouped format, with zeros at and between both ends or all in the centre, and scales of
+// fp16 or bf16 (now and then negative, subnormal or zero), in any relation.
+std::vector<std::byte> random_grouped(Format format, int64_t n, int64_t k, int64_t group,
+                                      Rng &rng) {
+    const size_t row = reference::row_bytes(format, k, group);
+    const int64_t groups = (k + group - 1) / group;
+    const bool symmetric = draw(rng, 0, 2) == 0, wide = draw(rng, 0, 1) == 0;
+    const int top = format == Format::I8 ? 255 : 2 * centre_of(format);
+    std::vector<std::byte> out(static_cast<size_t>(n) * row);
+    for (std::byte &each : out)
+        each = static_cast<std::byte>(rng());
+    for (int64_t c = 0; c < n; ++c)
+        for (int64_t g = 0; g < groups; ++g) {
+            std::byte *scales = out.data() + static_cast<size_t>(c) * row;
+            const float narrow = bfloat_to_float(
+                static_cast<uint16_t>(draw(rng, 0x3b80, 0x3c80) | draw(rng, 0, 1) << 15));
+            store_as(scales + g * 4, wide ? half_to_float(random_half(rng)) : narrow);
+            const int64_t ends[] = {0, top, top / 2, draw(rng, 0, top)};
+            scales[groups * 4 + g] =
+                static_cast<std::byte>(symmetric ? centre_of(format) : ends[draw(rng, 0, 3)]);
+        }
+    return out;
+}
+
 // Random file blocks: every bit pattern of the quants and packed scales, tame fp16 factors.
-std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, Rng &rng) {
+std::vector<std::byte> random_matrix(Format format, int64_t n, int64_t k, int64_t group, Rng &rng) {
     const FormatInfo info = format_info(format);
+    if (info.grouped)
+        return random_grouped(format, n, k, group, rng);
     std::vector<std::byte> out(static_cast<size_t>(n) * reference::row_bytes(format, k));
     for (size_t at = 0; at < out.size(); at += static_cast<size_t>(info.block_bytes)) {
         std::byte *block = out.data() + at;
@@ -124,23 +156,28 @@ std::vector<float> random_rows(int64_t rows, int64_t k, Rng &rng) {
 
 // A packed matrix and what it was made of.
 struct Matrix {
-    Matrix(const LinearKernels &kernels, Format format, int64_t n, int64_t k, Rng &rng)
-        : file(random_matrix(format, n, k, rng)), buffer(kernels.packed_bytes(format, n, k)),
-          packed{format, n, k, buffer.data.get()} {
+    Matrix(const LinearKernels &kernels, Format format, int64_t n, int64_t k, int64_t group,
+           Rng &rng)
+        : file(random_matrix(format, n, k, group, rng)),
+          buffer(kernels.packed_bytes(format, n, k, group)),
+          packed{format, n, k, group, buffer.data.get()} {
         const int64_t blocks = (n + kColumns - 1) / kColumns, middle = draw(rng, 0, blocks);
-        std::memset(buffer.data.get(), 0xff, kernels.packed_bytes(format, n, k));
-        kernels.pack(format, file.data(), n, k, buffer.data.get(), middle, blocks);
-        kernels.pack(format, file.data(), n, k, buffer.data.get(), 0, middle);
+        std::memset(buffer.data.get(), 0xff, kernels.packed_bytes(format, n, k, group));
+        kernels.pack(format, file.data(), n, k, group, buffer.data.get(), middle, blocks);
+        kernels.pack(format, file.data(), n, k, group, buffer.data.get(), 0, middle);
     }
 
     std::vector<float> weights() const {
         std::vector<float> out(static_cast<size_t>(packed.n * packed.k));
         for (int64_t c = 0; c < packed.n; ++c)
-            reference::dequantize(packed.format,
-                                  file.data() + static_cast<size_t>(c) *
-                                                    reference::row_bytes(packed.format, packed.k),
-                                  packed.k, out.data() + c * packed.k);
+            reference::dequantize(packed.format, row(c), packed.k, out.data() + c * packed.k,
+                                  packed.group);
         return out;
+    }
+
+    const std::byte *row(int64_t c) const {
+        return file.data() +
+               static_cast<size_t>(c) * reference::row_bytes(packed.format, packed.k, packed.group);
     }
 
     std::vector<std::byte> file;
@@ -172,7 +209,7 @@ bool same_bits(const float *a, const float *b, size_t count) {
 }
 
 struct Shape {
-    int64_t rows, n, k;
+    int64_t rows, n, k, group = 0;
 };
 
 Shape random_shape(Format format, Rng &rng) {
@@ -180,6 +217,9 @@ Shape random_shape(Format format, Rng &rng) {
     Shape s{draw(rng, 1, 33), ns[draw(rng, 0, 8)], 0};
     const int64_t block = std::max<int64_t>(format_info(format).block_values, 1);
     s.k = block * draw(rng, 1, block == 1 ? 300 : block == 32 ? 24 : 4);
+    const int64_t groups[] = {32, 64, 96, 128, 256, s.k, s.k + 32};
+    if (format_info(format).grouped)
+        s.group = groups[draw(rng, 0, 6)];
     return s;
 }
 
@@ -194,7 +234,8 @@ void test_dequantize(const LinearKernels &kernels, const Matrix &m) {
 }
 
 bool is_fixed(Format format) {
-    return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K;
+    return format == Format::Q4_0 || format == Format::Q4_1 || format == Format::Q4_K ||
+           format == Format::I3 || format == Format::I4;
 }
 
 // A 4-bit group's dequantized weights if all its quants were q.
@@ -207,24 +248,41 @@ float with_quants(Format format, const std::byte *block, int64_t part, int q) {
     return out[static_cast<size_t>(part * 32)];
 }
 
+// How the kernels take group g of column c apart: w = d (q - its centre) + min.
+void terms_of(const Matrix &m, int64_t c, int64_t g, double &d, double &min) {
+    const Format format = m.packed.format;
+    const std::byte *row = m.row(c);
+    if (format_info(format).grouped) {
+        const int64_t groups = (m.packed.k + m.packed.group - 1) / m.packed.group;
+        const int64_t at = g * 32 / m.packed.group;
+        const int off = centre_of(format) - static_cast<int>(row[groups * 4 + at]);
+        d = load_as<float>(row + at * 4);
+        min = d * off;
+        return;
+    }
+    const int64_t block_groups = format_info(format).block_values / 32;
+    const std::byte *block = row + g / block_groups * format_info(format).block_bytes;
+    min = with_quants(format, block, g % block_groups, 8);
+    d = with_quants(format, block, g % block_groups, 9) - min;
+}
+
 // What the fixed-point sums of column c may be off by for a rounded row x, by the error of each
 // integer (kernels/tier/linear_layout.h): half a unit for a row's scales A and scaled sums S, one
 // for a column's scales D, two for its mins M.
 double fixed_point_error(const Matrix &m, int64_t c, const float *w, const float *x) {
     const Format format = m.packed.format;
-    const int64_t k = m.packed.k, block_groups = format_info(format).block_values / 32;
-    const std::byte *row = m.file.data() + static_cast<size_t>(c) * reference::row_bytes(format, k);
-    std::vector<double> d, min; // w = d (q - 8) + min
+    const int64_t k = m.packed.k;
+    std::vector<double> d(static_cast<size_t>(k / 32)), min(d.size());
     double largest = 0;
-    for (int64_t g = 0; g < k / 32; ++g) {
-        const std::byte *block = row + g / block_groups * format_info(format).block_bytes;
-        const int64_t part = g % block_groups;
-        min.push_back(with_quants(format, block, part, 8));
-        d.push_back(with_quants(format, block, part, 9) - min.back());
-        const double from_k = 64.0 * std::fabs(half_to_float(load_as<uint16_t>(block))) +
-                              8.0 * std::fabs(half_to_float(load_as<uint16_t>(block + 2)));
-        largest = std::max({largest, std::fabs(d.back()), std::fabs(min.back()) / 8,
-                            format == Format::Q4_K ? from_k : 0.0});
+    for (size_t g = 0; g < d.size(); ++g) {
+        terms_of(m, c, static_cast<int64_t>(g), d[g], min[g]);
+        largest = std::max({largest, std::fabs(d[g]), std::fabs(min[g]) / 8});
+        if (format == Format::Q4_K) {
+            const std::byte *block = m.row(c) + static_cast<int64_t>(g) / 8 * 144;
+            const double from_k = 64.0 * std::fabs(half_to_float(load_as<uint16_t>(block))) +
+                                  8.0 * std::fabs(half_to_float(load_as<uint16_t>(block + 2)));
+            largest = std::max(largest, from_k);
+        }
     }
     double error = 0;
     for (int64_t begin = 0; begin < k / 32; begin += 8) {
@@ -394,7 +452,7 @@ void test_bad_row(const LinearKernels &kernels, const Matrix &m, std::vector<flo
 
 void test_case(const Tier &tier, Format format, Shape s, Rng &rng) {
     const LinearKernels &kernels = tier.linear;
-    const Matrix m(kernels, format, s.n, s.k, rng);
+    const Matrix m(kernels, format, s.n, s.k, s.group, rng);
     const std::vector<float> x = random_rows(s.rows, s.k, rng);
     const Buffer activations = prepared(kernels, format, x, s.rows, s.k);
     const std::vector<float> out = one_by_one(kernels, m, activations.data.get(), s.rows);
@@ -403,6 +461,44 @@ void test_case(const Tier &tier, Format format, Shape s, Rng &rng) {
     test_ranges(kernels, m, activations.data.get(), out, s.rows, rng);
     test_prepare(kernels, m, x, out, s.rows, rng);
     test_bad_row(kernels, m, x, out, s.rows, rng);
+}
+
+// Scales of all of fp32 are held to 11 bits, from the smallest normal to the largest; one that is
+// no number spoils its column only.
+void test_wide_scales(const LinearKernels &kernels, Format format, Rng &rng) {
+    constexpr int64_t kInputs = 96, kOutputs = 40;
+    std::vector<std::byte> file = random_grouped(format, kOutputs, kInputs, 32, rng);
+    const size_t row = reference::row_bytes(format, kInputs, 32);
+    const int64_t bad = draw(rng, 0, kOutputs - 1);
+    for (int64_t c = 0; c < kOutputs; ++c) {
+        const auto exponent = static_cast<int>(draw(rng, -110, 110));
+        for (int64_t g = 0; g < 3; ++g) {
+            const auto fine = 1 + static_cast<float>(draw(rng, 0, 0x7fffff)) * 0x1p-23f;
+            store_as(file.data() + static_cast<size_t>(c) * row + g * 4,
+                     c == bad && g == 1 ? NAN
+                                        : std::ldexp(fine, exponent - static_cast<int>(3 * g)));
+        }
+    }
+    const Buffer buffer(kernels.packed_bytes(format, kOutputs, kInputs, 32));
+    kernels.pack(format, file.data(), kOutputs, kInputs, 32, buffer.data.get(), 0, 3);
+    const PackedMatrix packed{format, kOutputs, kInputs, 32, buffer.data.get()};
+    const std::vector<float> x(kInputs, 1);
+    const Buffer activations = prepared(kernels, format, x, 1, kInputs);
+    std::vector<float> sums(kOutputs), held(kInputs), expected(kInputs);
+    kernels.matmul(packed, activations.data.get(), 1, 0, 1, 0, 3, sums.data(), kOutputs, false);
+    for (int64_t c = 0; c < kOutputs; ++c) {
+        CHECK(std::isfinite(sums[static_cast<size_t>(c)]) == (c != bad), "%s column %ld: %g",
+              format_name(format), c, static_cast<double>(sums[static_cast<size_t>(c)]));
+        if (c == bad)
+            continue;
+        kernels.dequantize_row(packed, c, held.data());
+        reference::dequantize(format, file.data() + static_cast<size_t>(c) * row, kInputs,
+                              expected.data(), 32);
+        for (size_t i = 0; i < held.size(); ++i)
+            CHECK(std::fabs(held[i] - expected[i]) <= 0x1.001p-11f * std::fabs(expected[i]),
+                  "%s column %ld: %g instead of %g", format_name(format), c,
+                  static_cast<double>(held[i]), static_cast<double>(expected[i]));
+    }
 }
 
 // Prepared activations are the same in every tier; products are the same in the tiers that fuse,
@@ -417,7 +513,7 @@ void test_across_tiers(const std::vector<const Tier *> &tiers, Format format, Sh
         if (format == Format::BF16 && !kernels.same_activations(Format::F32, format))
             continue;
         Rng rng(seed);
-        const Matrix m(kernels, format, s.n, s.k, rng);
+        const Matrix m(kernels, format, s.n, s.k, s.group, rng);
         const std::vector<float> x = random_rows(s.rows, s.k, rng);
         const Buffer buffer = prepared(kernels, format, x, s.rows, s.k);
         const std::vector<std::byte> activations(
@@ -454,6 +550,7 @@ int main(int argc, char **argv) {
     }
     uint64_t seed = 1;
     for (const Format format : kFormats) {
+        const bool grouped = format_info(format).grouped;
         for (const Tier *tier : tiers) {
             for (int i = 0; i < cases; ++i) {
                 Rng rng(seed++);
@@ -461,13 +558,15 @@ int main(int argc, char **argv) {
                 test_case(*tier, format, s, rng);
             }
             Rng rng(seed++);
-            test_case(*tier, format, {2, 17, 16384}, rng);
+            test_case(*tier, format, {2, 17, 16384, grouped ? 128 : 0}, rng);
+            if (grouped)
+                test_wide_scales(tier->linear, format, rng);
             if (failures == 0)
                 std::printf("passed %s %s\n", tier->name, format_name(format));
         }
-        test_across_tiers(tiers, format, {5, 71, 512}, seed++);
+        test_across_tiers(tiers, format, {5, 71, 512, grouped ? 64 : 0}, seed++);
         if (format_info(format).block_values == 32)
-            test_across_tiers(tiers, format, {13, 33, 32 * 11}, seed++);
+            test_across_tiers(tiers, format, {13, 33, 32 * 11, grouped ? 96 : 0}, seed++);
     }
     return failures == 0 ? 0 : 1;
 }

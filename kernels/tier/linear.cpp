@@ -1,6 +1,7 @@
 // The linear kernels of one tier: the loops over tiles, and the table.
 #include "tier.h"
 
+#include "linear_grouped_pack.h"
 #include "linear_pack.h"
 #include "linear_tile.h"
 
@@ -46,6 +47,12 @@ template <class Function> decltype(auto) with_format(Format format, Function f) 
         return f.template operator()<Format::IQ4_XS>();
     case Format::MXFP4:
         return f.template operator()<Format::MXFP4>();
+    case Format::I3:
+        return f.template operator()<Format::I3>();
+    case Format::I4:
+        return f.template operator()<Format::I4>();
+    case Format::I8:
+        return f.template operator()<Format::I8>();
     }
     __builtin_unreachable();
 }
@@ -66,23 +73,32 @@ void prepare_floats(const float *x, int64_t k, std::byte *to, int64_t step) {
     }
 }
 
-size_t packed_bytes(Format format, int64_t n, int64_t k) {
+template <Format F> int64_t block_bytes_of(int64_t k, [[maybe_unused]] int64_t group) {
+    if constexpr (format_info(F).grouped)
+        return grouped_block_bytes<F>(k, group);
+    else
+        return column_block_bytes<F>(k);
+}
+
+size_t packed_bytes(Format format, int64_t n, int64_t k, int64_t group) {
     const int64_t block_bytes =
-        with_format(format, [&]<Format F>() { return column_block_bytes<F>(k); });
+        with_format(format, [&]<Format F>() { return block_bytes_of<F>(k, group); });
     return static_cast<size_t>(round_up(n, kColumns) / kColumns * block_bytes);
 }
 
-void pack(Format format, const std::byte *src, int64_t n, int64_t k, std::byte *dst,
+void pack(Format format, const std::byte *src, int64_t n, int64_t k, int64_t group, std::byte *dst,
           int64_t block_begin, int64_t block_end) {
     with_format(format, [&]<Format F>() {
-        constexpr FormatInfo info = format_info(F);
-        const int64_t row_bytes = k / info.block_values * info.block_bytes;
-        const int64_t block_bytes = column_block_bytes<F>(k);
+        const int64_t block_bytes = block_bytes_of<F>(k, group);
         for (int64_t b = block_begin; b < block_end; ++b) {
             const int64_t first = b * kColumns;
             const int64_t columns = n - first < kColumns ? n - first : kColumns;
-            pack_column_block<F>(bytes(src) + first * row_bytes, columns, k,
-                                 reinterpret_cast<uint8_t *>(dst) + b * block_bytes);
+            const uint8_t *from = bytes(src) + first * row_bytes(F, k, group);
+            uint8_t *to = reinterpret_cast<uint8_t *>(dst) + b * block_bytes;
+            if constexpr (format_info(F).grouped)
+                pack_grouped_block<F>(from, columns, k, group, to);
+            else
+                pack_column_block<F>(from, columns, k, to);
         }
     });
 }
@@ -162,7 +178,7 @@ void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t ro
         // Column blocks that all rows pass before the next: what a tile of one row takes at most.
         constexpr int64_t kBlocks = 4;
         const int64_t cells = cells_of(F, matrix.k);
-        const int64_t block_bytes = column_block_bytes<F>(matrix.k);
+        const int64_t block_bytes = block_bytes_of<F>(matrix.k, matrix.group);
         for (int64_t b = block_begin; b < block_end; b += kBlocks) {
             const int64_t blocks = block_end - b < kBlocks ? block_end - b : kBlocks;
             for (int64_t r = row_begin; r < row_end;) {
@@ -171,6 +187,7 @@ void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t ro
                 panel<F, kMaxTileRows>({.weights = bytes(matrix.data) + b * block_bytes,
                                         .block_bytes = block_bytes,
                                         .k = matrix.k,
+                                        .group = matrix.group,
                                         .activations = activations + row_offset(r, cells),
                                         .activation_step = cell_step(r, rows),
                                         .out = out + r * ldo + b * kColumns,
@@ -186,8 +203,12 @@ void matmul(const PackedMatrix &matrix, const std::byte *activations, int64_t ro
 
 void dequantize_row(const PackedMatrix &matrix, int64_t index, float *out) {
     with_format(matrix.format, [&]<Format F>() {
-        dequantize_lane<F>(bytes(matrix.data) + index / kColumns * column_block_bytes<F>(matrix.k),
-                           index % kColumns, matrix.k, out);
+        const uint8_t *block =
+            bytes(matrix.data) + index / kColumns * block_bytes_of<F>(matrix.k, matrix.group);
+        if constexpr (format_info(F).grouped)
+            dequantize_grouped_lane<F>(block, index % kColumns, matrix.k, matrix.group, out);
+        else
+            dequantize_lane<F>(block, index % kColumns, matrix.k, out);
     });
 }
 

@@ -275,6 +275,15 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile, float (&
     }
 }
 
+template <int R> inline void write_tile(const Tile &tile, const float (&sums)[R][kLanes]) {
+    const int64_t columns = tile.columns < kLanes ? tile.columns : kLanes;
+    for (int r = 0; r < R; ++r)
+        for (int64_t lane = 0; lane < columns; ++lane) {
+            float &to = tile.out[r * tile.ldo + lane];
+            to = tile.accumulate ? to + sums[r][lane] : sums[r][lane];
+        }
+}
+
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     static_assert(C == 1);
     float sums[R][kLanes] = {};
@@ -286,12 +295,7 @@ template <Format F, int R, int C> void compute_tile(const Tile &tile) {
         quantized_tile<F, R>(tile, sums);
     else
         float_tile<F, R>(tile, sums);
-    const int64_t columns = tile.columns < kLanes ? tile.columns : kLanes;
-    for (int r = 0; r < R; ++r)
-        for (int64_t lane = 0; lane < columns; ++lane) {
-            float &to = tile.out[r * tile.ldo + lane];
-            to = tile.accumulate ? to + sums[r][lane] : sums[r][lane];
-        }
+    write_tile<R>(tile, sums);
 }
 
 inline void prepare_bf16(const float *, int64_t, std::byte *, int64_t) {}

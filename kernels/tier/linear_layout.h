@@ -280,7 +280,8 @@ inline float column_scale(float largest) {
         return 1.0f;
     if (bits >= 0x7f800000u)
         return __builtin_nanf("");
-    const uint32_t scale = (267 - (bits >> 23)) << 23;
+    const uint32_t biased = 267 - (bits >> 23);
+    const uint32_t scale = (biased < 254 ? biased : 254) << 23;
     return load_as<float>(&scale);
 }
 

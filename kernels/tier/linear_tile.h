@@ -14,7 +14,9 @@
 //   sum += (float(dot) · scale) · activation.scale          (multiplication, then fused add)
 //   sum += min · activation.scaled_sum                      (formats with a min; fused)
 //
-// where scale = d or d·sc and min = m or −dmin·m, in fp32. Q6_K, whose scales cover 16 inputs:
+// where scale = d or d·sc and min = m or −dmin·m, in fp32. I3 and I4 are summed like the 4-bit
+// formats, I8 like the 8-bit ones with min = (128 − zero)·d, left out of a group of inputs where
+// none of the 16 outputs has one (linear_grouped.h). Q6_K, whose scales cover 16 inputs:
 //
 //   sum += (float(dot_b) · scale_b + float(dot_a) · scale_a) · activation.scale
 //
@@ -40,6 +42,7 @@ struct Tile {
     const uint8_t *weights; // first column block
     int64_t block_bytes;    // of a column block
     int64_t k;
+    int64_t group;                // of a grouped format
     const std::byte *activations; // first cell of the first row; then those of the rows below it
     int64_t activation_step;      // bytes from a row's cell to its next
     float *out;
@@ -52,9 +55,9 @@ struct Tile {
 } // namespace octavo
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
-#include "linear_avx512.h"
+#include "linear_grouped_avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
-#include "linear_avx2.h"
+#include "linear_grouped_avx2.h"
 #else
-#include "linear_generic.h"
+#include "linear_grouped_generic.h"
 #endif

@@ -19,6 +19,9 @@ from octavo.model.config import Layer, Rope
 MODELS = {
     "llama F32": (tiny.config(), WeightFormat.F32),
     "llama Q4_0": (tiny.config(), WeightFormat.Q4_0),
+    "llama I3, in orders": (tiny.config(), WeightFormat.I3),
+    "llama I4, in orders": (tiny.config(), WeightFormat.I4),
+    "gemma3 I8, in orders": (tiny.config("gemma3"), WeightFormat.I8),
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
     "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
     "gemma3 BF16, window of 100": (

@@ -75,6 +75,22 @@ def test_the_residual_is_accumulated_in_place() -> None:
     assert all(work.parts[0].out is residual for work in accumulating[:4])
 
 
+def test_only_matrices_of_one_order_share_activations() -> None:
+    def prepared(*orders: int) -> list[int]:
+        program = families.program(tiny.config())
+        formats = dict.fromkeys(program.weights, WeightFormat.I4)
+        roles = [f"layers.0.attn_{name}" for name in "qkv"]
+        numbers = {role: n for role, n in zip(roles, orders, strict=True) if n >= 0}
+        first = lower.lower(program, formats, Formats(), numbers).regions[0].work
+        assert isinstance(first, lower.Rows)
+        return [step.order for step in first.steps if isinstance(step, lower.Prepare)]
+
+    assert prepared(-1, -1, -1) == [-1]
+    assert prepared(0, 0, 0) == [0]
+    assert prepared(0, 0, 1) == [0, 1]
+    assert prepared(-1, 0, -1) == [-1, 0]
+
+
 def test_formats_that_share_activations_prepare_once() -> None:
     def prepared(format: WeightFormat) -> int:
         formats = {"layers.0.attn_q": WeightFormat.Q4_K, "layers.0.attn_k": WeightFormat.Q4_K}

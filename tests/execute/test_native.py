@@ -89,6 +89,9 @@ def test_a_long_context_equals_the_reference() -> None:
         (WeightFormat.BF16, 2e-2),
         (WeightFormat.Q8_0, 6e-2),
         (WeightFormat.Q4_0, 6e-2),
+        (WeightFormat.I3, 6e-2),
+        (WeightFormat.I4, 6e-2),
+        (WeightFormat.I8, 6e-2),
     ],
 )
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
@@ -328,6 +331,36 @@ def test_weights_that_do_not_fit_are_refused() -> None:
         load(dataclasses.replace(good, weights=good.weights | {"layers.1.ffn_up": cut}))
 
 
+def test_orders_are_permutations_and_not_the_embedding_s() -> None:
+    good = tiny.checkpoint(tiny.config(), WeightFormat.I4)
+
+    def refusal(role: str, order: list[int]) -> str:
+        weight = good.weights[role]._replace(order=np.array(order, np.int32))
+        with pytest.raises(CheckpointError) as refused:
+            Driver(dataclasses.replace(good, weights=good.weights | {role: weight}))
+        return str(refused.value)
+
+    assert "token_embd is an embedding" in refusal("token_embd", list(range(64)))
+    not_one = "the order of layers.0.attn_q's inputs is not one of 64"
+    assert not_one in refusal("layers.0.attn_q", [0] * 64)
+    assert not_one in refusal("layers.0.attn_q", list(range(63)))
+    assert not_one in refusal("layers.0.attn_q", [-1, *range(1, 64)])
+
+
+def test_zeros_and_groups_that_the_kernels_cannot_have() -> None:
+    good = tiny.checkpoint(tiny.config(), WeightFormat.I4)
+    weight = good.weights["layers.1.ffn_up"]
+    data = weight.data.copy()
+    data[3 * 37 + 4] = 17  # a scale, a zero and 64 numbers a row
+    for changed, message in [
+        (weight._replace(data=data), "zero of a group is 17, outside 0 to 16"),
+        (weight._replace(group=48), "groups of 48 inputs are not whole blocks of 32"),
+        (weight._replace(group=32), "bytes of data"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Driver(dataclasses.replace(good, weights=good.weights | {weight.name: changed}))
+
+
 def test_a_closed_executor_says_so() -> None:
     driver = Driver(tiny.checkpoint(tiny.config()))
     batch = driver.batch([(driver.start([1, 2, 3]), 3)])
@@ -362,7 +395,7 @@ def test_profile_times_every_region() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_its_cost_model_has_the_weights_it_holds(family: str) -> None:
-    for format in (WeightFormat.Q4_0, WeightFormat.Q8_0, WeightFormat.BF16):
+    for format in (WeightFormat.Q4_0, WeightFormat.Q8_0, WeightFormat.BF16, WeightFormat.I3):
         driver = Driver(tiny.checkpoint(tiny.config(family), format))
         assert driver.executor.costs.weight_bytes == driver.executor.weight_bytes
 

@@ -77,8 +77,42 @@ def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArr
     return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
 
 
+def quantize_grouped(
+    values: npt.NDArray[np.float32], format: WeightFormat, group: int
+) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as bytes of a grouped format, asymmetric, the scales fp16's."""
+    bits = format - WeightFormat.I8 + 8
+    parts = np.split(values, range(group, values.shape[1], group), axis=1)
+    low = np.stack([np.minimum(part.min(axis=1), 0) for part in parts], axis=1)
+    high = np.stack([np.maximum(part.max(axis=1), 0) for part in parts], axis=1)
+    scales = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+    zeros = np.rint(-low / scales).clip(0, 2**bits - 1).astype(np.uint8)
+    at = np.arange(values.shape[1]) // group
+    steps = np.rint(values / scales[:, at]) + zeros[:, at]
+    numbers = steps.clip(0, 2**bits - 1).astype(np.uint8)
+    stream = np.unpackbits(numbers[..., None], axis=2, bitorder="little", count=bits)
+    packed = np.packbits(stream.reshape(len(values), -1), axis=1, bitorder="little")
+    return np.concatenate([scales.view(np.uint8), zeros, packed], axis=1).reshape(-1)
+
+
+def dequantize_grouped(weight: Weight) -> Floats:
+    """The exact numbers, each at the place of the activation that it multiplies."""
+    rows, columns = weight.shape
+    bits, groups = weight.format - WeightFormat.I8 + 8, -(-columns // weight.group)
+    data = weight.data.reshape(rows, -1)
+    scales = data[:, : 4 * groups].copy().view(np.float32).astype(np.float64)
+    zeros = data[:, 4 * groups : 5 * groups].astype(np.float64)
+    stream = np.unpackbits(data[:, 5 * groups :], axis=1, bitorder="little")
+    numbers = stream.reshape(rows, columns, bits) @ (1 << np.arange(bits))
+    at = np.arange(columns) // weight.group
+    values: Floats = scales[:, at] * (numbers - zeros[:, at])
+    return values if weight.order is None else values[:, np.argsort(weight.order)]
+
+
 def dequantize(weight: Weight) -> Floats:
     """The exact numbers that a weight's bytes stand for."""
+    if weight.format.grouped:
+        return dequantize_grouped(weight)
     data = weight.data
     match weight.format:
         case WeightFormat.F32:
@@ -102,10 +136,22 @@ def dequantize(weight: Weight) -> Floats:
 def checkpoint(
     config: ModelConfig, format: WeightFormat = WeightFormat.F32, seed: int = 0
 ) -> Checkpoint:
-    """Random weights that keep activations near one, matrices in ``format``."""
+    """Random weights that keep activations near one, matrices in ``format``.
+
+    Those of a grouped format have groups of 64 inputs, and their inputs are in an order: one for
+    all matrices of a width but V, and none for the embedding.
+    """
     rng = np.random.default_rng(seed)
     weights: dict[str, Weight] = {}
     for role, shape in families.program(config).weights.items():
+        if len(shape) == 2 and format.grouped:
+            values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
+            data = quantize_grouped(values, format, 64)
+            order = np.random.default_rng(role.endswith("attn_v")).permutation(shape[1])
+            weights[role] = Weight(role, format, shape, data, group=64)
+            if role.startswith("layers."):
+                weights[role] = weights[role]._replace(order=order.astype(np.int32))
+            continue
         if len(shape) == 2:
             values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
             stored = format

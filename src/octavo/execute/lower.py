@@ -18,7 +18,7 @@ None of it changes the order of operations within an element.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -97,11 +97,14 @@ class Gate(NamedTuple):
 
 
 class Prepare(NamedTuple):
-    """Brings rows into the form that linear layers of ``format`` take."""
+    """Brings rows into the form that linear layers of ``format`` take, their elements in the order
+    of that number (-1: as they are).
+    """
 
     x: View
     format: WeightFormat
     out: Buffer
+    order: int = -1
 
 
 class Angles(NamedTuple):
@@ -283,9 +286,12 @@ def lower(
     program: model.Program,
     formats: dict[str, WeightFormat],
     kernels: Formats,
+    orders: Mapping[str, int] | None = None,
 ) -> Plan:
-    """``formats`` gives every matrix weight's format."""
-    return _Lowering(program, formats, kernels).run()
+    """``formats`` gives every matrix weight's format, ``orders`` numbers the order of the inputs of
+    those that have one (`Weight.order`).
+    """
+    return _Lowering(program, formats, kernels, orders or {}).run()
 
 
 class _Lowering:
@@ -294,15 +300,17 @@ class _Lowering:
         program: model.Program,
         formats: dict[str, WeightFormat],
         kernels: Formats,
+        orders: Mapping[str, int],
     ) -> None:
         self.formats = formats
         self.kernels = kernels
+        self.orders = orders
         self.head_dim = program.config.head_dim
         self.uses, self.widths = _single_assignment(program)
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
         self.views: dict[int, View] = {}
-        self.prepared: list[tuple[int, WeightFormat, Buffer]] = []
-        self.spread: list[tuple[int, WeightFormat, Buffer]] = []
+        self.prepared: list[tuple[int, WeightFormat, int, Buffer]] = []
+        self.spread: list[tuple[int, WeightFormat, int, Buffer]] = []
         self.angles: dict[Rope, View] = {}
         self.buffers: list[Buffer] = []
         self.regions: list[Region] = []
@@ -405,9 +413,12 @@ class _Lowering:
         self.views[out] = self._new_view(self.widths[out])
         return self.views[out]
 
-    def _prepare(self, value: int, format: WeightFormat) -> Buffer:
-        for prepared, other, buffer in self.prepared:
-            if prepared == value and self.kernels.same_activations(format, other):
+    def _prepare(self, value: int, weight: str) -> Buffer:
+        """The value in the form and the order that a matrix takes it."""
+        format, order = self.formats[weight], self.orders.get(weight, -1)
+        for prepared, other, other_order, buffer in self.prepared:
+            same = prepared == value and order == other_order
+            if same and self.kernels.same_activations(format, other):
                 return buffer
         view = self.views[value]
         self._rows(view.experts)
@@ -417,8 +428,8 @@ class _Lowering:
             if view.experts
             else self._new_buffer(row_bytes)
         )
-        self._step("prepare", Prepare(view, format, buffer), experts=view.experts)
-        self.prepared.append((value, format, buffer))
+        self._step("prepare", Prepare(view, format, buffer, order), experts=view.experts)
+        self.prepared.append((value, format, order, buffer))
         return buffer
 
     def _select(self, index: int) -> None:
@@ -478,7 +489,7 @@ class _Lowering:
             case model.Linear():
                 return self._linears(i)
             case model.Logits():
-                buffer = self._prepare(reads[0], self.formats[op.weight])
+                buffer = self._prepare(reads[0], op.weight)
                 self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,), (i,))
         return 1
 
@@ -529,7 +540,7 @@ class _Lowering:
         linears = [(j, self.uses[j].op, view) for j, view in ops]
         parts: list[LinearPart] = []
         activations = [
-            self._prepare(self.uses[j].reads[0], self.formats[op.weight])
+            self._prepare(self.uses[j].reads[0], op.weight)
             for j, op, _ in linears
             if isinstance(op, model.Linear)
         ]
@@ -569,22 +580,26 @@ class _Lowering:
 
     def _prepare_experts(self, value: int, op: model.ExpertLinear) -> Buffer:
         """The prepared slots of a value that is of tokens, or of slots already."""
-        format = self.formats[op.weights[0]]
+        first = op.weights[0]
+        format, order = self.formats[first], self.orders.get(first, -1)
         for role in op.weights:
+            if self.orders.get(role, -1) != order:
+                raise CheckpointError(f"the inputs of {first} and {role} are in different orders")
             if not self.kernels.same_activations(self.formats[role], format):
                 raise CheckpointError(
-                    f"experts of mixed formats: {op.weights[0]} is {format.name}, "
+                    f"experts of mixed formats: {first} is {format.name}, "
                     f"{role} is {self.formats[role].name}"
                 )
         if self.views[value].experts is not None:
-            return self._prepare(value, format)
-        for spread, other, buffer in self.spread:
-            if spread == value and self.kernels.same_activations(format, other):
+            return self._prepare(value, first)
+        for spread, other, other_order, buffer in self.spread:
+            same = spread == value and order == other_order
+            if same and self.kernels.same_activations(format, other):
                 return buffer
-        rows, width = self._prepare(value, format), self.widths[value]
+        rows, width = self._prepare(value, first), self.widths[value]
         slots = self._new_slots(self.kernels.activation_bytes(format, width), op.experts)
         self._step("spread", Spread(rows, format, width, op.experts, slots))
-        self.spread.append((value, format, slots))
+        self.spread.append((value, format, order, slots))
         return slots
 
 

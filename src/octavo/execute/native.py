@@ -18,7 +18,7 @@ from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Activation, Experts, Rope
-from octavo.model.program import Program
+from octavo.model.program import Embed, Program
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
     """Bytes of the executor's own copy of a weight, packed for an instruction-set tier."""
     if len(weight.shape) != 2:
         return weight.nbytes
-    return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa))
+    return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
 
 
 def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
@@ -207,6 +207,7 @@ class _Loading:
         self.weights = {role: self._weight(role) for role in program.weights}
         self.matrices: dict[str, int] = {}
         self.vectors: dict[str, int] = {}
+        self.orders: dict[bytes, int] = {}
         self.ropes: dict[Rope, int] = {}
         self.routings: dict[tuple[int, int, bool], int] = {}
 
@@ -224,24 +225,48 @@ class _Loading:
     def load(self) -> list[lower.Region]:
         """Returns the regions, in the order they run in."""
         formats: dict[str, WeightFormat] = {}
+        orders: dict[str, int] = {}
         matrices = [weight for weight in self.weights.values() if len(weight.shape) == 2]
         self.runtime.allocate_weights(
-            sum(self.runtime.packed_bytes(weight.format, *weight.shape) for weight in matrices)
+            sum(
+                self.runtime.packed_bytes(weight.format, rows, columns, weight.group)
+                for weight in matrices
+                for rows, columns in [weight.shape]
+            )
         )
         for role, weight in self.weights.items():
             if len(weight.shape) == 2:
                 formats[role] = weight.format
                 rows, columns = weight.shape
                 self.matrices[role] = self.runtime.add_matrix(
-                    weight.format, weight.data.reshape(-1), rows, columns
+                    weight.format, weight.data.reshape(-1), rows, columns, weight.group
                 )
+                if weight.order is not None:
+                    orders[role] = self._order(role, weight.order)
             else:
                 self.vectors[role] = self.runtime.add_vector(_floats(weight).tolist())
-        plan = lower.lower(self.program, formats, self.runtime)
+        plan = lower.lower(self.program, formats, self.runtime, orders)
         self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         for region in plan.regions:
             self.runtime.add_region(region.name, region.selected, self._work(region.work))
         return plan.regions
+
+    def _order(self, role: str, order: npt.NDArray[np.int32]) -> int:
+        """The runtime's number for an order; equal ones have the same."""
+        name = self.weights[role].name
+        if any(isinstance(op, Embed) and op.weight == role for op in self.program.ops):
+            raise CheckpointError(
+                f"{self.checkpoint.path}: {name} is an embedding, whose inputs cannot be reordered"
+            )
+        key = np.ascontiguousarray(order, np.int32).tobytes()
+        if key not in self.orders:
+            columns = self.weights[role].shape[1]
+            if not np.array_equal(np.sort(order), np.arange(columns)):
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: the order of {name}'s inputs is not one of {columns}"
+                )
+            self.orders[key] = self.runtime.add_order(order.tolist())
+        return self.orders[key]
 
     def _rope(self, rope: Rope) -> int:
         if rope not in self.ropes:
@@ -316,8 +341,8 @@ class _Loading:
             case lower.Gate(gate, up, out, activation):
                 gelu = activation is Activation.GELU_TANH
                 return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
-            case lower.Prepare(x, format, buffer):
-                return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer))
+            case lower.Prepare(x, format, buffer, order):
+                return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer), order)
             case lower.Angles(rope, out):
                 return _native.AngleStep(self._rope(rope), _value(out))
             case lower.RopeStore(q, k, v, angles, rope, layer):

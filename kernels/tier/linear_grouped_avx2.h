@@ -1,0 +1,206 @@
+// Tiles of the grouped formats (linear_grouped.h) for AVX2 with FMA.
+#pragma once
+
+#include "linear_avx2.h"
+#include "linear_grouped.h"
+
+namespace octavo {
+namespace {
+
+// Sums of the products of a group by pairs of inputs, in 16 bits, R rows by half the lanes.
+template <Format F, int R>
+inline void grouped_narrow_dots(const GroupParts<const uint8_t> &part, int64_t lane,
+                                const ActivationGroup *x, __m256i (&narrow)[R]) {
+    if constexpr (F == Format::I4) {
+        narrow_dots<Format::Q4_0, R>({part.quants, part.quants, nullptr, nullptr}, lane, x, narrow);
+        return;
+    }
+    const __m256i low0 = load_bytes(part.quants + lane * 4);
+    const __m256i low1 = load_bytes(part.quants + 64 + lane * 4);
+    const __m256i high = load_bytes(part.high + lane * 4);
+    const __m256i two = _mm256_set1_epi8(3), third = _mm256_set1_epi8(4);
+    // Shifts within 16 bits move bits across bytes; the masks drop those that came from next door.
+    const auto add_quads = [&]<int I>() {
+        const __m256i early = I <= 2 ? _mm256_slli_epi16(high, 2 - I) : _mm256_srli_epi16(high, 1);
+        const __m256i first = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low0, 2 * I), two),
+                                              _mm256_and_si256(early, third));
+        const __m256i second =
+            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low1, 2 * I), two),
+                            _mm256_and_si256(_mm256_srli_epi16(high, I + 2), third));
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            const int8_t *q = x[r].quants + I * 4;
+            const __m256i p = _mm256_maddubs_epi16(first, broadcast(q));
+            narrow[r] = I == 0 ? p : _mm256_add_epi16(narrow[r], p);
+            narrow[r] =
+                _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(second, broadcast(q + 16)));
+        }
+    };
+    add_quads.template operator()<0>();
+    add_quads.template operator()<1>();
+    add_quads.template operator()<2>();
+    add_quads.template operator()<3>();
+}
+
+// R rows by half of a column block, beginning at `lane`.
+template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int64_t lane) {
+    constexpr int kCentre = grouped_traits(F).centre;
+    const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    const int64_t groups = tile.k / kGroup;
+    const auto load_zeros = [&](const uint8_t *record) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(record + 2 * kLanes + lane));
+    };
+    // Copies of the even or the odd int16 of a lane in both.
+    const __m256i upper = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
+    const __m256i copy_even = _mm256_add_epi8(_mm256_set1_epi64x(0x0504050401000100), upper);
+    const __m256i copy_odd = _mm256_add_epi8(_mm256_set1_epi64x(0x0706070603020302), upper);
+    Records records(tile.weights, tile.group);
+    if (lane == 0)
+        prefetch_records<R>(tile.weights, quants);
+    __m256 sums[R];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups;) {
+        const int64_t end = g + kSpan < groups ? g + kSpan : groups;
+        const ActivationGroup *span = x;
+        __m256i totals[R];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            totals[r] = _mm256_setzero_si256();
+        // Past an odd number of groups comes one of zeros.
+        for (; g < end; g += 2, x += 2 * height, quants += 2 * kQuantsStep<F>) {
+            const ActivationGroup *next = x + height;
+            __m256i even[R], odd[R];
+            grouped_narrow_dots<F, R>(grouped_parts<F>(quants, 0), lane, x, even);
+            grouped_narrow_dots<F, R>(grouped_parts<F>(quants, 1), lane, next, odd);
+            const uint8_t *record = records.next(), *record_odd = records.next();
+            const __m256i scale =
+                pair_lanes(_mm256_cvtps_epi32(load_halves(record + lane * 2)),
+                           _mm256_cvtps_epi32(load_halves(record_odd + lane * 2)));
+            const __m128i zeros = load_zeros(record), zeros_odd = load_zeros(record_odd);
+            const __m256i pairs =
+                pair_lanes(_mm256_cvtepu8_epi32(zeros), _mm256_cvtepu8_epi32(zeros_odd));
+            const __m256i min = _mm256_mulhrs_epi16(
+                scale, _mm256_slli_epi16(_mm256_sub_epi16(_mm256_set1_epi16(kCentre), pairs), 11));
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
+                const __m256i minus_8 = broadcast(&x[r].minus_8_pair);
+                const __m256i begin = kCentre == 8 ? minus_8 : _mm256_srai_epi16(minus_8, 1);
+                __m256i sum =
+                    _mm256_add_epi32(_mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
+                                     _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(s, begin));
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
+                totals[r] = _mm256_add_epi32(totals[r], sum);
+            }
+            if (lane == 0) {
+                prefetch_quants<F, R>(quants);
+                prefetch_quants<F, R>(quants + kQuantsStep<F>);
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[r]), _mm256_set1_ps(span[r].unit),
+                                      sums[r]);
+    }
+    const __m256 down = _mm256_div_ps(
+        _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + lane));
+    for (int r = 0; r < R; ++r)
+        write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
+}
+
+// R rows by H halves of a column block, the first beginning at `lane`.
+template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64_t lane) {
+    constexpr Format F = Format::I8;
+    const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
+    const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
+    const int64_t height = tile.activation_step / kLine;
+    Records records(tile.weights, tile.group);
+    if (lane == 0)
+        prefetch_records<R>(tile.weights, quants);
+    __m256 sums[R][H];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+        for (int h = 0; h < H; ++h)
+            sums[r][h] = _mm256_setzero_ps();
+    const int64_t groups = tile.k / kGroup;
+    for (int64_t g = 0; g < groups; ++g, x += height, quants += kQuantsStep<F>) {
+        Dots<Format::Q8_0> dots[R][H];
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+            for (int h = 0; h < H; ++h)
+                dots[r][h].start(x[r]);
+        const auto multiply_quads = [&]<int I>() {
+#pragma GCC unroll 8
+            for (int h = 0; h < H; ++h) {
+                __m256i first, second;
+                load_quads<Format::Q8_0, I>(quants + (lane + h * kHalf) * 4, nullptr, first,
+                                            second);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r)
+                    dots[r][h].template add<I>(first, second, x[r]);
+            }
+        };
+        multiply_quads.template operator()<0>();
+        multiply_quads.template operator()<1>();
+        multiply_quads.template operator()<2>();
+        multiply_quads.template operator()<3>();
+
+        const uint8_t *record = records.next();
+        const __m128i off =
+            _mm_xor_si128(_mm_loadu_si128(reinterpret_cast<const __m128i *>(record + 2 * kLanes)),
+                          _mm_set1_epi8(-128));
+        const bool has_min = !_mm_testz_si128(off, off);
+#pragma GCC unroll 8
+        for (int h = 0; h < H; ++h) {
+            const int64_t at = lane + h * kHalf;
+            const __m256 scale = load_halves(record + at * 2);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[r][h] =
+                    _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dots[r][h].sum), scale),
+                                    _mm256_set1_ps(x[r].scale), sums[r][h]);
+            if (!has_min)
+                continue;
+            const __m256 centred = _mm256_sub_ps(_mm256_set1_ps(128),
+                                                 bytes_to_floats(record + 2 * kLanes + at, false));
+            const __m256 min = _mm256_mul_ps(scale, centred);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[r][h] = _mm256_fmadd_ps(min, _mm256_set1_ps(x[r].scaled_sum), sums[r][h]);
+        }
+        if (lane == 0)
+            prefetch_quants<F, R>(quants);
+    }
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h) {
+        const int64_t at = lane + h * kHalf;
+        const __m256 down = _mm256_div_ps(
+            _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + at));
+        for (int r = 0; r < R; ++r)
+            write_half(tile, r, at, _mm256_mul_ps(sums[r][h], down));
+    }
+}
+
+template <Format F, int R, int C>
+    requires(format_info(F).grouped)
+void compute_tile(const Tile &tile) {
+    if constexpr (F != Format::I8) {
+        grouped_fixed_half<F, R>(tile, 0);
+        grouped_fixed_half<F, R>(tile, kHalf);
+    } else if constexpr (R == 1) {
+        grouped_bytes_halves<1, 2>(tile, 0);
+    } else {
+        grouped_bytes_halves<R, 1>(tile, 0);
+        grouped_bytes_halves<R, 1>(tile, kHalf);
+    }
+}
+
+} // namespace
+} // namespace octavo

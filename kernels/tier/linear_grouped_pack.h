@@ -1,0 +1,118 @@
+// Repacking of grouped rows into column blocks, and back to numbers (linear_grouped.h).
+#pragma once
+
+#include "linear_grouped.h"
+#include "linear_pack.h"
+
+namespace octavo {
+namespace {
+
+// 32 numbers out of a stream of bits.
+template <Format F> inline void read_stream(const uint8_t *stream, uint8_t *values) {
+    if constexpr (F == Format::I8) {
+        std::memcpy(values, stream, kGroup);
+    } else if constexpr (F == Format::I4) {
+        for (int64_t i = 0; i < 16; ++i) {
+            values[2 * i] = stream[i] & 15;
+            values[2 * i + 1] = stream[i] >> 4;
+        }
+    } else {
+        for (int64_t i = 0; i < 4; ++i, stream += 3) {
+            const uint32_t bits = stream[0] | static_cast<uint32_t>(stream[1]) << 8 |
+                                  static_cast<uint32_t>(stream[2]) << 16;
+            for (int64_t j = 0; j < 8; ++j)
+                values[8 * i + j] = static_cast<uint8_t>(bits >> 3 * j & 7);
+        }
+    }
+}
+
+template <Format F>
+inline void write_grouped_lane(const uint8_t *values, int64_t lane, const GroupParts<uint8_t> &to) {
+    if constexpr (F == Format::I8) {
+        write_lane<Format::Q8_0>(values, lane, to.quants, nullptr);
+    } else if constexpr (F == Format::I4) {
+        write_lane<Format::Q4_0>(values, lane, to.quants, nullptr);
+    } else {
+        for (int64_t j = 0; j < 4; ++j) {
+            unsigned low[2] = {0, 0}, high = 0;
+            for (int64_t q = 0; q < 8; ++q) {
+                low[q / 4] |= (values[q * 4 + j] & 3u) << q % 4 * 2;
+                high |= (values[q * 4 + j] >> 2 & 1u) << q;
+            }
+            to.quants[lane * 4 + j] = static_cast<uint8_t>(low[0]);
+            to.quants[64 + lane * 4 + j] = static_cast<uint8_t>(low[1]);
+            to.high[lane * 4 + j] = static_cast<uint8_t>(high);
+        }
+    }
+}
+
+template <Format F>
+inline void read_grouped_lane(const GroupParts<const uint8_t> &from, int64_t lane,
+                              uint8_t *values) {
+    if constexpr (F == Format::I8) {
+        read_lane<Format::Q8_0>(from.quants, nullptr, lane, values);
+    } else if constexpr (F == Format::I4) {
+        read_lane<Format::Q4_0>(from.quants, nullptr, lane, values);
+    } else {
+        for (int64_t i = 0; i < kGroup; ++i) {
+            const int64_t at = lane * 4 + i % 4, q = i / 4;
+            const int low = from.quants[q / 4 * 64 + at] >> q % 4 * 2 & 3;
+            values[i] = static_cast<uint8_t>(low | (from.high[at] >> q & 1) << 2);
+        }
+    }
+}
+
+template <Format F>
+inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, int64_t group,
+                               uint8_t *dst) {
+    constexpr int64_t kStreamBytes = format_info(F).block_bytes;
+    const int64_t count = (k + group - 1) / group, row = row_bytes(F, k, group);
+    uint8_t *quants = dst + records_bytes(k, group);
+    // A padding column has scale zero and the neutral zero.
+    std::memset(dst, 0, static_cast<size_t>(grouped_block_bytes<F>(k, group)));
+    for (int64_t i = 0; i < count; ++i)
+        std::memset(dst + kLine + i * kRecord + 2 * kLanes, grouped_traits(F).centre, kLanes);
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const uint8_t *scales = src + lane * row, *zeros = scales + 4 * count;
+        uint32_t largest = 0; // bits of a magnitude: they order like the numbers, NaN above all
+        for (int64_t i = 0; lane < columns && i < count; ++i) {
+            const uint32_t bits = load_as<uint32_t>(scales + i * 4) & 0x7fffffffu;
+            largest = bits > largest ? bits : largest;
+        }
+        const float up = column_scale(load_as<float>(&largest));
+        store_as(dst + lane * 4, up);
+        if (lane >= columns)
+            continue;
+        for (int64_t i = 0; i < count; ++i) {
+            uint8_t *record = dst + kLine + i * kRecord;
+            store_as(record + lane * 2, float_to_half(load_as<float>(scales + i * 4) * up));
+            record[2 * kLanes + lane] = zeros[i];
+        }
+        const uint8_t *stream = zeros + count;
+        for (int64_t g = 0; g < k / kGroup; ++g) {
+            uint8_t values[kGroup];
+            read_stream<F>(stream + g * kStreamBytes, values);
+            write_grouped_lane<F>(values, lane, grouped_parts<F>(quants, g));
+        }
+    }
+}
+
+template <Format F>
+inline void dequantize_grouped_lane(const uint8_t *block, int64_t lane, int64_t k, int64_t group,
+                                    float *out) {
+    const uint8_t *quants = block + records_bytes(k, group);
+    const float down = 1 / load_as<float>(block + lane * 4);
+    Records records(block, group);
+    for (int64_t g = 0; g < k / kGroup; ++g) {
+        const uint8_t *record = records.next();
+        const float scale = half_to_float(load_as<uint16_t>(record + lane * 2)) * down;
+        const int zero = record[2 * kLanes + lane];
+        uint8_t values[kGroup];
+        read_grouped_lane<F>(grouped_parts<F>(quants, g), lane, values);
+        for (int64_t i = 0; i < kGroup; ++i)
+            out[g * kGroup + i] = scale * static_cast<float>(values[i] - zero);
+    }
+}
+
+} // namespace
+} // namespace octavo

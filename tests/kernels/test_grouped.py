@@ -1,0 +1,84 @@
+"""Grouped integer formats, by way of the kernels of every tier, against numpy."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from execute import tiny
+from octavo import _native
+from octavo.checkpoint.base import Weight, WeightFormat
+
+FORMATS = [WeightFormat.I3, WeightFormat.I4, WeightFormat.I8]
+ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]
+
+
+def supported(isa: str) -> bool:
+    try:
+        _native.packed_bytes(WeightFormat.F32, 1, 1, isa)
+    except ValueError:
+        return False
+    return True
+
+
+@st.composite
+def weights(draw: st.DrawFn) -> Weight:
+    rows, blocks = draw(st.integers(1, 40)), draw(st.integers(1, 12))
+    format, group = draw(st.sampled_from(FORMATS)), 32 * draw(st.integers(1, blocks + 1))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    values = rng.standard_normal((rows, 32 * blocks)).astype(np.float32)
+    values += draw(st.sampled_from([-5, 0, 5]))  # zeros at one end, about the middle, at the other
+    data = tiny.quantize_grouped(values, format, group)
+    return Weight("w", format, values.shape, data, group=group)
+
+
+def rounded(x: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """To 8 bits a group of 32, as the kernels do."""
+    groups = x.reshape(len(x), -1, 32)
+    scale = np.abs(groups).max(axis=2, keepdims=True) / np.float32(127)
+    return (np.rint(groups / scale).astype(np.float64) * scale).reshape(x.shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights(), st.integers(1, 12), st.sampled_from([isa for isa in ISAS if supported(isa)]))
+def test_kernels_equal_numpy(weight: Weight, rows: int, isa: str) -> None:
+    """Held weights exactly; products within the rounding of activations and fixed-point scales."""
+    n, k = weight.shape
+    data, w = weight.data, tiny.dequantize(weight)
+    held = _native.dequantize(data, weight.format, n, k, isa, weight.group)
+    np.testing.assert_array_equal(held, w.astype(np.float32))
+    x = np.random.default_rng(rows).standard_normal((rows, k)).astype(np.float32)
+    out = _native.linear(data, weight.format, n, x, isa, weight.group)
+    exact = rounded(x)
+    # Of w = scale * (number - centre) + min the terms, which cancel, are what is rounded.
+    scales = data.reshape(n, -1)[:, : 4 * -(-k // weight.group)]
+    scale = np.abs(scales.copy().view(np.float32)).max()
+    terms = np.abs(exact) @ np.abs(w).T + np.abs(exact).sum(axis=1, keepdims=True) * 8 * scale
+    error = 1e-5 if weight.format is WeightFormat.I8 else 5e-4
+    assert (np.abs(out - exact @ w.T) <= error * terms + 1e-5).all()
+    alone = [_native.linear(data, weight.format, n, row[None], isa, weight.group) for row in x]
+    np.testing.assert_array_equal(np.concatenate(alone).view(np.uint32), out.view(np.uint32))
+
+
+def test_packing_keeps_the_size() -> None:
+    """A scale takes two bytes of its four in the row."""
+    for format, bits in zip(FORMATS, (3, 4, 8), strict=True):
+        for group in (32, 64, 128, 2048):
+            stored = 576 * 2048 * (bits + 24 / group) / 8
+            packed = _native.packed_bytes(format, 576, 2048, group=group)
+            assert stored <= packed <= 1.008 * stored
+
+
+def test_refusals() -> None:
+    for group in (0, 48, -32):
+        with pytest.raises(ValueError, match=f"a matrix of I4 cannot have groups of {group}"):
+            _native.packed_bytes(WeightFormat.I4, 4, 64, group=group)
+    with pytest.raises(ValueError, match="a matrix of Q4_0 cannot have groups of 32"):
+        _native.packed_bytes(WeightFormat.Q4_0, 4, 64, group=32)
+    with pytest.raises(ValueError, match="a matrix of I8 cannot be 4 x 48"):
+        _native.packed_bytes(WeightFormat.I8, 4, 48, group=32)
+    with pytest.raises(ValueError, match="size does not fit"):
+        _native.dequantize(np.zeros(17, np.uint8), WeightFormat.I4, 1, 32, group=32)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NAMES = ("smollm2", "gemma3-270m")
-MADE = ("smollm2-q4_0", "llama-1b-q4_0")  # by make_models.py
+MADE = ("smollm2-q4_0", "llama-1b-q4_0", "qwen3moe-1b-q4_0")  # by make_models.py
 CACHE = Path(__file__).resolve().parent.parent / "build" / "peers"
 
 

@@ -11,6 +11,9 @@
   can load, serve and time it. Weights are normal with a deviation of 1 / √inputs, those that write
   to the residual stream divided by √(2 · layers) besides, so that activations and logits stay of
   the order of one; each tensor has its own stream of random numbers, drawn from the seed.
+- ``qwen3moe-1b-q4_0``: the same of the shape of a small Qwen3-MoE (1024 wide, 10 layers, 16 query
+  and 4 KV heads of 128, 64 experts of 512 of which each token takes 8): 1,110,093,824 parameters,
+  of which a token's step reads 229 million.
 
 The tokenizer comes from the pulled SmolLM2 (or ``--source``); files go to the benchmarks' cache,
 where ``peers.py`` finds them. Layout of blocks and file: ggml repository, ggml-common.h and
@@ -23,6 +26,8 @@ import argparse
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -36,8 +41,6 @@ UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9  # GGUF's value types
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 ALIGNMENT = 32
 BLOCK = 32
-
-LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN = 16, 2048, 32, 8, 64, 8192
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -142,7 +145,7 @@ def write(path: Path, metadata: dict[str, bytes], tensors: Iterable[Tensor]) -> 
     whole.rename(path)  # so that an interrupted run leaves no file that looks finished
 
 
-# --- the two models -------------------------------------------------------------------------------
+# --- the models -------------------------------------------------------------------------------
 
 
 def smollm2_q4_0(source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Tensor]]:
@@ -164,59 +167,107 @@ def smollm2_q4_0(source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Te
     return keys, tensors()
 
 
-def llama_1b_q4_0(source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Tensor]]:
+@dataclass(frozen=True)
+class Shape:
+    """Of a random model; ``ffn`` is an expert's width where there are any."""
+
+    name: str
+    architecture: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    experts: int = 0
+    chosen: int = 0
+
+
+LLAMA_1B = Shape("Llama 1B shape, random weights", "llama", 16, 2048, 32, 8, 64, 8192)
+QWEN3_MOE_1B = Shape(
+    "Qwen3-MoE 1B shape, random weights", "qwen3moe", 10, 1024, 16, 4, 128, 512, 64, 8
+)
+
+
+def random_q4_0(shape: Shape, source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Tensor]]:
     tokenizer = {k: v for k, v in metadata(source).items() if k.startswith("tokenizer.")}
     vocab = int.from_bytes(tokenizer["tokenizer.ggml.tokens"][8:16], "little")
+    arch, hidden, ffn = shape.architecture, shape.hidden, shape.ffn
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
     def keys() -> Iterator[tuple[str, bytes]]:
-        yield "general.architecture", struct.pack("<I", STRING) + string("llama")
-        yield "general.name", struct.pack("<I", STRING) + string("Llama 1B shape, random weights")
-        for key, value in {
+        yield "general.architecture", struct.pack("<I", STRING) + string(arch)
+        yield "general.name", struct.pack("<I", STRING) + string(shape.name)
+        numbers = {
             "general.file_type": Q4_0,
             "general.quantization_version": 2,
-            "llama.block_count": LAYERS,
-            "llama.context_length": 8192,
-            "llama.embedding_length": HIDDEN,
-            "llama.feed_forward_length": FFN,
-            "llama.attention.head_count": HEADS,
-            "llama.attention.head_count_kv": KV_HEADS,
-            "llama.rope.dimension_count": HEAD_DIM,
-            "llama.vocab_size": vocab,
-        }.items():
+            f"{arch}.block_count": shape.layers,
+            f"{arch}.context_length": 8192,
+            f"{arch}.embedding_length": hidden,
+            f"{arch}.feed_forward_length": ffn,
+            f"{arch}.attention.head_count": shape.heads,
+            f"{arch}.attention.head_count_kv": shape.kv_heads,
+            f"{arch}.rope.dimension_count": shape.head_dim,
+            f"{arch}.vocab_size": vocab,
+        }
+        if shape.experts:
+            numbers |= {
+                f"{arch}.attention.key_length": shape.head_dim,
+                f"{arch}.attention.value_length": shape.head_dim,
+                f"{arch}.expert_count": shape.experts,
+                f"{arch}.expert_used_count": shape.chosen,
+                f"{arch}.expert_feed_forward_length": ffn,
+            }
+        for key, value in numbers.items():
             yield key, struct.pack("<II", UINT32, value)
-        yield "llama.rope.freq_base", struct.pack("<If", FLOAT32, 500000.0)
-        yield "llama.attention.layer_norm_rms_epsilon", struct.pack("<If", FLOAT32, 1e-5)
+        yield f"{arch}.rope.freq_base", struct.pack("<If", FLOAT32, 500000.0)
+        yield f"{arch}.attention.layer_norm_rms_epsilon", struct.pack("<If", FLOAT32, 1e-5)
         yield from tokenizer.items()
 
     def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield "token_embd", (vocab, HIDDEN)
-        yield "output_norm", (HIDDEN,)
-        for layer in range(LAYERS):
-            yield f"blk.{layer}.attn_norm", (HIDDEN,)
-            yield f"blk.{layer}.attn_q", (HEADS * HEAD_DIM, HIDDEN)
-            yield f"blk.{layer}.attn_k", (KV_HEADS * HEAD_DIM, HIDDEN)
-            yield f"blk.{layer}.attn_v", (KV_HEADS * HEAD_DIM, HIDDEN)
-            yield f"blk.{layer}.attn_output", (HIDDEN, HEADS * HEAD_DIM)
-            yield f"blk.{layer}.ffn_norm", (HIDDEN,)
-            yield f"blk.{layer}.ffn_gate", (FFN, HIDDEN)
-            yield f"blk.{layer}.ffn_up", (FFN, HIDDEN)
-            yield f"blk.{layer}.ffn_down", (HIDDEN, FFN)
+        yield "token_embd", (vocab, hidden)
+        yield "output_norm", (hidden,)
+        for layer in range(shape.layers):
+            yield f"blk.{layer}.attn_norm", (hidden,)
+            yield f"blk.{layer}.attn_q", (q, hidden)
+            yield f"blk.{layer}.attn_k", (kv, hidden)
+            yield f"blk.{layer}.attn_v", (kv, hidden)
+            yield f"blk.{layer}.attn_output", (hidden, q)
+            yield f"blk.{layer}.ffn_norm", (hidden,)
+            if not shape.experts:
+                yield f"blk.{layer}.ffn_gate", (ffn, hidden)
+                yield f"blk.{layer}.ffn_up", (ffn, hidden)
+                yield f"blk.{layer}.ffn_down", (hidden, ffn)
+                continue
+            yield f"blk.{layer}.attn_q_norm", (shape.head_dim,)
+            yield f"blk.{layer}.attn_k_norm", (shape.head_dim,)
+            yield f"blk.{layer}.ffn_gate_inp", (shape.experts, hidden)
+            yield f"blk.{layer}.ffn_gate_exps", (shape.experts, ffn, hidden)
+            yield f"blk.{layer}.ffn_up_exps", (shape.experts, ffn, hidden)
+            yield f"blk.{layer}.ffn_down_exps", (shape.experts, hidden, ffn)
 
     def tensors() -> Iterator[Tensor]:
-        for index, (name, shape) in enumerate(shapes()):
-            if len(shape) == 1:
-                yield f"{name}.weight", shape, F32, np.ones(shape, np.float32).view(np.uint8)
+        for index, (name, size) in enumerate(shapes()):
+            if len(size) == 1:
+                yield f"{name}.weight", size, F32, np.ones(size, np.float32).view(np.uint8)
                 continue
-            to_residual = name.endswith(("attn_output", "ffn_down"))
-            deviation = (shape[1] * (2 * LAYERS if to_residual else 1)) ** -0.5
+            to_residual = name.endswith(("attn_output", "ffn_down", "ffn_down_exps"))
+            deviation = (size[-1] * (2 * shape.layers if to_residual else 1)) ** -0.5
             random = np.random.Generator(np.random.Philox(key=[seed, index]))
-            values = random.standard_normal(prod(shape), np.float32)
-            yield f"{name}.weight", shape, Q4_0, to_q4_0(values * np.float32(deviation))
+            values = random.standard_normal(prod(size), np.float32) * np.float32(deviation)
+            if name.endswith("ffn_gate_inp"):
+                yield f"{name}.weight", size, F32, values.view(np.uint8)
+            else:
+                yield f"{name}.weight", size, Q4_0, to_q4_0(values)
 
     return dict(keys()), tensors()
 
 
-MAKERS = {"smollm2-q4_0": smollm2_q4_0, "llama-1b-q4_0": llama_1b_q4_0}
+MAKERS = {
+    "smollm2-q4_0": smollm2_q4_0,
+    "llama-1b-q4_0": partial(random_q4_0, LLAMA_1B),
+    "qwen3moe-1b-q4_0": partial(random_q4_0, QWEN3_MOE_1B),
+}
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from checkpoint.gguf_writer import Q4_1, tiny_llama
 from octavo import checkpoint
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.gguf import GgufFile
+from octavo.model.config import Experts
 
 
 def from_q4_0(data: make.Bytes) -> make.Floats:
@@ -55,39 +56,46 @@ def test_q4_1_by_hand() -> None:
     assert make.from_q4_1(block).tolist() == [*expected, *expected]
 
 
+DENSE = make.Shape("dense", "llama", 2, 64, 4, 2, 16, 128)
+SPARSE = make.Shape("sparse", "qwen3moe", 2, 64, 4, 2, 16, 96, experts=5, chosen=2)
+
+
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A source to take the tokenizer from, and a shape that is made in no time."""
-    for name, value in {
-        "LAYERS": 2, "HIDDEN": 64, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 16, "FFN": 128,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(make, name, value)
+def source(tmp_path: Path) -> Path:
+    """To take the tokenizer from."""
     return tiny_llama().write(tmp_path / "source.gguf")
 
 
-def test_the_random_model_loads_and_is_the_same_each_time(small: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shape", [DENSE, SPARSE], ids=lambda shape: shape.name)
+def test_the_random_model_loads_and_is_the_same_each_time(
+    shape: make.Shape, source: Path, tmp_path: Path
+) -> None:
     paths = [tmp_path / name for name in ("one.gguf", "two.gguf", "other.gguf")]
     for path, seed in zip(paths, (0, 0, 1), strict=True):
-        make.write(path, *make.llama_1b_q4_0(small, seed))
+        make.write(path, *make.random_q4_0(shape, source, seed))
     one, two, other = (path.read_bytes() for path in paths)
     assert one == two != other
-    assert sorted(tmp_path.glob("*")) == sorted([*paths, small])
+    assert sorted(tmp_path.glob("*")) == sorted([*paths, source])
 
     loaded = checkpoint.load(paths[0])
     assert (len(loaded.config.layers), loaded.config.tied_embeddings) == (2, True)
+    assert loaded.config.experts == (Experts(5, 2, 96, True) if shape is SPARSE else None)
     file = GgufFile(paths[0])
-    matrices = {n: t for n, t in file.tensors.items() if len(t.shape) == 2}
-    assert {t.format for t in matrices.values()} == {WeightFormat.Q4_0}
-    for name, deviation in {"blk.0.attn_q": 64**-0.5, "blk.1.ffn_down": (4 * 128) ** -0.5}.items():
+    matrices = {n: t.format for n, t in file.tensors.items() if len(t.shape) > 1}
+    routers = {n: matrices.pop(n) for n in list(matrices) if "gate_inp" in n}
+    assert set(matrices.values()) == {WeightFormat.Q4_0}
+    assert set(routers.values()) <= {WeightFormat.F32}
+    down = "blk.1.ffn_down" + ("_exps" if shape is SPARSE else "")
+    for name, deviation in {"blk.0.attn_q": 64**-0.5, down: (4 * shape.ffn) ** -0.5}.items():
         values = from_q4_0(file.weight(f"{name}.weight").data)
         assert values.std() == pytest.approx(deviation, rel=0.1)
 
 
-def test_metadata_is_copied_as_it_is(small: Path, tmp_path: Path) -> None:
-    keys = make.metadata(small)
+def test_metadata_is_copied_as_it_is(source: Path, tmp_path: Path) -> None:
+    keys = make.metadata(source)
     make.write(tmp_path / "copy.gguf", keys, [])
-    copied, source = GgufFile(tmp_path / "copy.gguf"), GgufFile(small)
-    assert copied.metadata.keys() == source.metadata.keys()
+    copied, original = GgufFile(tmp_path / "copy.gguf"), GgufFile(source)
+    assert copied.metadata.keys() == original.metadata.keys()
     assert make.metadata(tmp_path / "copy.gguf") == keys
 
 

@@ -86,6 +86,8 @@ def test_gemma(gemma3_path: Path) -> None:
         ("layers.3.attn_q.bias", "attention"),
         ("layers.3.attn_q_norm", "norms"),
         ("layers.3.ffn_down", "ffn"),
+        ("layers.3.ffn_down_exps.12", "experts"),
+        ("layers.3.ffn_gate_inp", "router"),
         ("layers.3.post_ffw_norm", "norms"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -58,6 +59,15 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         sum(part[name] for part in parts.values())
         for name in ("parameters", "stored_bytes", "held_bytes")
     )
+    experts: dict[str, Any] | None = None
+    if config.experts is not None:
+        idle = config.experts.count - config.experts.chosen
+        experts = asdict(config.experts) | {
+            "layers": sum(layer.experts is not None for layer in config.layers),
+            # Of the parameters, what one token's step multiplies with.
+            "active_parameters": parameters
+            - parts["experts"]["parameters"] // config.experts.count * idle,
+        }
     windows: dict[str, int] = {}
     for layer in config.layers:
         kind = "global" if layer.window is None else str(layer.window)
@@ -86,6 +96,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
+        "experts": experts,
         "vocab_size": config.vocab_size,
         "context_length": config.context_length,
         "windows": windows,
@@ -131,19 +142,24 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     for part in parts.values():
         for kind in ("stored", "held"):
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
-    order = ("embedding", "attention", "ffn", "norms", "head")
-    return {name: parts[name] for name in order if name in parts}
+    order = ("embedding", "attention", "ffn", "router", "experts", "norms", "head")
+    return {name: parts[name] for name in sorted(parts, key=order.index)}
 
 
 def part_of(role: str) -> str:
     """The part of the network a weight's role belongs to; a tied head is the embedding."""
-    name = role.rpartition(".")[2] if not role.endswith(".bias") else role.split(".")[-2]
+    names = [name for name in role.split(".") if not name.isdecimal() and name != "bias"]
+    name = names[-1]
     if name == "token_embd":
         return "embedding"
     if name == "output":
         return "head"
     if name.endswith("norm"):
         return "norms"
+    if name.endswith("exps"):
+        return "experts"
+    if name == "ffn_gate_inp":
+        return "router"
     return name.split("_")[0].replace("attn", "attention")
 
 
@@ -161,6 +177,7 @@ def as_text(facts: dict[str, Any]) -> str:
         f"{facts['parameters'] / 1e6:.1f} M parameters",
         f"shape       {facts['layers']} layers ({windows}), hidden {facts['hidden_size']}, "
         f"ffn {facts['intermediate_size']}",
+        *_experts(facts),
         f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
         f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
         f"context     {facts['context_length']:,} tokens",
@@ -197,6 +214,16 @@ def as_text(facts: dict[str, Any]) -> str:
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
     return "\n".join(lines)
+
+
+def _experts(facts: dict[str, Any]) -> list[str]:
+    if (experts := facts["experts"]) is None:
+        return []
+    return [
+        f"experts     {experts['count']} of {experts['intermediate_size']} in "
+        f"{experts['layers']} layers; a token goes to {experts['chosen']}, "
+        f"which makes {experts['active_parameters'] / 1e6:.1f} M parameters"
+    ]
 
 
 def _per_weight(part: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations, product
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,8 +15,9 @@ from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvLayout
+from octavo.model.config import Experts
 from octavo.model.families import program
-from octavo.model.program import Linear, Logits, Op, PagedAttention, RmsNorm
+from octavo.model.program import ExpertLinear, Linear, Logits, Op, PagedAttention, RmsNorm
 from octavo.sample.params import SamplingParams
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
@@ -97,7 +100,7 @@ def test_weights_are_read_once_a_step_and_the_last_where_logits_are_wanted() -> 
     assert many.ops >= 30 * matrices(compute.ops[:last]) + matrices(tail)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3moe"])
 @settings(deadline=None)
 @given(spans=spans, rows=st.integers(0, 3), copies=st.integers(0, 2))
 def test_the_ops_add_up_to_the_step(
@@ -115,6 +118,42 @@ def test_the_ops_add_up_to_the_step(
     assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(total.seconds)
     for op, cost in zip(costs.costs.program.ops, ops, strict=True):
         assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention)
+
+
+@pytest.mark.parametrize(("count", "chosen"), [(4, 1), (4, 2), (5, 3), (3, 3)])
+def test_experts_hit_are_the_mean_over_all_ways_to_choose(count: int, chosen: int) -> None:
+    ways = list(combinations(range(count), chosen))
+    for tokens in (1, 2, 3):
+        hit = [len(set().union(*each)) for each in product(ways, repeat=tokens)]
+        expected = Experts(count, chosen, 8, True).expected(tokens)
+        assert expected == pytest.approx(sum(hit) / len(hit))
+
+
+def test_experts_are_counted_as_they_are_hit() -> None:
+    config = tiny.config("mixtral")
+    compute = program(config)
+    costs = CostModel(compute, KvLayout.of(config))
+    experts = config.experts
+    assert experts is not None
+    every = sum(2 * int(np.prod(shape)) for shape in compute.weights.values())
+    assert costs.weight_bytes == every
+    matrix = 2 * config.hidden_size * experts.intermediate_size
+    for tokens in (1, 3, 40):
+        cost = costs.by_op(batch([(0, tokens)], tokens))
+        linears = [
+            each
+            for op, each in zip(compute.ops, cost, strict=True)
+            if isinstance(op, ExpertLinear)
+        ]
+        assert len(linears) == 3 * len(config.layers)
+        for each in linears:
+            assert each.weight_bytes == round(experts.expected(tokens) * matrix)
+            assert each.ops == tokens * experts.chosen * matrix
+            assert each.arithmetic is Arithmetic.FP32
+    one, all_but_one = (costs.by_op(batch([(0, n)], n)) for n in (1, 400))
+    first = next(i for i, op in enumerate(compute.ops) if isinstance(op, ExpertLinear))
+    assert one[first].weight_bytes == experts.chosen * matrix
+    assert all_but_one[first].weight_bytes == experts.count * matrix
 
 
 def test_every_kind_of_arithmetic_has_its_peak() -> None:

@@ -128,8 +128,7 @@ void Runtime::allocate_weights(size_t bytes) {
     weights_used_ = 0;
 }
 
-int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n,
-                            int64_t k, int64_t group) {
+int64_t Runtime::add_matrix(Format format, int64_t n, int64_t k, int64_t group) {
     check_range("matrix rows", n, 1, 1 << 24);
     check_range("matrix columns", k, 1, 1 << 24);
     const FormatInfo info = format_info(format);
@@ -139,23 +138,35 @@ int64_t Runtime::add_matrix(Format format, const std::byte *data, int64_t bytes,
         refuse(text(k) + " columns are not whole blocks of " + text(info.block_values));
     }
     check_group(format, group);
-    const int64_t needed = octavo::row_bytes(format, k, group) * n;
-    if (bytes != needed) {
-        refuse("a matrix of " + text(n) + " x " + text(k) + " has " + text(bytes) +
-               " bytes of data, not " + text(needed));
-    }
-    check_zeros(format, data, n, k, group);
     const size_t packed = aligned(tier_.linear.packed_bytes(format, n, k, group));
     if (packed > weights_.size() - weights_used_)
         refuse("packed weights exceed their arena");
-    std::byte *to = weights_.data() + weights_used_;
+    matrices_.push_back(PackedMatrix{format, n, k, group, weights_.data() + weights_used_});
     weights_used_ += packed;
-    const Job job{column_blocks(n), 4};
-    pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
-        tier_.linear.pack(format, data, n, k, group, to, begin, end);
-    });
-    matrices_.push_back(PackedMatrix{format, n, k, group, to});
     return int64_t(matrices_.size()) - 1;
+}
+
+void Runtime::pack_rows(int64_t matrix, int64_t first, int64_t last, const std::byte *data,
+                        int64_t bytes) {
+    check_range("matrix", matrix, 0, int64_t(matrices_.size()) - 1);
+    const auto &[format, n, k, group, packed] = matrices_[size_t(matrix)];
+    check_range("first row", first, 0, n - 1);
+    check_range("last row", last, first + 1, n);
+    const std::string rows = "rows " + text(first) + " to " + text(last);
+    if (first % kColumns != 0 || (last % kColumns != 0 && last != n))
+        refuse(rows + " are not whole blocks of " + text(kColumns));
+    const int64_t needed = octavo::row_bytes(format, k, group) * (last - first);
+    if (bytes != needed) {
+        refuse(rows + " of " + text(k) + " numbers have " + text(bytes) + " bytes of data, not " +
+               text(needed));
+    }
+    check_zeros(format, data, last - first, k, group);
+    std::byte *to = weights_.data() + (packed - weights_.data()) +
+                    tier_.linear.packed_bytes(format, first, k, group);
+    const Job job{column_blocks(last - first), 4};
+    pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
+        tier_.linear.pack(format, data, last - first, k, group, to, begin, end);
+    });
 }
 
 int64_t Runtime::add_order(std::vector<int32_t> order) {

@@ -201,12 +201,14 @@ class Runtime {
     std::byte *block(int64_t index) const { return arena_.data() + index * block_bytes_; }
 
     // Building, once: weights, whose packed sizes are known beforehand, then regions over an
-    // activation arena. All throw std::invalid_argument for what could make a step go out of
+    // activation arena. A matrix's rows are packed from file blocks, in whole column blocks and any
+    // order. All throw std::invalid_argument for what could make a step go out of
     // bounds.
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
     void allocate_weights(size_t bytes);
-    int64_t add_matrix(Format format, const std::byte *data, int64_t bytes, int64_t n, int64_t k,
-                       int64_t group);
+    int64_t add_matrix(Format format, int64_t n, int64_t k, int64_t group);
+    void pack_rows(int64_t matrix, int64_t first, int64_t last, const std::byte *data,
+                   int64_t bytes);
     // Input i of the matrices that are prepared for with it is element order[i] of a row.
     int64_t add_order(std::vector<int32_t> order);
     int64_t add_vector(std::vector<float> values);

@@ -195,12 +195,15 @@ void bind_runtime(nb::module_ &m) {
              })
         .def("allocate_weights", &Runtime::allocate_weights)
         .def("add_matrix",
-             [](Runtime &runtime, int format, const Bytes &data, int64_t n, int64_t k,
-                int64_t group) {
+             [](Runtime &runtime, int format, int64_t n, int64_t k, int64_t group) {
+                 return runtime.add_matrix(Format(format), n, k, group);
+             })
+        .def("pack_rows",
+             [](Runtime &runtime, int64_t matrix, int64_t first, int64_t last, const Bytes &data) {
                  nb::gil_scoped_release release;
-                 return runtime.add_matrix(Format(format),
-                                           reinterpret_cast<const std::byte *>(data.data()),
-                                           int64_t(data.size()), n, k, group);
+                 runtime.pack_rows(matrix, first, last,
+                                   reinterpret_cast<const std::byte *>(data.data()),
+                                   int64_t(data.size()));
              })
         .def("add_order", &Runtime::add_order)
         .def("add_vector", &Runtime::add_vector)

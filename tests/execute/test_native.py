@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import numpy as np
 import pytest
@@ -327,7 +328,7 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(CheckpointError, match=r"has shape \(95, 64\), not \(96, 64\)"):
         load(dataclasses.replace(good, weights=good.weights | {"layers.1.ffn_up": short}))
     cut = wrong._replace(source=wrong.data[:-4])
-    with pytest.raises(ValueError, match=r"24572 bytes of data, not 24576"):
+    with pytest.raises(ValueError, match=r"rows 0 to 96 of 64 .* 24480 bytes .*, not 24576"):
         load(dataclasses.replace(good, weights=good.weights | {"layers.1.ffn_up": cut}))
 
 
@@ -359,6 +360,42 @@ def test_zeros_and_groups_that_the_kernels_cannot_have() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             Driver(dataclasses.replace(good, weights=good.weights | {weight.name: changed}))
+
+
+def test_what_has_been_read_is_given_back_as_loading_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the fewest rows that may be packed at once, to the same bits."""
+    tokens = tokens_of(tiny.config(), 40)
+    for format in (WeightFormat.Q4_0, WeightFormat.I4, WeightFormat.BF16):
+        checkpoint = tiny.checkpoint(tiny.config(), format)
+        expected = Driver(checkpoint).run(tokens)
+        released: list[None] = []
+        with monkeypatch.context() as patched:
+            patched.setattr("octavo.execute.native._READ_BYTES", 1)
+            piecewise = dataclasses.replace(checkpoint, release=partial(released.append, None))
+            assert np.array_equal(Driver(piecewise).run(tokens), expected)
+        matrices = [w.shape for w in checkpoint.weights.values() if len(w.shape) == 2]
+        assert len(released) == sum(-(-rows // 16) for rows, _ in matrices)
+
+
+def test_rows_that_cannot_be_packed_are_refused() -> None:
+    """Of a model whose first matrix is the embeddings: 97 rows of 64 numbers."""
+    config = tiny.config(vocab_size=97)
+    runtime = Driver(tiny.checkpoint(config, WeightFormat.F32)).executor._open
+    with pytest.raises(ValueError, match="exceed their arena"):
+        runtime.add_matrix(WeightFormat.F32, 97, 64, 0)
+    row = np.zeros(64 * 4, np.uint8)
+    for first, last, rows, message in (
+        (0, 97, 96, r"rows 0 to 97 of 64 numbers have 24576 bytes of data, not 24832"),
+        (0, 17, 17, r"rows 0 to 17 are not whole blocks of 16"),
+        (8, 97, 89, r"rows 8 to 97 are not whole blocks of 16"),
+        (112, 128, 16, r"first row is 112"),
+        (96, 112, 16, r"last row is 112"),
+        (16, 16, 0, r"last row is 16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            runtime.pack_rows(0, first, last, np.tile(row, rows))
+    with pytest.raises(ValueError, match="matrix is 1000"):
+        runtime.pack_rows(1000, 0, 97, np.tile(row, 97))
 
 
 def test_a_closed_executor_says_so() -> None:

@@ -22,6 +22,7 @@ from octavo.model.program import Embed, Program
 
 logger = logging.getLogger(__name__)
 
+_READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
 KV_DTYPES = ("auto", "bf16", "fp16")
 
 
@@ -205,6 +206,7 @@ class _Loading:
         self.program = program
         self.layout = layout
         self.weights = {role: self._weight(role) for role in program.weights}
+        self.read = 0  # bytes since the file's pages were given back
         self.matrices: dict[str, int] = {}
         self.vectors: dict[str, int] = {}
         self.orders: dict[bytes, int] = {}
@@ -237,10 +239,7 @@ class _Loading:
         for role, weight in self.weights.items():
             if len(weight.shape) == 2:
                 formats[role] = weight.format
-                rows, columns = weight.shape
-                self.matrices[role] = self.runtime.add_matrix(
-                    weight.format, weight.data.reshape(-1), rows, columns, weight.group
-                )
+                self.matrices[role] = self._matrix(weight)
                 if weight.order is not None:
                     orders[role] = self._order(role, weight.order)
             else:
@@ -267,6 +266,22 @@ class _Loading:
                 )
             self.orders[key] = self.runtime.add_order(order.tolist())
         return self.orders[key]
+
+    def _matrix(self, weight: Weight) -> int:
+        """Packs it, giving back what has been read as it goes: a matrix may be most of a model."""
+        rows, columns = weight.shape
+        matrix = self.runtime.add_matrix(weight.format, rows, columns, weight.group)
+        step = max(_READ_BYTES * rows // weight.nbytes // 16, 1) * 16  # the kernels' blocks
+        for first in range(0, rows, step):
+            last = min(first + step, rows)
+            data = weight.rows(first, last).reshape(-1)
+            self.runtime.pack_rows(matrix, first, last, data)
+            self.read += data.nbytes
+            if self.read >= _READ_BYTES:
+                del data
+                self.checkpoint.release()
+                self.read = 0
+        return matrix
 
     def _rope(self, rope: Rope) -> int:
         if rope not in self.ropes:

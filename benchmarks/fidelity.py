@@ -5,16 +5,14 @@
     python benchmarks/fidelity.py octavo    --model smollm2=PATH   # this repository
     python benchmarks/fidelity.py report    --model smollm2=PATH [--json FILE]
 
-Each half runs in whatever environment has what it needs and leaves its result in the cache folder
+Each half runs in whatever environment has what it needs (of Octavo, the others need only its
+sources: PYTHONPATH=src) and leaves its result in the cache folder
 (``--cache``, build/peers). Without arguments: Octavo's half and the report, for the pulled models
 whose reference is there. The texts are those of tests/oracle/texts, cut into sequences of up to 704
 tokens (more than Gemma 3 270M's window), at most ``--positions`` tokens; every position counts. All
-engines get the same token ids, written by the reference half.
-
-For each position: KL(p || q) in nats with p from transformers and q from the engine, over the whole
-vocabulary; whether both rank the same token first; and the engine's own negative log-likelihood
-of the token that follows. The reference's logprobs are kept as float32: 1 GB for SmolLM2, 6 GB for
-Gemma 3 270M at 6,000 positions.
+engines get the same token ids, written by the reference half, and are compared as `octavo fidelity`
+compares a model with Octavo's own reference (octavo/quant/distance.py). The reference's logprobs
+are kept as float32: 1 GB for SmolLM2, 6 GB for Gemma 3 270M at 6,000 positions.
 """
 
 from __future__ import annotations
@@ -24,6 +22,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +33,15 @@ ORACLE = Path(__file__).resolve().parent.parent / "tests" / "oracle"
 sys.path.insert(0, str(ORACLE))
 
 from _models import CACHE, models  # noqa: E402
+from octavo.quant.distance import Distances, Fidelity, distances  # noqa: E402
 
 Float32 = npt.NDArray[np.float32]
-Float64 = npt.NDArray[np.float64]
 Int32 = npt.NDArray[np.int32]
 Logits = Callable[[Path, list[Int32]], Iterator[Float32]]  # [tokens, vocab] for each sequence
 
 LENGTH = 704  # tokens a sequence
 TEXTS = ("reference", "code", "alice", "tongues", "jargon")
 ROWS = 64  # rows compared at a time, so that float64 copies stay small
-
-
-def log_softmax(logits: Float32) -> Float64:
-    """Row-wise natural-log probabilities in float64."""
-    x = logits.astype(np.float64)
-    x -= x.max(axis=-1, keepdims=True)
-    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
-    return x
 
 
 def load_sequences(cache: Path, name: str) -> list[Int32]:
@@ -89,8 +80,9 @@ def reference(path: Path, name: str, cache: Path, positions: int) -> None:
     for index, sequence in enumerate(sequences):
         logits = record.logits_of(model, sequence)
         for start in range(0, len(sequence), ROWS):
-            part = log_softmax(logits[start : start + ROWS])
-            store[row : row + len(part)] = part
+            part = logits[start : start + ROWS].astype(np.float64)
+            part -= part.max(axis=1, keepdims=True)
+            store[row : row + len(part)] = part - np.log(np.exp(part).sum(axis=1, keepdims=True))
             row += len(part)
         print(f"{name}: {index + 1}/{len(sequences)} sequences, {row}/{total} positions")
     store.flush()
@@ -108,52 +100,21 @@ def llama_cpp_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
 
 
 def octavo_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
-    """Octavo's native executor, one sequence at a time in chunks, straight from its arena."""
-    from octavo import checkpoint as checkpoints
-    from octavo.execute.batch import Batch
-    from octavo.execute.native import NativeExecutor
-    from octavo.kv.layout import KvLayout
-    from octavo.model import families
+    """Octavo as it serves, one sequence at a time in chunks."""
+    from octavo.bench.drive import Drive, Load
+    from octavo.engine.load import EngineConfig
+    from octavo.quant.fidelity import Served
 
-    chunk = 128
-    checkpoint = checkpoints.load(path)
-    layout = KvLayout.of(checkpoint.config)
-    longest = max(map(len, sequences))
-    blocks = -(-longest // layout.block_size)
-    groups = len(layout.groups)
-    executor = NativeExecutor(
-        checkpoint,
-        families.program(checkpoint.config),
-        layout,
-        num_blocks=blocks * groups,
-        max_tokens=chunk,
-        max_logits_rows=chunk,
-        logits_slice=chunk,
-        max_seqs=1,
-        max_blocks_per_seq=blocks,
-        threads=2,
-    )
-    tables = np.arange(groups * blocks, dtype=np.int32).reshape(groups, 1, blocks)
-    for sequence in sequences:
-        rows = []
-        for start in range(0, len(sequence), chunk):
-            ids = np.ascontiguousarray(sequence[start : start + chunk])
-            count = len(ids)
-            result = executor.execute(
-                Batch(
-                    token_ids=ids,
-                    positions=np.arange(start, start + count, dtype=np.int32),
-                    seq_offsets=np.array([0, count], np.int32),
-                    seq_slots=np.zeros(1, np.int32),
-                    block_tables=tables,
-                    logits_rows=np.arange(count, dtype=np.int32),
-                    copies=np.zeros((0, 2), np.int32),
-                )
-            )
-            assert result.logits is not None
-            rows.append(np.array(result.logits, np.float32))
-        yield np.concatenate(rows)
-    executor.close()
+    drive = Drive.load(path, EngineConfig(threads=2), [Load(1, max(map(len, sequences)), 1)])
+    shape = drive.engine.scheduler.kv.tables.shape
+    served = Served(drive.executor, drive.engine.vocab_size, shape, str(path))
+    served.begin(sequences)
+    for index, sequence in enumerate(sequences):
+        starts = range(0, len(sequence), served.most_rows)
+        ends = (min(start + served.most_rows, len(sequence)) for start in starts)
+        parts = [served.logits(index, *span).copy() for span in zip(starts, ends, strict=True)]
+        yield np.concatenate(parts)
+    drive.close()
 
 
 ENGINES: dict[str, Logits] = {"llama.cpp": llama_cpp_logits, "octavo": octavo_logits}
@@ -163,29 +124,19 @@ def compare(path: Path, name: str, cache: Path, engine: str) -> None:
     """Stores KL, agreement and NLL of every position of one engine."""
     sequences = load_sequences(cache, name)
     store = np.load(reference_path(cache, name), mmap_mode="r")
-    kl: list[float] = []
-    agree: list[bool] = []
-    nll: list[float] = []
-    reference_nll: list[float] = []
+    parts: list[Distances] = []
     row = 0
     began = time.monotonic()
     for sequence, logits in zip(sequences, ENGINES[engine](path, sequences), strict=True):
         for start in range(0, len(sequence), ROWS):
-            q = log_softmax(logits[start : start + ROWS])
-            p = store[row : row + len(q)].astype(np.float64)
+            q = logits[start : start + ROWS]
+            p = np.asarray(store[row : row + len(q)])  # logarithms do as well as logits
+            parts.append(distances(p, q, sequence[start + 1 : start + 1 + len(q)]))
             row += len(q)
-            kl += (np.exp(p) * (p - q)).sum(axis=1).tolist()
-            agree += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
-            following = sequence[start + 1 : start + 1 + len(q)]
-            index = np.arange(len(following))
-            nll += (-q[index, following]).tolist()
-            reference_nll += (-p[index, following]).tolist()
+    found = Distances(*(np.concatenate(values) for values in zip(*parts, strict=True)))
     np.savez_compressed(
         cache / f"{name}.{engine}.npz",
-        kl=np.array(kl),
-        agree=np.array(agree),
-        nll=np.array(nll),
-        reference_nll=np.array(reference_nll),
+        **found._asdict(),
     )
     print(f"{name} {engine}: {row} positions in {time.monotonic() - began:.0f} s")
 
@@ -198,25 +149,13 @@ def summary(cache: Path, name: str) -> dict[str, Any]:
         if not file.exists():
             continue
         with np.load(file) as data:
-            kl, agree = data["kl"], data["agree"]
-            out["engines"][engine] = {
-                "positions": len(kl),
-                "mean_kl_nats": float(kl.mean()),
-                "mean_kl_standard_error": float(kl.std(ddof=1) / np.sqrt(len(kl))),
-                "median_kl_nats": float(np.median(kl)),
-                "p99_kl_nats": float(np.quantile(kl, 0.99)),
-                "max_kl_nats": float(kl.max()),
-                "top1_agreement_percent": float(100 * agree.mean()),
-                "perplexity": float(np.exp(data["nll"].mean())),
-                "reference_perplexity": float(np.exp(data["reference_nll"].mean())),
-            }
+            names = Distances._fields
+            out["engines"][engine] = asdict(Fidelity.of(Distances(*(data[n] for n in names))))
     engines = out["engines"]
     if len(engines) == len(ENGINES):
         ours, theirs = engines["octavo"], engines["llama.cpp"]
-        out["kl_ratio"] = ours["mean_kl_nats"] / theirs["mean_kl_nats"]
-        out["top1_difference_points"] = (
-            ours["top1_agreement_percent"] - theirs["top1_agreement_percent"]
-        )
+        out["kl_ratio"] = ours["kl_mean"] / theirs["kl_mean"]
+        out["top1_difference_points"] = 100 * (ours["top1_agreement"] - theirs["top1_agreement"])
         out["passed"] = out["kl_ratio"] <= 1.1 and out["top1_difference_points"] >= -0.2
     return out
 
@@ -231,9 +170,9 @@ def report(chosen: dict[str, Path], cache: Path, file: str | None) -> bool:
     for result in results:
         for engine, f in result["engines"].items():
             print(
-                f"{result['model']:14} {engine:10} {f['positions']:9} {f['mean_kl_nats']:10.3e} "
-                f"{f['mean_kl_standard_error']:9.1e} {f['p99_kl_nats']:9.2e} "
-                f"{f['top1_agreement_percent']:8.2f} {f['perplexity']:10.3f} "
+                f"{result['model']:14} {engine:10} {f['positions']:9} {f['kl_mean']:10.3e} "
+                f"{f['kl_standard_error']:9.1e} {f['kl_p99']:9.2e} "
+                f"{100 * f['top1_agreement']:8.2f} {f['perplexity']:10.3f} "
                 f"{f['reference_perplexity']:8.3f}"
             )
         if "passed" in result:

@@ -79,6 +79,12 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
         "vocab_size": 32064, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
         "hidden_act": "silu", "sliding_window": 2047,
     }),
+    "mixtral-8x7b": (46_702_792_704, {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000, "max_position_embeddings": 32768, "rms_norm_eps": 1e-5,
+        "hidden_act": "silu", "num_local_experts": 8, "num_experts_per_tok": 2,
+    }),
 }  # fmt: skip
 
 FAST = Rates(100e9, 1e15)  # so much arithmetic that every op is bound by bytes
@@ -190,6 +196,25 @@ def test_the_parts_add_up_to_the_cost_models_step(tmp_path: Path) -> None:
         assert phase.seconds == pytest.approx(cost.seconds, rel=1e-12)
 
 
+def test_experts_are_read_as_they_are_hit(tmp_path: Path) -> None:
+    """A token reads two experts of eight; a large batch all, and computes two for each token."""
+    mixtral = subject("mixtral-8x7b", tmp_path)
+    stored = in_scheme(mixtral, scheme("q4_0"), scheme("bf16"))
+    found = plan(mixtral, stored, machine(BALANCED), context=64, prompt=4096)
+    attention, expert = 2 * 4096 * 4096 + 2 * 1024 * 4096, 3 * 4096 * 14336
+    router = 8 * 4096
+    [alone] = [part for part in found.decode.parts if part.name == "layers"]
+    assert alone.ops == 2 * 32 * (attention + 2 * expert + router)
+    assert alone.weight_bytes == 32 * (attention + 2 * expert + router) * 18 // 32
+    [all_hit] = [part for part in found.prefill.parts if part.name == "layers"]
+    assert all_hit.weight_bytes == pytest.approx(stored.part_bytes("layers"), rel=0.03)
+    assert found.layers_crossing is None
+    assert found.crossing is not None
+    text = run(str(tmp_path / "mixtral-8x7b"), *DEVICE, "--format", "q4_0")
+    assert "8 × 4096·14336" in text
+    assert "each expert sees some" in text
+
+
 def test_what_a_file_has_and_the_engine_holds(tmp_path: Path) -> None:
     folder = talking_folder(tmp_path / "talking")
     checkpoint = load(folder)
@@ -243,7 +268,11 @@ def test_the_sums_can_be_followed(tmp_path: Path) -> None:
         in text
     )
     assert "6,476,005,376 × 0.5390625   =    3,490,971,648 bytes  (awq 4 bits, group 64)" in text
-    assert "0.539062 bytes ÷ 100 GB/s = 2 operations × 10.78 sequences ÷ 4000 Gop/s (int8)" in text
+    assert (
+        "a weight: 0.539062 bytes ÷ 100 GB/s = 5.391 ps to read; "
+        "2 operations ÷ 4000 Gop/s (int8) = 0.5 ps a sequence:" in text
+    )
+    assert "are bound by operations from 10.78 sequences on" in text
 
 
 def test_json(tmp_path: Path) -> None:

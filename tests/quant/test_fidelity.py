@@ -23,7 +23,7 @@ from octavo.quant import fidelity
 from octavo.quant.blocks import dequantize
 from octavo.quant.distance import Fidelity
 from octavo.quant.fidelity import Exact, Int32, Served, TextError, compare, divergence, windows
-from oracle.tiny_folders import talking_folder
+from oracle.tiny_folders import FAMILIES, folder, recorded, talking_folder
 
 ORACLE = Path(__file__).parents[1] / "oracle"
 TINY = ("tiny-llama", "tiny-llama-odd", "tiny-llama-legacy", "tiny-llama-k", "tiny-gemma3",
@@ -47,6 +47,18 @@ def test_exact_is_what_transformers_computes(name: str) -> None:
     whole, part = all_logits(source, [ids, ids[:17]])
     np.testing.assert_allclose(whole, logits, rtol=0, atol=2e-4)
     np.testing.assert_allclose(part, logits[:17], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", sorted(path.name for path in FAMILIES.iterdir()))
+def test_of_every_family(family: str, tmp_path: Path) -> None:
+    """Recorded with keys and values rounded to fp16, which is most of the difference."""
+    meta, arrays = recorded(family)
+    ids = arrays["ids"].astype(np.int32)
+    source = Exact(load(folder(family, tmp_path / family)), len(ids))
+    [logits] = all_logits(source, [ids])
+    expected = arrays["float32"]
+    off = logits[meta["first_row"] :][: len(expected)] - expected
+    assert np.abs(off).mean() < 1e-3 * expected.std()
 
 
 def test_a_text_is_kept_for_the_next_model() -> None:

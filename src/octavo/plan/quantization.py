@@ -28,7 +28,9 @@ from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.model.program import (
     Add,
+    Combine,
     Embed,
+    ExpertLinear,
     GatedActivation,
     Logits,
     Op,
@@ -36,6 +38,7 @@ from octavo.model.program import (
     Program,
     RmsNorm,
     RopeAndStoreKv,
+    Route,
 )
 from octavo.plan.schemes import GGUF, Scheme
 
@@ -124,7 +127,7 @@ def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
         except ValueError as error:
             raise ValueError(f"{error} ({role})") from None
         formats[role] = own.format
-        groups[role] = own.group or shape[-1]
+        groups[role] = (own.group or shape[-1]) if own.format.grouped else 0
     return Stored(scheme.name, formats, sizes, scheme, groups)
 
 
@@ -136,7 +139,7 @@ def as_stored(subject: Subject) -> Stored | None:
     return Stored(
         "as stored",
         {role: weight.format for role, weight in weights.items()},
-        {role: weight.data.nbytes for role, weight in weights.items()},
+        {role: weight.nbytes for role, weight in weights.items()},
         None,
         {role: weight.group for role, weight in weights.items()},
     )
@@ -232,7 +235,9 @@ class Plan:
     rates: Rates
     decode: Phase  # one sequence
     prefill: Phase
-    layers_crossing: float  # sequences from which the layers' matrices are bound by operations
+    # Sequences from which the layers' matrices are bound by operations; None where some are
+    # experts', each of which sees some of the tokens only.
+    layers_crossing: float | None
     crossing: int | None  # the same for all of a step; None: never
     held_bytes: int | None
     held_bytes_per_weight: float | None
@@ -285,15 +290,18 @@ def plan(
         held_per_weight = sum(own[role] for role in matrices) / weights
         own_rates = device.rates(sum(own.values()))
         held_rate = _phase(costs(own), decode_batch(1, context), own_rates).tokens_per_second
-    # Of the layers' matrices, whose units may differ in a file: the time of a step's arithmetic.
-    seconds = sum(2 * prod(matrices[role]) / rates.peak(units[role]) for role in matrices)
+    layers_crossing = None
+    if not any(isinstance(op, ExpertLinear) for op in subject.program.ops):
+        # A step's reading against one token's arithmetic, whose units may differ in a file.
+        seconds = sum(2 * prod(matrices[role]) / rates.peak(units[role]) for role in matrices)
+        layers_crossing = per_weight * weights / rates.bytes_per_second / seconds
     return Plan(
         stored,
         per_weight,
         rates,
         _phase(model, decode_batch(1, context), rates),
         _phase(model, prefill_batch(prompt), rates),
-        per_weight * weights / rates.bytes_per_second / seconds,
+        layers_crossing,
         crossing(model, context, rates),
         None if own is None else sum(own.values()),
         held_per_weight,
@@ -366,6 +374,8 @@ def _kind(op: Op) -> str:
         case PagedAttention():
             return "attention"
         case Embed() | RmsNorm() | RopeAndStoreKv() | GatedActivation() | Add():
+            return "rest"
+        case Route() | Combine():
             return "rest"
     return "layers"
 

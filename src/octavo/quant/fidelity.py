@@ -15,7 +15,7 @@ Logits of a few rows are held at a time, whatever the length of the text.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,12 +27,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer
+from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer, Weight
 from octavo.execute import reference
 from octavo.execute.batch import Batch
 from octavo.execute.native import NativeExecutor
 from octavo.model.families import program
-from octavo.model.program import Embed, Logits, Op
+from octavo.model.program import Embed, ExpertLinear, Logits, Op
 from octavo.quant.blocks import dequantize
 from octavo.quant.distance import Distances, distances
 from octavo.quant.layers import live, roles, split
@@ -272,7 +272,7 @@ class Exact:
 
     @cached_property
     def _head(self) -> Float32:
-        return dequantize(self.checkpoint.weights[self._last.weight])
+        return _numbers(self.checkpoint.weights[self._last.weight])
 
     def begin(self, sequences: Sequence[Int32]) -> None:
         """What is begun first, a text, is kept for other models to be compared on."""
@@ -304,24 +304,44 @@ class Exact:
         joined = [row for values in states for row in values[self._last.x]]
         return [row[: len(ids)] for row, ids in zip(joined, sequences, strict=True)]
 
-    def _weights(
-        self, ops: Sequence[Op], groups: list[Int32]
-    ) -> tuple[dict[str, Float32], list[Int32]]:
+    def _weights(self, ops: Sequence[Op], groups: list[Int32]) -> tuple[_Weights, list[Int32]]:
         """The numbers of the weights that ``ops`` name; of an embedding only the rows of these
         tokens, whose ids become places among those.
         """
         stored = self.checkpoint.weights
-        found: dict[str, Float32] = {}
+        found = _Weights(stored)
         for op in ops:
             if isinstance(op, Embed):
                 used = np.unique(np.concatenate([group.reshape(-1) for group in groups]))
                 table = [dequantize(stored[op.weight], row, row + 1) for row in used.tolist()]
                 found[op.weight] = np.concatenate(table)
                 groups = [np.searchsorted(used, group).astype(np.int32) for group in groups]
-            else:
+            elif not isinstance(op, ExpertLinear):
                 for role in roles(op):
-                    found[role] = dequantize(stored[role])
+                    found[role] = _numbers(stored[role])
         return found, groups
+
+
+class _Weights(dict[str, Float32]):
+    """Numbers by role; what is not there, of experts, is made for each use and not kept."""
+
+    def __init__(self, stored: Mapping[str, Weight]) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def __missing__(self, role: str) -> Float32:
+        return _numbers(self._stored[role])
+
+
+def _numbers(weight: Weight) -> Float32:
+    """All of a weight, with little beside it."""
+    if len(weight.shape) == 1:
+        return dequantize(weight)
+    numbers = np.empty(weight.shape, np.float32)
+    step = max(1, (4 << 20) // weight.shape[1])
+    for first in range(0, len(numbers), step):
+        numbers[first : first + step] = dequantize(weight, first, min(first + step, len(numbers)))
+    return numbers
 
 
 def _padded(sequences: Sequence[Int32]) -> list[Int32]:

@@ -8,6 +8,7 @@ from typing import Any
 from octavo.engine.load import SettingsError
 
 SUFFIXES = (".svg", ".png", ".pdf")
+MARKERS = ("o", "s", "^", "D")  # ten colours of each
 
 
 def check_suffix(path: Path) -> None:
@@ -28,35 +29,44 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    figure, panels = plt.subplots(1, 2, figsize=(11, 4.8), layout="constrained")
-    colors = [f"C{index % 10}" for index in range(len(rows))]
+    figure, panels = plt.subplots(1, 2, figsize=(11, 5.2), layout="constrained")
     quantities = (
-        ("mean KL from the reference, nats", [row["kl_mean"] for row in rows]),
-        ("positions that rank another token first", [1 - row["top1_agreement"] for row in rows]),
-    )
-    sizes = [row["held_bytes_per_weight"] for row in rows]
-    for axes, (title, values) in zip(panels, quantities, strict=True):
-        logarithmic = min(values) > 0
-        for row, size, value, color in zip(rows, sizes, values, colors, strict=True):
-            axes.plot(size, value, "o", color=color, markersize=7)
-            axes.annotate(
-                name_of(row), (size, value), xytext=(6, 5), textcoords="offset points", fontsize=8.5
-            )
-        if logarithmic:
+        ("mean KL from the reference, nats", [row["kl_mean"] for row in rows], "{:g}"),
+        ("positions that rank another token first, %",
+         [100 * (1 - row["top1_agreement"]) for row in rows], "{:.3g}"),
+    )  # fmt: skip
+    for axes, (title, values, shown) in zip(panels, quantities, strict=True):
+        for index, (row, value) in enumerate(zip(rows, values, strict=True)):
+            axes.plot(
+                row["held_bytes_per_weight"], value, MARKERS[index // 10 % len(MARKERS)],
+                color=f"C{index % 10}", markersize=8, label=name_of(row),
+            )  # fmt: skip
+        if min(values) > 0:
             axes.set_yscale("log")
+            # At least two labelled lines, however near the values are to each other.
+            axes.set_ylim(min(values) / 1.6, max(values) * 1.6)
+            axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+            axes.yaxis.set_minor_locator(NullLocator())
         else:  # a model that has lost nothing
             axes.set_ylim(bottom=0)
-        axes.margins(x=0.25, y=0.2)
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _, shown=shown: shown.format(y)))
+        axes.margins(x=0.1)
         axes.grid(True, which="major", color="#d8d8d8", linewidth=0.7)
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
         axes.set_xlabel("bytes a weight, as held")
         axes.set_title(title, loc="left", fontsize=11)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=min(4, len(rows)), frameon=False
+    )
     first = rows[0]
     figure.suptitle(
-        f"against {Path(first['against']).name}, {first['reference']}; "
+        f"against {Path(first['against']).name}, "
+        f"{'computed exactly' if first['reference'] == 'exact' else 'as served'}; "
         f"{Path(first['text']).name}, {first['tokens']:,} tokens",
         fontsize=9,
         color="#444444",

@@ -376,12 +376,13 @@ def _shape(subject: Subject) -> list[str]:
     layers = len(config.layers)
     weights = subject.program.weights
     lines = [f"{subject.name}: {config.family}, {subject.parameters:,} parameters"]
-    kinds = Counter((role.partition(".")[2].partition(".")[2], shape)
-                    for role, shape in subject.matrices().items())  # fmt: skip
+    shapes = Counter(subject.matrices().values())
     total = sum(map(prod, subject.matrices().values()))
-    same = all(count == layers for count in kinds.values())
-    if same:
-        sides = " + ".join("·".join(map(str, shape)) for _, shape in kinds)
+    if all(count % layers == 0 for count in shapes.values()):
+        sides = " + ".join(
+            f"{count // layers} × ".removeprefix("1 × ") + "·".join(map(str, shape))
+            for shape, count in shapes.items()
+        )
         lines.append(f"  layers     {total:>15,} = {layers} × ({sides})")
     else:
         lines.append(f"  layers     {total:>15,} in {layers} layers that differ")
@@ -442,14 +443,18 @@ def _crossing_lines(plan: Plan, context: int) -> list[str]:
     rates = plan.rates
     units = {part.arithmetic for part in plan.decode.parts if part.name == "layers"}
     lines = ["from bytes to operations"]
-    if len(units) == 1:
+    if plan.layers_crossing is None:
+        lines.append("  each expert sees some of a batch's tokens only")
+    elif len(units) == 1:
         (unit,) = units
-        lines.append(
-            f"  a weight: {plan.bytes_per_weight:.6g} bytes ÷ "
-            f"{rates.bytes_per_second / 1e9:.4g} GB/s = 2 operations × "
-            f"{plan.layers_crossing:.4g} sequences ÷ {rates.peak(unit) / 1e9:.4g} Gop/s ({unit}): "
-            f"from {plan.layers_crossing:.4g} on, the layers' matrices are bound by operations"
-        )
+        read = plan.bytes_per_weight / rates.bytes_per_second
+        lines += [
+            f"  a weight: {plan.bytes_per_weight:.6g} bytes ÷ {rates.bytes_per_second / 1e9:.4g} "
+            f"GB/s = {1e12 * read:.4g} ps to read; 2 operations ÷ {rates.peak(unit) / 1e9:.4g} "
+            f"Gop/s ({unit}) = {2e12 / rates.peak(unit):.4g} ps a sequence:",
+            "  the layers' matrices are bound by operations from "
+            f"{plan.layers_crossing:.4g} sequences on",
+        ]
     else:
         lines.append(
             f"  the layers' matrices are bound by operations from {plan.layers_crossing:.4g} on"

@@ -14,7 +14,7 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.execute import reference
 from octavo.model import families
 from octavo.model import program as model
-from octavo.quant.dequantize import dequantize
+from octavo.quant.blocks import dequantize
 from oracle.tiny_folders import FAMILIES, folder, recorded
 
 HERE = Path(__file__).resolve().parent.parent / "oracle"

@@ -96,8 +96,17 @@ class BpeTokenizer:
         self._after = list(after)
         # Added tokens beyond the embedding: of a picture, in a model's files for text only.
         self._beyond = backend.get_vocab_size() > vocab_size
-        self._strip_leading_space = strip_leading_space
+        self.strip_leading_space = strip_leading_space
         self._bytes: dict[int, bytes] = {}  # of the tokens seen: streaming asks for few, often
+
+    @property
+    def framing(self) -> tuple[list[int], list[int]]:
+        """The tokens put before and after a text."""
+        return self._before, self._after
+
+    def backend_json(self) -> str:
+        """How texts are cut and merged, as tokenizer.json says it; no decoder and no framing."""
+        return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Raises `ValueError` for text with lone surrogates, which no token can spell, and for a
@@ -129,7 +138,7 @@ class BpeTokenizer:
                     first = False
                 continue
             data = self.token_bytes(token_id)
-            if first and self._strip_leading_space and data.startswith(b" "):
+            if first and self.strip_leading_space and data.startswith(b" "):
                 data = data[1:]
             first = False
             parts.append(data)

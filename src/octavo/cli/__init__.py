@@ -9,7 +9,18 @@ from typing import Annotated
 
 import typer
 
-from octavo.cli import bench, chat, fidelity, generate, inspect, plan, profile, pull, serve
+from octavo.cli import (
+    bench,
+    chat,
+    fidelity,
+    generate,
+    inspect,
+    plan,
+    profile,
+    pull,
+    quantize,
+    serve,
+)
 
 app = typer.Typer(
     name="octavo",
@@ -29,7 +40,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
     group.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
 
 
-for _module in (serve, chat, generate, pull, inspect, profile, fidelity):
+for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity):
     _add(app, _module)
 for _room in (bench, plan):
     _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)

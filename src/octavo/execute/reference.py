@@ -128,17 +128,18 @@ def attend(q: Float32, k: Float32, v: Float32, head_dim: int, op: model.PagedAtt
     for start in range(0, tokens, QUERIES):
         end = min(start + QUERIES, tokens)
         first = 0 if op.window is None else max(0, start - op.window + 1)
-        scores = queries[..., start:end, :] @ keys[..., first:end] * np.float32(op.scale)
-        scores = soft_cap(scores, op.softcap)
+        scores = queries[..., start:end, :] * np.float32(op.scale) @ keys[..., first:end]
+        if op.softcap:
+            scores = soft_cap(scores, op.softcap)
         distance = np.arange(start, end)[:, None] - np.arange(first, end)[None, :]
-        unseen = distance < 0
+        seen = distance >= 0
         if op.window is not None:
-            unseen |= distance >= op.window
-        scores[..., unseen] = -np.inf
+            seen &= distance < op.window
+        scores += np.where(seen, np.float32(0.0), np.float32(-np.inf))
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        result[..., start:end, :] = scores @ stored[..., first:end, :]
+        total = scores.sum(axis=-1, keepdims=True)
+        result[..., start:end, :] = scores @ stored[..., first:end, :] / total
     return out
 
 

@@ -9,11 +9,12 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Tokenizer
 from octavo.quant.grid import Float32, Float64
+from octavo.quant.state import QuantizeError
 
 LEAST = 16  # tokens that are worth a sample
 
 
-class CalibrationError(ValueError):
+class CalibrationError(QuantizeError):
     """A text that cannot be calibrated with; the message says why."""
 
 

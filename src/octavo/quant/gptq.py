@@ -109,21 +109,34 @@ def _fit_columns(
 def inverse_factor(hessian: Float64, damping: float) -> Float32:
     """The upper triangular U with Uᵀ U = (H + damping * mean(diag H))⁻¹.
 
-    Where rounding makes the matrix indefinite all the same, the damping grows tenfold. Raises
-    `ValueError` when nothing helps.
+    Back to front, H has the Cholesky factor of which U is the inverse: H = R Rᵀ with R upper
+    triangular, U = R⁻¹. Where rounding makes H indefinite all the same, the damping grows tenfold.
+    Raises `ValueError` when nothing helps.
     """
-    diagonal = np.einsum("ii->i", hessian)
-    mean = float(diagonal.mean())
+    mean = float(np.einsum("ii->i", hessian).mean())
     while damping <= MOST_DAMPING:
         damped = hessian.copy()
         damped.flat[:: len(damped) + 1] += damping * mean
         try:
-            lower: Float64 = np.linalg.cholesky(np.linalg.inv(damped))
+            factor = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1].astype(np.float64)
         except np.linalg.LinAlgError:
             damping *= 10.0
             continue
-        return np.ascontiguousarray(lower.T, dtype=np.float32)
-    raise ValueError("the inputs' second moments cannot be inverted")
+        return _inverse_upper(factor).astype(np.float32)
+    raise ValueError("the second moments of its inputs cannot be inverted")
+
+
+def _inverse_upper(upper: Float64) -> Float64:
+    """Of a triangular matrix, by halves: products do the work."""
+    size = len(upper)
+    if size <= 64:
+        return np.triu(np.linalg.inv(upper))
+    half = size // 2
+    inverse = np.zeros_like(upper)
+    first = inverse[:half, :half] = _inverse_upper(upper[:half, :half])
+    last = inverse[half:, half:] = _inverse_upper(upper[half:, half:])
+    inverse[:half, half:] = -first @ (upper[:half, half:] @ last)
+    return inverse
 
 
 def relative_loss(weights: Float32, found: Float32, moments: Float64) -> float:

@@ -164,7 +164,8 @@ def fit_range(scheme: Scheme, low: Float32, high: Float32) -> Grid:
         case Kind.ASYMMETRIC:
             low, high = np.minimum(low, 0.0), np.maximum(high, 0.0)  # zero is on the grid
             step = _step((high - low) / levels, scheme.steps)
-            return Grid(step, np.clip(np.rint(-low / step), 0.0, levels), None)
+            # Not zero 0: GPTQ's layout stores zeros less one, and readers differ on what is below.
+            return Grid(step, np.clip(np.rint(-low / step), 1.0, levels), None)
 
 
 def _stored(step: npt.NDArray[np.floating], steps: Steps) -> Float32:

@@ -26,10 +26,11 @@ from octavo.execute import reference
 from octavo.model.families import program
 from octavo.model.program import Op
 from octavo.quant.awq import Stored, awq
+from octavo.quant.blocks import dequantize
 from octavo.quant.calibrate import Moments
-from octavo.quant.dequantize import dequantize
+from octavo.quant.ggml_rounding import ggml_round
 from octavo.quant.gptq import Order, gptq, relative_loss
-from octavo.quant.grid import Float32, Scheme, round_to_nearest
+from octavo.quant.grid import Float32, Kind, Quantized, Scheme, round_to_nearest
 from octavo.quant.layers import LayerOps, live, roles, split
 from octavo.quant.state import LayerResult, QuantizeError, State
 
@@ -62,6 +63,7 @@ class Report(NamedTuple):
     layers: int
     role: str
     loss: float | None
+    last: bool = False  # of the layer, which is safe
 
 
 Progress = Callable[[Report], None]
@@ -131,13 +133,14 @@ class Quantizer:
             if index < first:
                 if hidden:
                     self._follow(hidden, layer, weights.with_result(state.load(index)))
-                    progress(Report(index, len(self.layers), "", None))
+                progress(Report(index, len(self.layers), "", None, last=True))
                 continue
             work = {Method.RTN: self._rtn, Method.GPTQ: self._gptq, Method.AWQ: self._awq}
             tell = _Teller(progress, index, len(self.layers))
             with np.errstate(all="ignore"):  # what is not finite is named where it appears
                 result = work[self.recipe.method](hidden, layer, weights, tell)
             state.save(index, result)
+            tell.done()
 
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
 
@@ -147,9 +150,15 @@ class Quantizer:
         result = LayerResult({}, {})
         for role in layer.matrices:
             with self._naming(role):
-                result.matrices[role] = round_to_nearest(self.recipe.scheme, weights[role])
+                result.matrices[role] = self._nearest(weights[role])
             tell(role, None)
         return result
+
+    def _nearest(self, weights: Float32) -> Quantized:
+        scheme = self.recipe.scheme
+        if scheme.kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0):
+            return ggml_round(scheme, weights)
+        return round_to_nearest(scheme, weights)
 
     def _gptq(
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
@@ -301,10 +310,15 @@ class _Weights(Mapping[str, Float32]):
 
 class _Teller:
     def __init__(self, progress: Progress, layer: int, layers: int) -> None:
-        self._progress, self._layer, self._layers = progress, layer, layers
+        self._progress = progress
+        self._report = Report(layer, layers, "", None)
 
     def __call__(self, role: str, loss: float | None) -> None:
-        self._progress(Report(self._layer, self._layers, role.rpartition(".")[2], loss))
+        self._report = self._report._replace(role=role.rpartition(".")[2], loss=loss)
+        self._progress(self._report)
+
+    def done(self) -> None:
+        self._progress(self._report._replace(last=True))
 
 
 def _rows(weight: Weight, rows: npt.NDArray[np.int32]) -> Weight:

@@ -17,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.checkpoint.base import CheckpointError
 from octavo.quant.grid import Float32, Quantized, Scheme
 
 STATE = "state.json"
 
 
-class QuantizeError(ValueError):
+class QuantizeError(CheckpointError):
     """A model, setting or place that cannot be used; the message says why and what to do."""
 
 
@@ -132,8 +133,13 @@ class State:
     def _nibbles(self) -> bool:
         return self.scheme.bits == 4
 
+    @property
+    def closed(self) -> bool:
+        return self._lock < 0
+
     def close(self) -> None:
         os.close(self._lock)
+        self._lock = -1
 
     def remove(self) -> None:
         """When everything is written where it belongs."""

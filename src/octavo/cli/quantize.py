@@ -1,0 +1,277 @@
+"""octavo quantize: a model made small, layer by layer, and written so that others load it."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.options import Model
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.base import Checkpoint
+    from octavo.quant.layouts import Format
+    from octavo.quant.quantizer import Progress, Recipe, Report
+    from octavo.quant.run import Outcome
+
+EXAMPLES = (
+    "octavo quantize smollm2 --method gptq --bits 4 --group-size 64 -o smollm2-gptq",
+    "octavo quantize org/repo --method awq --calibration mine.txt -o model-awq",
+    "octavo quantize model.gguf --method gptq -o model.q4_1.gguf",
+    "octavo quantize org/repo --method rtn --bits 8 --format compressed-tensors -o model-int8",
+)
+
+
+class MethodName(StrEnum):
+    rtn = "rtn"
+    gptq = "gptq"
+    awq = "awq"
+
+
+class FormatName(StrEnum):
+    gptq = "gptq"
+    awq = "awq"
+    compressed_tensors = "compressed-tensors"
+    gguf = "gguf"
+
+
+class OrderName(StrEnum):
+    static = "static"
+    group = "group"
+    none = "none"
+
+
+class ScalesName(StrEnum):
+    mse = "mse"
+    minmax = "minmax"
+
+
+class Bits(StrEnum):
+    four = "4"
+    eight = "8"
+
+
+def command(
+    model: Model,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", "-o", metavar="OUT", help="Folder to write, or a file that ends in .gguf."
+        ),
+    ],
+    method: Annotated[
+        MethodName,
+        typer.Option(help="Round to nearest, or with a look at a text: GPTQ or AWQ."),
+    ] = MethodName.gptq,
+    bits: Annotated[Bits, typer.Option(help="Bits a weight.")] = Bits.four,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Inputs that share a scale, a multiple of 32; -1 for all of a row.",
+            show_default="64, GGUF 32",
+        ),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option(
+            "--symmetric/--asymmetric",
+            help="Scales alone, or zeros too (GGUF: Q4_0 or Q4_1).",
+            show_default="zeros too at 4 bits",
+        ),
+    ] = None,
+    format: Annotated[
+        FormatName | None,
+        typer.Option(help="Layout.", show_default="gguf for .gguf, awq for awq, else gptq"),
+    ] = None,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help="Text to look at; the more it is like what the model will read, the better.",
+            show_default="the Python language reference",
+        ),
+    ] = None,
+    num_samples: Annotated[
+        int, typer.Option(min=1, max=4096, metavar="N", help="Pieces of the text.")
+    ] = 64,
+    seq_len: Annotated[
+        int, typer.Option(min=16, max=32768, metavar="TOKENS", help="Length of each.")
+    ] = 512,
+    act_order: Annotated[
+        OrderName,
+        typer.Option(
+            help="GPTQ: inputs that matter most first, in groups as they lie (static) or of their "
+            "own (group, which makes engines reorder activations); or inputs as they lie (none)."
+        ),
+    ] = OrderName.static,
+    scales: Annotated[
+        ScalesName,
+        typer.Option(help="GPTQ: scales of least squared error, or from smallest to largest."),
+    ] = ScalesName.mse,
+    damping: Annotated[
+        float,
+        typer.Option(min=1e-6, max=1.0, metavar="X", help="GPTQ: share of the mean added to H."),
+    ] = 0.01,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written as one JSON object.")
+    ] = False,
+) -> None:
+    """Make a model small, layer by layer, and write it so that others load it too.
+
+    The source is what MODEL's weights stand for, also where they are quantized themselves.
+    Embeddings and the head stay as they are. An interrupted run goes on where it was when the same
+    command is given again.
+    """
+    from octavo.checkpoint import load
+    from octavo.checkpoint.pull import resolve
+    from octavo.quant.gptq import Order
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.quantizer import Method, Recipe
+    from octavo.quant.run import quantize
+
+    chosen = _format(out, method, format)
+    size = group_size if group_size is not None else 32 if chosen is Format.GGUF else 64
+    if size != -1 and (size < 32 or size % 32):
+        raise typer.BadParameter(f"--group-size {size} is neither -1 nor a multiple of 32")
+    if (chosen is Format.GGUF) != (out.suffix == ".gguf"):
+        raise typer.BadParameter(f"--format {chosen.value} and -o {out} do not go together")
+    number = int(bits.value)
+    plain = symmetric if symmetric is not None else number == 8 and chosen is not Format.AWQ
+    try:
+        scheme = scheme_of(chosen, number, None if size == -1 else size, plain)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    recipe = Recipe(
+        Method(method.value),
+        scheme,
+        Order(act_order.value),
+        scales is ScalesName.mse,
+        damping,
+    )
+    checkpoint = load(resolve(model))
+    if note := _already_quantized(checkpoint):
+        print(note, file=sys.stderr)
+    samples = None
+    if recipe.method is not Method.RTN:
+        samples = _samples(checkpoint, calibration, num_samples, seq_len)
+    began = time.monotonic()
+    with _progress(recipe) as (progress, reached):
+        try:
+            outcome = quantize(checkpoint, recipe, chosen, out, samples, progress)
+        except KeyboardInterrupt:
+            print(
+                f"\ninterrupted after {reached[0]} of {len(checkpoint.config.layers)} layers; "
+                "the same command goes on from there",
+                file=sys.stderr,
+            )
+            raise typer.Exit(130) from None
+    facts = _facts(outcome, recipe, chosen, time.monotonic() - began)
+    typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+
+
+def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
+    from octavo.quant.layouts import Format
+
+    if format is not None:
+        return Format(format.value)
+    if out.suffix == ".gguf":
+        return Format.GGUF
+    return Format.AWQ if method is MethodName.awq else Format.GPTQ
+
+
+def _samples(checkpoint: Checkpoint, calibration: Path | None, count: int, length: int) -> Any:
+    from octavo.quant.calibrate import default_text, read_text, samples
+
+    text = default_text() if calibration is None else read_text(calibration)
+    where = "the default text" if calibration is None else str(calibration)
+    length = min(length, checkpoint.config.context_length)
+    return samples(checkpoint.tokenizer, text, count, length, where)
+
+
+def _already_quantized(checkpoint: Checkpoint) -> str | None:
+    formats = {
+        weight.stored.format
+        for role, weight in checkpoint.weights.items()
+        if role.startswith("layers.") and len(weight.shape) == 2
+    }
+    made = sorted(formats - {"F32", "F16", "BF16"})
+    if not made:
+        return None
+    return (
+        f"note: {checkpoint.path.name} is quantized already ({', '.join(made)}); "
+        "what its weights stand for is quantized again"
+    )
+
+
+@contextmanager
+def _progress(recipe: Recipe) -> Iterator[tuple[Progress, list[int]]]:
+    """A bar on a terminal, a line a layer elsewhere; and how many layers are done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    reached = [0]
+    began = time.monotonic()
+    with Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("layers"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as bar:
+        task = bar.add_task(recipe.method.value, total=None)
+
+        def show(report: Report) -> None:
+            reached[0] = report.layer + report.last
+            loss = "" if report.loss is None else f", error {report.loss:.2e}"
+            what = f"{recipe.method.value} {report.role}{loss}" if report.role else "catching up"
+            bar.update(task, description=what, total=report.layers, completed=reached[0])
+            if report.last and not console.is_terminal:
+                seconds = time.monotonic() - began
+                print(
+                    f"layer {reached[0]}/{report.layers}  {what}  {seconds:.0f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+        yield show, reached
+
+
+def _facts(outcome: Outcome, recipe: Recipe, format: Format, seconds: float) -> dict[str, Any]:
+    return {
+        "path": str(outcome.path),
+        "method": recipe.method.value,
+        "bits": recipe.scheme.bits,
+        "group_size": recipe.scheme.group or -1,
+        "kind": recipe.scheme.kind.value,
+        "format": format.value,
+        "parameters": outcome.parameters,
+        "bytes": outcome.nbytes,
+        "source_bytes": outcome.source_nbytes,
+        "bytes_per_weight": outcome.bytes_per_weight,
+        "seconds": round(seconds, 1),
+    }
+
+
+def _as_text(facts: dict[str, Any]) -> str:
+    group = "rows" if facts["group_size"] == -1 else f"groups of {facts['group_size']}"
+    return (
+        f"{facts['path']}: {facts['format']}, {facts['bits']} bits by {facts['method']} "
+        f"in {group}, {facts['kind']}\n"
+        f"{facts['bytes'] / 2**20:,.1f} MiB, {facts['bytes_per_weight']:.3f} bytes a weight "
+        f"(the source {facts['source_bytes'] / 2**20:,.1f} MiB), in {facts['seconds']:,.0f} s"
+    )

@@ -1,0 +1,148 @@
+"""A quantized model as a Hugging Face folder, in the layout of GPTQ, AWQ or compressed-tensors.
+
+Matrices of layers are quantized; embeddings, head and vectors keep the type that a source folder
+has them in, and become bfloat16 where the source is a GGUF file. What is not weights comes from the
+source folder, or is made of the GGUF file's metadata.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.checkpoint.base import Checkpoint, Weight
+from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.quant import hf_tokenizer
+from octavo.quant.blocks import dequantize
+from octavo.quant.grid import Float32, Quantized, bf16
+from octavo.quant.hf_model import Place, hf_config, less_one, places, row_order
+from octavo.quant.layouts import Layout, Tensor, bf16_bits
+from octavo.quant.safetensors_writer import SafetensorsWriter
+from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
+
+# Of a source's configuration, what says how its weights were stored.
+_OF_STORAGE = ("quantization_config", "compression_config")
+_MODULE_TENSORS = 5  # at most, of a quantized module
+
+
+class FolderTarget:
+    """Where a checkpoint's quantized form goes. Raises `QuantizeError` for a family that no folder
+    can express."""
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+        self.checkpoint = checkpoint
+        self.config = checkpoint.config
+        self.layout = layout
+        self.from_folder = checkpoint.path.is_dir()
+        if self.config.family in ("mixtral", "qwen3moe"):
+            raise QuantizeError(f"sparse experts ({self.config.family}) cannot be quantized yet")
+        if self.from_folder:
+            self.values = HfFolder(checkpoint.path).json(CONFIG)
+        else:
+            self.values = hf_config(self.config) | {"torch_dtype": "bfloat16"}
+        self.places = list(places(self.config, list(checkpoint.weights)))
+
+    def stored(self, role: str, values: Float32) -> Float32:
+        """A vector as readers of the folder will have it."""
+        shift = np.float32(less_one(self.config, role))
+        match self._format(self.checkpoint.weights[role]):
+            case "BF16":
+                return bf16(values - shift) + shift
+            case "F16":
+                return (values - shift).astype(np.float16).astype(np.float32) + shift
+        return (values - shift) + shift
+
+    def write(self, state: State, folder: Path) -> int:
+        """Everything, config.json last; returns the bytes of all tensors."""
+        ids: dict[str, Any] = {}
+        if self.from_folder:
+            hf_tokenizer.copy_files(self.checkpoint.path, folder)
+        else:
+            ids = hf_tokenizer.write_files(self.checkpoint, folder)
+        writer = SafetensorsWriter(folder, _MODULE_TENSORS * len(self.places))
+        try:
+            self._add_all(writer, state)
+            size = writer.finish()
+        except BaseException:
+            writer.discard()
+            raise
+        for name, values in self.layout.files.items():
+            _write_json(folder / name, values)
+        kept = {k: v for k, v in self.values.items() if k not in _OF_STORAGE}
+        _write_json(folder / CONFIG, kept | ids | {"quantization_config": self.layout.config})
+        return size
+
+    def _add_all(self, writer: SafetensorsWriter, state: State) -> None:
+        at, result = -1, LayerResult({}, {})
+        for place in self.places:
+            role = place.roles[0]
+            if role.startswith("layers."):
+                layer = int(role.split(".")[1])
+                if layer != at:
+                    at, result = layer, state.load(layer)
+            if role in result.matrices:
+                for part, tensor in self._module(place, result).items():
+                    writer.add(f"{place.name}.{part}", tensor)
+            else:
+                writer.add(f"{place.name}.{place.ending}", self._tensor(place, result))
+
+    def _module(self, place: Place, result: LayerResult) -> dict[str, Tensor]:
+        parts = []
+        for role in place.roles:
+            matrix, order = result.matrices[role], row_order(self.config, role)
+            parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
+        return self.layout.tensors(_stacked(parts))
+
+    def _tensor(self, place: Place, result: LayerResult) -> Tensor:
+        parts = [self._plain(role, result) for role in place.roles]
+        if len(parts) == 1:
+            return parts[0]
+        return Tensor(parts[0].dtype, np.concatenate([part.data for part in parts]))
+
+    def _plain(self, role: str, result: LayerResult) -> Tensor:
+        weight = self.checkpoint.weights[role]
+        format, floats = self._format(weight), ("F32", "F16", "BF16")
+        if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
+            return Tensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
+        values = result.vectors[role] if role in result.vectors else dequantize(weight)
+        order = row_order(self.config, role)
+        if order is not None and not self.from_folder:
+            values = values[order]
+        if less_one(self.config, role):
+            values = values - np.float32(1.0)
+        assert format in floats
+        if format == "BF16":
+            return Tensor(format, bf16_bits(values))
+        return Tensor(format, values.astype(_DTYPES[format]))
+
+    def _format(self, weight: Weight) -> str:
+        """The dtype in which the folder has a weight that is not quantized."""
+        name = weight.stored.format
+        return name if self.from_folder and name in _DTYPES else "BF16"
+
+
+_DTYPES: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+
+
+def _stacked(parts: list[Quantized]) -> Quantized:
+    """Matrices of one input, one below the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    zeros = [part.zero for part in parts if part.zero is not None]
+    return Quantized(
+        first.scheme,
+        np.concatenate([part.codes for part in parts]),
+        np.concatenate([part.step for part in parts]),
+        np.concatenate(zeros) if zeros else None,
+        None,
+        first.group_of,
+    )
+
+
+def _write_json(path: Path, values: object) -> None:
+    write_whole(path, json.dumps(values, indent=2, ensure_ascii=False).encode() + b"\n")

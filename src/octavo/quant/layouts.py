@@ -1,0 +1,221 @@
+"""Quantized matrices as the tensors of GPTQ, AWQ and compressed-tensors folders.
+
+Written from the descriptions that the readers carry (checkpoint/gptq.py, awq.py and
+compressed_tensors.py). Each layout says which schemes it can express; the tensors of a module are
+named after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.quant.grid import Float32, Kind, Quantized, Scheme, Steps
+
+Array = npt.NDArray[Any]
+# Of eight outputs in a word, which one each nibble holds (AutoAWQ, GEMM).
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+class Format(Enum):
+    GPTQ = "gptq"
+    AWQ = "awq"
+    COMPRESSED_TENSORS = "compressed-tensors"
+    GGUF = "gguf"
+
+
+class Tensor(NamedTuple):
+    dtype: str  # as safetensors calls it
+    data: Array  # of as many bytes an element; bfloat16 as uint16
+
+
+def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> Scheme:
+    """What a layout can express of it. Raises `ValueError` for what it cannot."""
+    kind = Kind.SYMMETRIC if symmetric else Kind.ASYMMETRIC
+    match format:
+        case Format.AWQ:
+            if bits != 4:
+                raise ValueError("the awq layout has 4 bits only; gptq has 8 too")
+            if symmetric:
+                raise ValueError("the awq layout is asymmetric; gptq can be symmetric")
+            return Scheme(bits, group, kind, Steps.BOTH)
+        case Format.COMPRESSED_TENSORS:
+            return Scheme(bits, group, kind, Steps.BF16)
+        case Format.GGUF:
+            if group != 32:
+                raise ValueError("GGUF has groups of 32 inputs (--group-size 32)")
+            if bits == 8:
+                return Scheme(bits, group, Kind.Q8_0)
+            return Scheme(bits, group, Kind.Q4_0 if symmetric else Kind.Q4_1)
+    return Scheme(bits, group, kind, Steps.BOTH)
+
+
+# ── Modules ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def gptq_tensors(matrix: Quantized) -> dict[str, Tensor]:
+    """v1: zeros less one."""
+    bits, zero = matrix.scheme.bits, _zero(matrix)
+    less_one = (zero - np.uint8(1)) & np.uint8(matrix.scheme.levels)
+    return {
+        "qweight": Tensor("I32", _words(matrix.codes, bits).T),
+        "qzeros": Tensor("I32", _words(less_one.T, bits)),
+        "scales": Tensor("F16", matrix.step.T.astype("<f2")),
+        "g_idx": Tensor("I32", matrix.group_of.astype("<i4")),
+    }
+
+
+def awq_tensors(matrix: Quantized) -> dict[str, Tensor]:
+    return {
+        "qweight": Tensor("I32", _words(_awq_order(matrix.codes.T), 4)),
+        "qzeros": Tensor("I32", _words(_awq_order(_zero(matrix).T), 4)),
+        "scales": Tensor("F16", matrix.step.T.astype("<f2")),
+    }
+
+
+def packed_tensors(matrix: Quantized) -> dict[str, Tensor]:
+    """compressed-tensors, pack-quantized."""
+    bits = matrix.scheme.bits
+    found = {
+        "weight_packed": Tensor("I32", _words(matrix.codes, bits)),
+        "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
+        "weight_shape": Tensor("I64", np.array(matrix.shape, "<i8")),
+    }
+    if matrix.scheme.kind is Kind.ASYMMETRIC:
+        found["weight_zero_point"] = Tensor("I32", _words(_zero(matrix).T, bits).T)
+    if not matrix.ordered:
+        found["weight_g_idx"] = Tensor("I32", matrix.group_of.astype("<i4"))
+    return found
+
+
+def plain_tensors(matrix: Quantized) -> dict[str, Tensor]:
+    """compressed-tensors, int-quantized."""
+    return {
+        "weight": Tensor("I8", (matrix.codes ^ np.uint8(128)).view(np.int8)),
+        "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
+    }
+
+
+def _zero(matrix: Quantized) -> npt.NDArray[np.uint8]:
+    if matrix.zero is None:
+        raise ValueError("a grid without integer zeros is of no such layout")
+    return matrix.zero
+
+
+def _words(numbers: npt.NDArray[np.uint8], bits: int) -> Array:
+    """[rows, count] numbers as little-endian 32-bit words along the second dimension."""
+    in_word = 32 // bits
+    padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % in_word)))
+    words = np.zeros((len(padded), padded.shape[1] // in_word), np.uint32)
+    for place in range(in_word):
+        words |= padded[:, place::in_word].astype(np.uint32) << np.uint32(bits * place)
+    return words.view("<i4")
+
+
+def _awq_order(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    rows, outputs = numbers.shape
+    if outputs % 8:
+        raise ValueError(f"the awq layout has outputs in eights, not {outputs}")
+    return numbers.reshape(rows, -1, 8)[:, :, _AWQ_ORDER].reshape(rows, outputs)
+
+
+def bf16_bits(values: Float32) -> npt.NDArray[np.uint16]:
+    """Of numbers, rounded to bfloat16, halves to even."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded >> np.uint32(16)).astype("<u2")
+
+
+# ── Configurations ──────────────────────────────────────────────────────────────────────────────
+
+
+class Layout(NamedTuple):
+    """``files``: configurations in files of their own, beside config.json's."""
+
+    tensors: Callable[[Quantized], dict[str, Tensor]]
+    config: dict[str, Any]
+    files: dict[str, dict[str, Any]]
+
+
+def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) -> Layout:
+    """How a scheme is written. ``ordered``: groups are of neighbouring inputs."""
+    match format:
+        case Format.GPTQ:
+            config = {
+                "quant_method": "gptq",
+                "bits": scheme.bits,
+                "group_size": scheme.group or -1,
+                "desc_act": not ordered,
+                "sym": scheme.kind is Kind.SYMMETRIC,
+                "lm_head": False,
+                "damp_percent": damping,
+                "checkpoint_format": "gptq",
+                "pack_dtype": "int32",
+            }
+            return Layout(gptq_tensors, config, {"quantize_config.json": config})
+        case Format.AWQ:
+            if not ordered:
+                raise ValueError("the awq layout has no groups in another order (--act-order)")
+            config = {
+                "quant_method": "awq",
+                "bits": scheme.bits,
+                "group_size": scheme.group or -1,
+                "zero_point": True,
+                "version": "gemm",
+                "modules_to_not_convert": None,
+            }
+            own = {"w_bit": scheme.bits, "q_group_size": scheme.group or -1}
+            return Layout(
+                awq_tensors,
+                config,
+                {"quant_config.json": own | {"zero_point": True, "version": "GEMM"}},
+            )
+        case Format.COMPRESSED_TENSORS:
+            return _compressed_tensors(scheme, ordered)
+    raise ValueError(f"{format.value} is no folder's layout")
+
+
+def _compressed_tensors(scheme: Scheme, ordered: bool) -> Layout:
+    symmetric = scheme.kind is Kind.SYMMETRIC
+    # 8 bits a channel is what engines run in integers, with activations rounded as they come.
+    plain = scheme.bits == 8 and scheme.group is None and symmetric and ordered
+    weights = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": symmetric,
+        "strategy": "channel" if scheme.group is None else "group",
+        "group_size": scheme.group,
+        "actorder": None if ordered else "group",
+        "dynamic": False,
+        "observer": "minmax",
+    }
+    activations = {
+        "num_bits": 8,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "token",
+        "dynamic": True,
+    }
+    name = "int-quantized" if plain else "pack-quantized"
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": name,
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": activations if plain else None,
+                "output_activations": None,
+                "format": name,
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    return Layout(plain_tensors if plain else packed_tensors, config, {})

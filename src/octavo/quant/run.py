@@ -1,0 +1,127 @@
+"""From a checkpoint to a quantized one: places are checked, work is resumed, files appear whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.checkpoint.base import Checkpoint
+from octavo.quant.folder import FolderTarget
+from octavo.quant.gguf_writer import GgufTarget
+from octavo.quant.gptq import Order
+from octavo.quant.layouts import Format, layout_of
+from octavo.quant.quantizer import Method, Progress, Quantizer, Recipe
+from octavo.quant.state import QuantizeError, State
+
+WORK = ".octavo-quantize"  # the interrupted run's folder: in a folder, or beside a file
+
+
+class Outcome(NamedTuple):
+    path: Path
+    parameters: int
+    nbytes: int  # of all tensors
+    source_nbytes: int
+
+    @property
+    def bytes_per_weight(self) -> float:
+        return self.nbytes / self.parameters
+
+
+def quantize(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    format: Format,
+    out: Path,
+    samples: npt.NDArray[np.int32] | None,
+    progress: Progress,
+) -> Outcome:
+    """Writes ``out``, a folder or a GGUF file, from the layer on that an earlier run reached.
+
+    Raises `QuantizeError`, or `OSError` where there is no writing; the finished layers stay for the
+    next run.
+    """
+    target: FolderTarget | GgufTarget
+    if format is Format.GGUF:
+        target = GgufTarget(checkpoint, recipe.scheme.kind)
+    else:
+        ordered = recipe.method is not Method.GPTQ or recipe.order is not Order.GROUP
+        try:
+            layout = layout_of(format, recipe.scheme, ordered=ordered, damping=recipe.damping)
+        except ValueError as error:
+            raise QuantizeError(str(error)) from None
+        target = FolderTarget(checkpoint, layout)
+    quantizer = Quantizer(checkpoint, recipe, samples, target.stored)
+    work = _work_folder(out, format)
+    _check_room(checkpoint, recipe, work)
+    settings = quantizer.settings() | {"format": format.value}
+    with _state(work, settings, recipe) as state:
+        quantizer.run(state, progress)
+        nbytes = target.write(state, out)
+        state.remove()
+    weights = checkpoint.weights.values()
+    return Outcome(
+        out,
+        sum(prod(weight.shape) for weight in weights),
+        nbytes,
+        sum(weight.stored.nbytes for weight in weights),
+    )
+
+
+@contextmanager
+def _state(work: Path, settings: dict[str, object], recipe: Recipe) -> Iterator[State]:
+    fresh = not work.exists()
+    state = State(work, settings, recipe.scheme)
+    try:
+        yield state
+    finally:
+        if not state.closed:
+            empty = state.finished() == 0
+            state.close()
+            if fresh and empty:  # nothing that a later run could use
+                shutil.rmtree(work, ignore_errors=True)
+                if work.name == WORK and not any(work.parent.iterdir()):
+                    work.parent.rmdir()
+
+
+def _work_folder(out: Path, format: Format) -> Path:
+    """Raises `QuantizeError` if ``out`` is something that was not begun here."""
+    if format is Format.GGUF:
+        if out.exists():
+            raise QuantizeError(f"{out}: exists already; choose another name or remove it")
+        if not out.parent.is_dir():
+            raise QuantizeError(f"{out.parent}: is no folder")
+        return out.with_name(out.name + WORK)
+    if out.exists() and not out.is_dir():
+        raise QuantizeError(f"{out}: exists and is no folder")
+    work = out / WORK
+    if out.exists() and any(out.iterdir()) and not work.exists():
+        raise QuantizeError(
+            f"{out}: exists and holds no interrupted run; choose another name or remove it"
+        )
+    return work
+
+
+def _check_room(checkpoint: Checkpoint, recipe: Recipe, work: Path) -> None:
+    """A disk that is full after an hour is better known before."""
+    size = 0
+    for role, weight in checkpoint.weights.items():
+        count = prod(weight.shape)
+        if role.startswith("layers.") and len(weight.shape) == 2:
+            # Codes with scale and zero, once in the work folder and once in the result.
+            group = recipe.scheme.size(weight.shape[1])
+            size += 2 * (count * recipe.scheme.bits // 8 + 8 * count // group)
+        else:
+            size += 2 * count
+    place = next(path for path in (work, *work.resolve().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if free < size:
+        raise QuantizeError(
+            f"{place}: {free / 2**20:,.0f} MiB are free, and about {size / 2**20:,.0f} are needed"
+        )

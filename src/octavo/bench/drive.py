@@ -34,6 +34,9 @@ class Phase(NamedTuple):
     tokens: int  # read (prefill) or drawn (decode)
     times: list[float]  # of each step, in seconds
     batches: list[Batch]  # what was run, for the cost model: sizes and positions only
+    passes: int = 0  # of decoding sequences, where there is speculation
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
     @property
     def seconds(self) -> float:
@@ -184,13 +187,28 @@ class Drive:
                 self.engine.step()
 
     def decode(self, prompts: Prompts, steps: int) -> Phase:
-        """``steps`` tokens of every prompt."""
+        """``steps`` tokens of every prompt; with speculation, as soon as each sequence has them."""
+        if self.loaded.config.speculation is not None:
+            return self._decode_ahead(prompts, steps)
         with self.decoding(prompts, steps):
             left = iter(range(steps))
             phase = self._run(lambda: next(left, None) is not None, len(prompts) * steps)
         if any(batch.num_tokens != len(prompts) for batch in phase.batches):
             raise RuntimeError("a decode step had other work than a token of each sequence")
         return phase
+
+    def _decode_ahead(self, prompts: Prompts, steps: int) -> Phase:
+        """Sequences that have their tokens end, so that the last ones run in a smaller batch."""
+        with self.decoding(prompts, steps):
+            before = self.engine.stats()
+            phase = self._run(self.engine.has_work, 0)
+        after = self.engine.stats()
+        return phase._replace(
+            tokens=after.generation_tokens - before.generation_tokens,
+            passes=after.decode_passes - before.decode_passes,
+            draft_tokens=after.draft_tokens - before.draft_tokens,
+            accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+        )
 
     def close(self) -> None:
         self.engine.close()

@@ -57,9 +57,14 @@ class Row:
     decode_limit_tok_s: float
     decode_of_limit: float
     limits: list[dict[str, Any]]  # before and after, or the stored ones
+    tokens_per_pass: float | None = None  # of a decoding sequence; None: no speculation
+    acceptance_rate: float | None = None  # accepted ÷ checked draft tokens; None: none was checked
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        row = asdict(self)
+        if self.tokens_per_pass is None:
+            del row["tokens_per_pass"], row["acceptance_rate"]
+        return row
 
 
 def throughput(
@@ -116,6 +121,9 @@ def _row(
     decode = Spread.of([phase.tokens / phase.seconds for phase in decodes])
     prefill_limit = _limit(drive, prefills, prefill_rates)
     decode_limit = _limit(drive, decodes, decode_rates)
+    passes = sum(phase.passes for phase in decodes)
+    drafted = sum(phase.draft_tokens for phase in decodes)
+    accepted = sum(phase.accepted_tokens for phase in decodes)
     return Row(
         model=loaded.checkpoint.path.name,
         weight_bytes=loaded.weight_bytes,
@@ -136,6 +144,8 @@ def _row(
         decode_limit_tok_s=decode_limit,
         decode_of_limit=decode.mean / decode_limit,
         limits=[each.summary(drive.threads, working_set) for each in limits],
+        tokens_per_pass=sum(phase.tokens for phase in decodes) / passes if passes else None,
+        acceptance_rate=accepted / drafted if drafted else None,
     )
 
 

@@ -46,6 +46,16 @@ def max_model_len(text: str) -> int | None:
     return None if text == "auto" else amount(text)
 
 
+def json_object(text: str) -> dict[str, Any]:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise typer.BadParameter(f"{text!r} is not a JSON object")
+    return given
+
+
 def id_list(text: str) -> tuple[int, ...]:
     """Token ids: "1,2,3"."""
     try:
@@ -181,6 +191,11 @@ ENGINE_OPTIONS = [
     option(
         "threads", int | None, None, "Compute threads.", _ENGINE, min=1,
         show_default="one per core this process may use",
+    ),
+    option(
+        "speculative_config", str | None, None,
+        'Guess tokens ahead, as JSON: {"method": "suffix"} or "ngram"; the output is the same.',
+        _ENGINE, parser=json_object, metavar="JSON", show_default="none",
     ),
     option(
         "isa", str | None, None,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import octavo.checkpoint
 from octavo.checkpoint import pull
@@ -21,6 +22,8 @@ from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
+from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.speculator import Speculator
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
 
@@ -51,6 +54,7 @@ class EngineConfig:
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
@@ -69,6 +73,27 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; bf16 and fp16 are"
             )
+        if self.speculative_config is not None:
+            speculation = SpeculativeConfig.of(self.speculative_config)
+            object.__setattr__(self, "speculative_config", speculation)
+            if self.max_num_batched_tokens < 2:
+                raise ValueError(
+                    "speculation needs max_num_batched_tokens of 2 or more, a token and a draft; "
+                    f"it is {self.max_num_batched_tokens}"
+                )
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        given = self.speculative_config
+        return None if given is None else SpeculativeConfig.of(given)
+
+    @property
+    def max_logits_rows(self) -> int:
+        """Most rows of logits in a step: one of every sequence, and its drafts as they fit."""
+        speculation = self.speculation
+        if speculation is None:
+            return self.max_num_seqs
+        return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + speculation.longest))
 
 
 class CachePlan(NamedTuple):
@@ -100,6 +125,7 @@ class LoadedEngine:
     def report(self) -> str:
         """The start report: one line a fact."""
         model = self.checkpoint.config
+        speculation = self.config.speculation
         stop = sorted(self.checkpoint.tokenizer.eos_token_ids)
         shown = ", ".join(f"{self.checkpoint.tokenizer.token_text(i)!r} ({i})" for i in stop)
         return "\n".join(
@@ -112,6 +138,7 @@ class LoadedEngine:
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 f"batch: up to {self.config.max_num_seqs} sequences and "
                 f"{self.config.max_num_batched_tokens} tokens a step",
+                *([f"speculation: {speculation.describe()}"] if speculation else ()),
                 f"stop tokens: {shown or 'none'}",
             )
         )
@@ -125,7 +152,7 @@ def plan_cache(
     Raises `DoesNotFit` with the arithmetic.
     """
     model = compute.config
-    work = work_bytes(compute, config.max_num_batched_tokens, config.max_num_seqs)
+    work = work_bytes(compute, config.max_num_batched_tokens, config.max_logits_rows)
     left = available - weight_bytes - work
     if config.kv_cache_memory_bytes is not None:
         budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -223,6 +250,11 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+    speculator = None
+    if (speculation := config.speculation) is not None:
+        speculator = Speculator(
+            speculation.drafter(), checkpoint.config.vocab_size, speculation.num_speculative_tokens
+        )
     compute = program(checkpoint.config)
     layout = KvLayout.of(checkpoint.config, config.block_size)
     weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
@@ -232,6 +264,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        max_logits_rows=config.max_logits_rows,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
@@ -262,6 +295,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
         max_logprobs=config.max_logprobs,
         seed=config.seed,
+        speculator=speculator,
     )
     gc.freeze()  # what was loaded stays: the collector need not walk it between steps
     return LoadedEngine(

@@ -17,7 +17,6 @@ from octavo.serve.responses import (
     ChatCompletion,
     ChatLogprobs,
     ChatMessage,
-    Usage,
     json,
 )
 from octavo.serve.sampling import sampling_params
@@ -124,7 +123,7 @@ class ChatReply(Reply):
             created=self.created,
             model=self.model.name,
             choices=choices,
-            usage=Usage.of(self.records),
+            usage=self.usage(),
         )
         if self.request.return_token_ids:
             answer.prompt_token_ids = self.prompts[0].token_ids

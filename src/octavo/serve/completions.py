@@ -18,7 +18,6 @@ from octavo.serve.responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionLogprobsWriter,
-    Usage,
     extend,
     json,
 )
@@ -131,7 +130,7 @@ class CompletionReply(Reply):
                 choices=[
                     self._choice(index, output, first=True) for index, output in enumerate(outputs)
                 ],
-                usage=Usage.of(self.records),
+                usage=self.usage(),
             )
         )
 

@@ -147,13 +147,16 @@ class Reply(ABC):
         return b',"usage":null' if self.include_usage else b""
 
     def usage_event(self) -> bytes:
-        return self._head + b'],"usage":' + json.encode(Usage.of(self.records)) + b"}\n\n"
+        return self._head + b'],"usage":' + json.encode(self.usage()) + b"}\n\n"
+
+    def usage(self) -> Usage:
+        return Usage.of(self.records, predictions=self.request.return_prediction_details)
 
     def count(self, delta: Delta) -> None:
         self._sent_tokens += len(delta.token_ids)
 
     def _usage_so_far(self) -> Usage:
-        usage = Usage.of(self.records)
+        usage = self.usage()
         usage.completion_tokens = self._sent_tokens  # the engine may be ahead of what is sent
         usage.total_tokens = usage.prompt_tokens + self._sent_tokens
         return usage

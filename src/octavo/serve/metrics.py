@@ -193,10 +193,31 @@ class _EngineCollector(Collector):
             ("num_preemptions", "Preemptions.", stats.preemptions),
             ("engine_steps", "Steps the engine has run.", stats.steps),
             ("engine_computed_tokens", "Tokens put through the model.", stats.computed_tokens),
+            ("decode_passes", "Passes of decoding sequences.", stats.decode_passes),
+            ("spec_decode_num_drafts", "Passes that checked a draft.", stats.drafts),
+            ("spec_decode_num_draft_tokens", "Draft tokens checked.", stats.draft_tokens),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Draft tokens that became output.",
+                stats.accepted_tokens,
+            ),
+            (
+                "spec_decode_drafter_failures",
+                "Drafters given up on; there is no speculation since.",
+                stats.drafter_failures,
+            ),
         ):
             counter = CounterMetricFamily(f"octavo:{name}", what, labels=_LABELS)
             counter.add_metric(self._labels, value)
             yield counter
+        positions = CounterMetricFamily(
+            "octavo:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that became output, by their place in the draft.",
+            labels=(*_LABELS, "position"),
+        )
+        for position, accepted in enumerate(stats.accepted_per_position):
+            positions.add_metric((*self._labels, str(position)), accepted)
+        yield positions
 
 
 def _reason(record: RequestRecord) -> str:

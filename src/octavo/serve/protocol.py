@@ -126,6 +126,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_tokens_as_token_ids: bool | None = None
 
     banned_token_ids: list[int] | None = None  # the opposite of allowed_token_ids
+    return_prediction_details: bool | None = None  # in the usage: draft tokens accepted or not
 
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -19,18 +19,31 @@ class PromptTokensDetails(Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(Struct):
+    """Of speculation: draft tokens that became output, and those checked in vain (not charged)."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
     @staticmethod
-    def of(records: list[RequestRecord]) -> Usage:
+    def of(records: list[RequestRecord], *, predictions: bool | None = False) -> Usage:
         prompt = sum(record.prompt_tokens for record in records)
         completion = sum(record.completion_tokens for record in records)
         cached = sum(record.cached_tokens for record in records)
-        return Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        if predictions:
+            drafted = sum(record.draft_tokens for record in records)
+            accepted = sum(record.accepted_tokens for record in records)
+            usage.completion_tokens_details = CompletionTokensDetails(accepted, drafted - accepted)
+        return usage
 
 
 class CompletionLogprobs(Struct):

@@ -15,6 +15,7 @@ KNOTS = [
 _LEAST_GAIN = 0.1  # how far an observation moves what is known at least
 _SHARED = 0.1  # of which so much moves all sizes alike: the machine got slower or faster
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
+_WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
 _HALF_LIFE = 512  # steps after which what is known of a size counts half
 _HOPE = 0.15  # a size not seen of late is taken to be better by this, so that it is tried
 
@@ -34,6 +35,7 @@ class StepTimes:
         self._seen = [0] * len(KNOTS)
         self._common = 0.0
         self._steps = 0
+        self._small_steps = 0
 
     @property
     def known(self) -> bool:
@@ -50,10 +52,13 @@ class StepTimes:
                 token = (seconds**2 - read**2) ** 0.5 / num_tokens
                 self._token = token if self._token is None else 0.8 * self._token + 0.2 * token
             return
-        if self._reading is None and num_tokens <= 4:
-            self._reading = seconds
-            self._seen = [0] * len(KNOTS)
-            self._common = 0.0
+        if num_tokens <= 4 and self._small_steps < _WARMING:
+            # The first steps find cold caches.
+            self._small_steps += 1
+            if self._reading is None or seconds < self._reading:
+                self._reading = seconds
+                self._seen = [0] * len(KNOTS)
+                self._common = 0.0
         if not self.known:
             self._token = seconds / num_tokens
         at = _nearest(num_tokens)

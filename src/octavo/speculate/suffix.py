@@ -60,17 +60,21 @@ class _Text:
         if len(tokens) < 2:
             return None
         place = self._latest.get((tokens[-2], tokens[-1]), 0)
+        text, earlier = self.tokens, self._earlier
         places: list[int] = []
-        best = 0
+        best, distinguishing = 2, tokens[-2]
         for _ in range(_PLACES):
             if not place:
                 break
-            length = self._agreement(tokens, place, best)
-            if length > best:
-                places, best = [place], length
-            elif length == best:
-                places.append(place)
-            place = self._earlier[place]
+            if best <= place and text[place - best] == distinguishing:
+                length = self._agreement(tokens, place, best)
+                if length > best:
+                    places, best, distinguishing = [place], length, tokens[-length]
+                    if length == _LONGEST:
+                        break
+                elif length == best:
+                    places.append(place)
+            place = earlier[place]
         if not places:
             return None
         if len(places) > 2:
@@ -83,13 +87,13 @@ class _Text:
         return _Match(self, places[0], best)
 
     def _agreement(self, tokens: list[int], place: int, least: int) -> int:
-        """How many tokens before ``place`` are those at the end of ``tokens``; 0 if below
-        ``least``.
+        """How many tokens before ``place`` are those at the end of ``tokens``; 0 if fewer than
+        ``least``. The last two are.
         """
         text = self.tokens
-        if least and (least > place or text[place - least : place] != tokens[-least:]):
+        if least > 2 and text[place - least : place] != tokens[-least:]:
             return 0
-        length = max(least, 2)
+        length = least
         most = min(place, len(tokens), _LONGEST)
         while length < most and text[place - length - 1] == tokens[-length - 1]:
             length += 1

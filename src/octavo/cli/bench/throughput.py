@@ -18,6 +18,7 @@ EXAMPLES = (
     "octavo bench throughput smollm2",
     "octavo bench throughput model.gguf --prompt-len 512 --output-len 128 --batch-size 1,8,32,128",
     "octavo bench throughput smollm2 --batch-size 1,32 --threads 2 --json > rows.json",
+    """octavo bench throughput smollm2 --speculative-config '{"method": "suffix"}'""",
 )
 
 
@@ -91,6 +92,8 @@ def command(
                 progress("")
                 typer.echo(as_text(row) if rows else f"{header(row)}\n{as_text(row)}")
             rows.append(row)
+    if not as_json and rows[-1].tokens_per_pass is not None:
+        typer.echo(speculation(rows))
     typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
 
 
@@ -117,6 +120,19 @@ def as_text(row: Row) -> str:
     return (
         f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
         f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
+    )
+
+
+def speculation(rows: list[Row]) -> str:
+    """What came of the drafts, a line a batch size."""
+    return "\n" + "\n".join(
+        f"batch {row.batch}: {row.tokens_per_pass:.2f} tokens per pass, "
+        + (
+            "no draft was checked"
+            if row.acceptance_rate is None
+            else f"{row.acceptance_rate:.0%} of the drafts accepted"
+        )
+        for row in rows
     )
 
 

@@ -1,0 +1,298 @@
+"""What speculation brings, beside none on the same prompts in the same run.
+
+    python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix] [--json]
+
+Three kinds of work, greedy: a source file copied on with its beginning given (as editing does),
+facts listed again in another order, and an open question. One engine runs them in turns, with and
+without speculation, a round each, and the outputs must be the same to the token.
+
+"theory" is tokens per pass ÷ the relative cost of a pass: the executor's time alone. What is
+missing from it to the measured speed-up is drafting, sampling more rows, and bookkeeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from octavo.engine.engine import Engine, Step
+from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request, RequestRecord
+from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
+from octavo.speculate.speculator import Speculator
+
+SOURCE = '''"""Settings of a program, kept in a file of lines "name = value"."""
+
+import os
+
+
+class Settings:
+    def __init__(self, path):
+        self.path = path
+        self.values = {}
+        self.changed = False
+
+    def load(self):
+        """Read the file; lines that begin with # are comments."""
+        with open(self.path) as file:
+            for line in file:
+                line = line.strip()
+                if not line or line.startswith("#"):
+                    continue
+                name, _, value = line.partition("=")
+                self.values[name.strip()] = value.strip()
+
+    def get(self, name, default=None):
+        """The value of a setting, from the environment first."""
+        variable = "APP_" + name.upper()
+        if variable in os.environ:
+            return os.environ[variable]
+        return self.values.get(name, default)
+
+    def set(self, name, value):
+        """Change a setting; it is written by save()."""
+        if self.values.get(name) != value:
+            self.values[name] = value
+            self.changed = True
+
+    def save(self):
+        """Write the file if anything was changed."""
+        if not self.changed:
+            return
+        with open(self.path, "w") as file:
+            for name, value in sorted(self.values.items()):
+                file.write(f"{name} = {value}\\n")
+        self.changed = False
+'''
+FACTS = (
+    "Lisbon is the capital of Portugal and lies on the river Tagus.",
+    "Vienna is the capital of Austria and lies on the river Danube.",
+    "Prague is the capital of Czechia and lies on the river Vltava.",
+    "Warsaw is the capital of Poland and lies on the river Vistula.",
+    "Rome is the capital of Italy and lies on the river Tiber.",
+    "Paris is the capital of France and lies on the river Seine.",
+    "London is the capital of England and lies on the river Thames.",
+    "Riga is the capital of Latvia and lies on the river Daugava.",
+)
+QUESTIONS = (
+    "What should a visitor see in Rome, and why?",
+    "How does a sailing boat move against the wind?",
+    "Why do leaves change their colour in autumn?",
+    "What makes bread rise, and what can go wrong?",
+    "How was the distance to the moon first measured?",
+    "What is the difference between a fruit and a vegetable?",
+    "Write a short story about a lighthouse keeper and a storm.",
+    "How can a beginner learn to play the guitar?",
+)
+
+
+def workloads(loaded: LoadedEngine, count: int) -> dict[str, list[list[int]]]:
+    """Prompts, all different: no block is shared between the sequences of a batch."""
+    encode = loaded.checkpoint.tokenizer.encode
+    head = "\n".join(SOURCE.splitlines()[:8])
+    copy = [
+        encode(
+            f"# settings_{i}.py, first version\n{SOURCE}\n\n# settings_{i}.py, second version\n"
+            f"{SOURCE}\n\n# settings_{i}.py, third version\n{head}\n"
+        )
+        for i in range(count)
+    ]
+    again = []
+    for i in range(count):
+        turned = [FACTS[(i + at) % len(FACTS)] for at in range(len(FACTS))]
+        text = f"List {i}:\n" + "\n".join(turned) + "\n\nSorted backwards:\n"
+        text += "\n".join(reversed(turned)) + "\n\nIn another order:\n"
+        again.append(encode(text + "\n".join(turned[::3]) + "\n"))
+    template = loaded.checkpoint.chat_template
+    open_questions = []
+    for i in range(count):
+        question = QUESTIONS[i % len(QUESTIONS)] + (f" Answer {i}." if i >= len(QUESTIONS) else "")
+        if template is None:
+            open_questions.append(encode(question))
+        else:
+            text = template.render(
+                [{"role": "user", "content": question}], add_generation_prompt=True
+            )
+            open_questions.append(encode(text, add_special_tokens=False))
+    return {"copy": copy, "facts": again, "chat": open_questions}
+
+
+@dataclass
+class Round:
+    """One batch, run once, from the step after the last prompt to the end."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    passes: int = 0
+    steps: int = 0
+    computed: float = 0.0  # seconds in the executor
+    drafted: int = 0
+    accepted: int = 0
+    outputs: list[list[int]] = field(default_factory=list)
+
+
+class Side:
+    """The engine with one method or none."""
+
+    def __init__(self, loaded: LoadedEngine, method: dict[str, Any] | None) -> None:
+        self.engine: Engine = loaded.engine
+        self._speculator: Speculator | None = None
+        if method is not None:
+            config = SpeculativeConfig.of(method)
+            self._speculator = Speculator(
+                config.drafter(), self.engine.vocab_size, config.num_speculative_tokens
+            )
+        self._round = Round()
+
+    def on_step(self, step: Step) -> None:
+        self._round.steps += 1
+        self._round.computed += step.result.duration
+
+    def on_end(self, record: RequestRecord) -> None:
+        self._round.drafted += record.draft_tokens
+        self._round.accepted += record.accepted_tokens
+
+    def run(self, prompts: list[list[int]], length: int) -> Round:
+        engine = self.engine
+        engine.speculator = self._speculator
+        engine.observers[:] = [self]
+        outputs: dict[str, list[int]] = {}
+        params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        for index, prompt in enumerate(prompts):
+            outputs[str(index)] = []
+            engine.add_request(
+                Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+            )
+        self._round = Round()
+        started = before = None
+        while engine.has_work():
+            if started is None and len(engine.scheduler.decoding) == len(prompts):
+                self._round, before = Round(), engine.stats()
+                started = time.perf_counter()
+            for delta in engine.step():
+                outputs[delta.request_id] += delta.token_ids
+        done, after = self._round, engine.stats()
+        assert started is not None
+        assert before is not None
+        done.seconds = time.perf_counter() - started
+        done.tokens = after.generation_tokens - before.generation_tokens
+        done.passes = after.decode_passes - before.decode_passes
+        done.outputs = list(outputs.values())
+        return done
+
+
+@dataclass(frozen=True)
+class Row:
+    workload: str
+    batch: int
+    method: str
+    plain_tok_s: float
+    tok_s: float
+    speed_up: float  # median over the rounds
+    speed_up_least: float
+    tokens_per_pass: float
+    acceptance_rate: float
+    theory: float
+
+
+def compare(
+    model: str,
+    methods: dict[str, dict[str, Any]],
+    batch: int,
+    length: int,
+    rounds: int,
+    only: Collection[str] = (),
+) -> list[Row]:
+    config = EngineConfig(
+        max_model_len=2048,
+        kv_cache_memory_bytes=1 << 30,
+        max_num_seqs=batch,
+        speculative_config={"method": "suffix", "num_speculative_tokens": MOST_TOKENS},
+    )
+    loaded = load_engine(model, config)
+    sides = {"none": Side(loaded, None)}
+    sides |= {name: Side(loaded, method) for name, method in methods.items()}
+    rows = []
+    expected: dict[str, list[list[int]]] = {}
+    for workload, prompts in workloads(loaded, batch).items():
+        if only and workload not in only:
+            continue
+        results: dict[str, list[Round]] = {name: [] for name in sides}
+        for round_ in range(rounds + 1):
+            # Each side comes first in turn.
+            for at in range(len(sides)):
+                name, side = [*sides.items()][(round_ + at) % len(sides)]
+                done = side.run(prompts, length)
+                if round_:  # the first one warms up
+                    results[name].append(done)
+                if done.outputs != expected.setdefault(workload, done.outputs):
+                    sys.exit(f"{workload}, batch {batch}: {name} gives another output")
+        plain = results["none"]
+        for name in methods:
+            mine = results[name]
+            ratios = [
+                (one.tokens / one.seconds) / (other.tokens / other.seconds)
+                for one, other in zip(mine, plain, strict=True)
+            ]
+            per_pass = sum(r.tokens for r in mine) / sum(r.passes for r in mine)
+            cost = (sum(r.computed for r in mine) / sum(r.passes for r in mine)) / (
+                sum(r.computed for r in plain) / sum(r.passes for r in plain)
+            )
+            drafted = sum(r.drafted for r in mine)
+            rows.append(
+                Row(
+                    workload=workload,
+                    batch=batch,
+                    method=name,
+                    plain_tok_s=statistics.median(r.tokens / r.seconds for r in plain),
+                    tok_s=statistics.median(r.tokens / r.seconds for r in mine),
+                    speed_up=statistics.median(ratios),
+                    speed_up_least=min(ratios),
+                    tokens_per_pass=per_pass,
+                    acceptance_rate=sum(r.accepted for r in mine) / drafted if drafted else 0.0,
+                    theory=per_pass / cost,
+                )
+            )
+    loaded.engine.close()
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("model")
+    parser.add_argument("--batch-sizes", default="1,8,32")
+    parser.add_argument("--methods", default="ngram,suffix")
+    parser.add_argument("--work", default="", help="of copy, facts and chat only these")
+    parser.add_argument("--length", type=int, default=160, help="tokens drawn for each prompt")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", action="store_true", help="print a list of rows")
+    arguments = parser.parse_args()
+    methods = {name: {"method": name} for name in arguments.methods.split(",")}
+    rows: list[Row] = []
+    for size in map(int, arguments.batch_sizes.split(",")):
+        only = arguments.work.split(",") if arguments.work else ()
+        rows += compare(arguments.model, methods, size, arguments.length, arguments.rounds, only)
+    if arguments.json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    print(
+        "| work | batch | method | none tok/s | tok/s | × (least) | per pass | accepted | theory |"
+    )
+    print("|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    for row in rows:
+        print(
+            f"| {row.workload} | {row.batch} | {row.method} | {row.plain_tok_s:.0f} "
+            f"| {row.tok_s:.0f} | {row.speed_up:.2f} ({row.speed_up_least:.2f}) "
+            f"| {row.tokens_per_pass:.2f} | {row.acceptance_rate:.0%} | {row.theory:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

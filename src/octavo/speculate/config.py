@@ -1,0 +1,138 @@
+"""What may be said of speculation, under vLLM's names; and the drafter that it names."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from octavo.speculate.drafter import Drafter
+from octavo.speculate.ngram import NgramDrafter
+from octavo.speculate.speculator import LONGEST
+from octavo.speculate.suffix import SuffixDrafter
+
+MOST_TOKENS = 64  # of a draft
+_LONGEST_NGRAM = 15
+_MOST_REQUESTS = 1_000_000
+
+_OPTIONS = {
+    "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
+    "suffix": ("suffix_decoding_max_cached_requests",),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """``method`` is "ngram", "suffix" or "module:Class", a `Drafter` of the user's own.
+
+    Raises `ValueError` naming the field that cannot be honoured.
+    """
+
+    method: str
+    num_speculative_tokens: int | None = None  # pins the drafts' length; None: what pays most
+    prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
+    prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
+    suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str):
+            raise ValueError(f"speculative_config: method is {self.method!r}, not a name")
+        if self.method not in _OPTIONS and ":" not in self.method:
+            known = ", ".join(map(repr, _OPTIONS))
+            raise ValueError(
+                f"speculative_config: method {self.method!r} is not one of {known} or a class, "
+                "written as 'module:Class'"
+            )
+        own = {"method", "num_speculative_tokens", *_OPTIONS.get(self.method, ())}
+        for field in fields(self):
+            if field.name not in own and getattr(self, field.name) is not None:
+                raise ValueError(
+                    f"speculative_config: {field.name} has no part in method {self.method!r}"
+                )
+        self._check("num_speculative_tokens", 1, MOST_TOKENS)
+        self._check("prompt_lookup_max", 1, _LONGEST_NGRAM)
+        self._check("prompt_lookup_min", 1, _LONGEST_NGRAM)
+        self._check("suffix_decoding_max_cached_requests", 0, _MOST_REQUESTS)
+        lowest, highest = self.orders
+        if lowest > highest:
+            raise ValueError(
+                f"speculative_config: prompt_lookup_min {lowest} is above prompt_lookup_max "
+                f"{highest}"
+            )
+
+    def _check(self, name: str, low: int, high: int) -> None:
+        value = getattr(self, name)
+        if value is None:
+            return
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise ValueError(
+                f"speculative_config: {name} is {value!r}; it must be an integer from {low} to "
+                f"{high}"
+            )
+
+    @classmethod
+    def of(cls, given: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
+        """From a mapping or its JSON. Raises `ValueError`."""
+        if isinstance(given, SpeculativeConfig):
+            return given
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except ValueError as error:
+                raise ValueError(f"speculative_config is not JSON: {error}") from None
+        if not isinstance(given, Mapping):
+            raise ValueError(f"speculative_config is {given!r}, not an object")
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise ValueError(
+                    f"speculative_config: {name!r} is not supported; {', '.join(known)} are"
+                )
+        if "method" not in given:
+            raise ValueError("speculative_config names no method")
+        return cls(**given)
+
+    @property
+    def orders(self) -> tuple[int, int]:
+        """The shortest and the longest n-gram looked up."""
+        lowest, highest = self.prompt_lookup_min, self.prompt_lookup_max
+        if lowest is None and highest is None:
+            return 2, 4
+        if lowest is None or highest is None:
+            only = lowest or highest or 0
+            return only, only
+        return lowest, highest
+
+    @property
+    def longest(self) -> int:
+        """Most tokens of a draft."""
+        return self.num_speculative_tokens or LONGEST
+
+    def describe(self) -> str:
+        """One line for people."""
+        length = self.num_speculative_tokens
+        return f"{self.method}, " + (
+            f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays"
+        )
+
+    def drafter(self) -> Drafter:
+        """A new one. Raises `ValueError` where a class cannot be had."""
+        if self.method == "ngram":
+            return NgramDrafter(*self.orders)
+        if self.method == "suffix":
+            return SuffixDrafter(self.suffix_decoding_max_cached_requests or 0)
+        module, _, name = self.method.partition(":")
+        try:
+            drafter = getattr(importlib.import_module(module), name)()
+        except Exception as error:
+            raise ValueError(
+                f"speculative_config: method {self.method!r} cannot be had: {error!r}"
+            ) from error
+        for method in ("start", "extend", "propose", "end"):
+            if not callable(getattr(drafter, method, None)):
+                raise ValueError(
+                    f"speculative_config: {self.method!r} is no drafter: it has no {method}()"
+                )
+        return drafter  # type: ignore[no-any-return]

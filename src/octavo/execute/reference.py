@@ -128,7 +128,8 @@ def attend(q: Float32, k: Float32, v: Float32, head_dim: int, op: model.PagedAtt
     for start in range(0, tokens, QUERIES):
         end = min(start + QUERIES, tokens)
         first = 0 if op.window is None else max(0, start - op.window + 1)
-        scores = queries[..., start:end, :] * np.float32(op.scale) @ keys[..., first:end]
+        scaled = (queries[..., start:end, :] * op.scale).astype(np.float32, copy=False)
+        scores: Float32 = scaled @ keys[..., first:end]
         if op.softcap:
             scores = soft_cap(scores, op.softcap)
         distance = np.arange(start, end)[:, None] - np.arange(first, end)[None, :]

@@ -27,8 +27,18 @@ ALLOWED: dict[str, set[str]] = {
     },
     "quant": {"engine", "execute", "kv", "model", "checkpoint", "_native"},
     "plan": {"execute", "kv", "model", "checkpoint", "_native"},
-    "bench": {"engine", "schedule", "sample", "execute", "kv", "model", "checkpoint", "_native"},
-}
+    "bench": {
+        "engine",
+        "quant",
+        "schedule",
+        "sample",
+        "execute",
+        "kv",
+        "model",
+        "checkpoint",
+        "_native",
+    },
+}  # fmt: skip
 
 
 def imports(path: Path) -> set[str]:

@@ -152,6 +152,26 @@ def test_windows_of_any_length_are_compared_whole() -> None:
     np.testing.assert_array_equal(found.nll, np.concatenate([part.nll for part in whole]))
 
 
+def test_a_long_text_is_begun_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the reference need not hold all of it."""
+    monkeypatch.setattr(fidelity, "_PASS_TOKENS", 10)
+    rng = np.random.default_rng(5)
+    text = [np.arange(4, dtype=np.int32) for _ in range(5)]
+    p, q = ([rng.normal(0, 2, (4, 7)).astype(np.float32) for _ in text] for _ in range(2))
+
+    class Parts(Fixed):
+        def begin(self, sequences: Sequence[Int32]) -> None:
+            assert sum(map(len, sequences)) <= 10
+            self.given, self.left = self.left[: len(sequences)], self.left[len(sequences) :]
+
+    one, other = Parts(q), Parts(p)
+    one.left, other.left = q, p
+    found = compare(one, other, text)
+    whole = [fidelity.distances(a, b, ids[1:]) for a, b, ids in zip(p, q, text, strict=True)]
+    np.testing.assert_array_equal(found.kl, np.concatenate([part.kl for part in whole]))
+    assert other.left == []
+
+
 def test_a_model_that_computes_no_numbers_is_named() -> None:
     text = [np.zeros(3, np.int32)]
     good, bad = np.zeros((3, 5), np.float32), np.full((3, 5), np.nan, np.float32)
@@ -314,6 +334,13 @@ def test_several_models_make_a_table_and_a_plot(talking: Path, noisy: Path, tmp_
     assert found[1]["kl_mean"] > 10 * found[0]["kl_mean"]
     assert found[1]["against"] == str(talking)
     assert found[1]["reference_perplexity"] == found[0]["reference_perplexity"]
+
+
+def test_no_window_is_longer_than_what_is_served(talking: Path) -> None:
+    common = ("--no-speed", "--no-kernels", *SMALL)
+    row = rows(str(talking), "--max-model-len", "48", *common)
+    assert row["context"] == 48
+    assert row["greedy"]["tokens"] == 12
 
 
 def test_a_text_of_ones_own(talking: Path, tmp_path: Path) -> None:

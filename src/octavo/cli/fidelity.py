@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +17,7 @@ from octavo.cli.options import ENGINE_OPTIONS, engine_config, takes
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from octavo.bench.drive import Drive, Load
-    from octavo.checkpoint.base import Checkpoint
     from octavo.engine.load import EngineConfig
-    from octavo.quant.fidelity import Distributions, Exact, Int32, Served
 
 EXAMPLES = (
     "octavo fidelity smollm2",
@@ -103,9 +99,11 @@ def command(
         from octavo.quant.plot import check_suffix
 
         check_suffix(plot)
-    with on_stderr() as show:
-        progress = _now_and_then(show)
-        try:
+    from octavo.bench.fidelity import measure
+    from octavo.quant.fidelity import TextError
+
+    try:
+        with on_stderr() as show:
             rows = measure(
                 models,
                 engine,
@@ -116,14 +114,10 @@ def command(
                 context=int(context),
                 speed=speed,
                 kernels=kernels,
-                progress=progress,
+                progress=_now_and_then(show),
             )
-        except ValueError as error:
-            from octavo.quant.fidelity import TextError
-
-            if isinstance(error, TextError):
-                raise SettingsError(str(error)) from None
-            raise
+    except TextError as error:
+        raise SettingsError(str(error)) from None
     if plot is not None:
         from octavo.quant.plot import draw
 
@@ -151,219 +145,6 @@ def _now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
             show(message)
 
     return progress
-
-
-def measure(
-    models: list[str],
-    engine: EngineConfig,
-    *,
-    against: str,
-    how: str,
-    text: Path | None,
-    tokens: int | None,
-    context: int,
-    speed: bool,
-    kernels: bool,
-    progress: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """A row for each model, as ``--json`` prints it."""
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
-    from octavo.quant import fidelity
-
-    content = fidelity.default_text() if text is None else fidelity.read_text(text)
-    where = "the default text" if text is None else str(text)
-    other = load(resolve(against))
-    checkpoints = [load(resolve(model)) for model in models]
-    context = min(context, *(each.config.context_length for each in (other, *checkpoints)))
-    windows = fidelity.windows(other.tokenizer, content, context, where, tokens)
-    for each in checkpoints:
-        fidelity.check_vocabulary(each, other, windows)
-    facts = {
-        "against": against,
-        "reference": how,
-        "text": where,
-        "tokens": sum(map(len, windows)),
-        "context": context,
-    }
-    measured = _Measuring(other, how, engine, windows, content, context, progress)
-    try:
-        return [
-            {"model": model, "path": str(checkpoint.path)}
-            | facts
-            | measured.row(model, checkpoint, speed=speed, kernels=kernels)
-            for model, checkpoint in zip(models, checkpoints, strict=True)
-        ]
-    finally:
-        measured.close()
-
-
-class _Measuring:
-    """The reference, and models compared with it one after the other."""
-
-    def __init__(
-        self,
-        other: Checkpoint,
-        how: str,
-        engine: EngineConfig,
-        windows: list[Int32],
-        content: str,
-        context: int,
-        progress: Callable[[str], None],
-    ) -> None:
-        self.other = other
-        self.how = how
-        self.engine = engine
-        self.windows = windows
-        self.content = content
-        self.context = context
-        self.progress = progress
-        self._exact: Exact | None = None
-        self._drive: Drive | None = None
-
-    def close(self) -> None:
-        if self._drive is not None:
-            self._drive.close()
-
-    def row(
-        self, model: str, checkpoint: Checkpoint, *, speed: bool, kernels: bool
-    ) -> dict[str, Any]:
-        from octavo.bench.drive import Drive
-        from octavo.engine.load import SettingsError
-        from octavo.quant import fidelity
-        from octavo.quant.distance import Fidelity
-        from octavo.quant.kernel_check import check
-
-        self.progress(f"{model}: loading")
-        drive = Drive.load(checkpoint, self.engine, self._loads())
-        try:
-            served = _served(drive, model)
-            reference = self._reference(drive)
-            try:
-                found = fidelity.compare(
-                    served,
-                    reference,
-                    self.windows,
-                    threads=drive.threads,
-                    progress=lambda text: self.progress(f"{model}: {text}"),
-                )
-            except NotImplementedError as error:
-                raise SettingsError(f"{error}; --reference served has no such limit") from None
-            prompts = fidelity.prompts(self.windows, fidelity.PROMPTS, self._prompt_tokens)
-            greedy = fidelity.divergence(served, reference, prompts, self._new_tokens)
-            row = asdict(Fidelity.of(found)) | {
-                "same_tokens": self._same_tokens(checkpoint),
-                "greedy": asdict(greedy)
-                | {
-                    "prompts": len(prompts),
-                    "median": greedy.median,
-                    "first": greedy.first,
-                    "never": greedy.never,
-                },
-                "settings": {
-                    name: value
-                    for name, value in asdict(self.engine).items()
-                    if value != asdict(type(self.engine)())[name]
-                },
-                "isa": drive.executor.isa,
-                "threads": drive.threads,
-                "kv_bytes_per_token": drive.executor.layout.bytes_per_token,
-                **_sizes(drive.loaded.checkpoint, drive.executor.isa),
-            }
-            if speed:
-                self.progress(f"{model}: measuring speed")
-                row |= self._speed(drive)
-            served_checkpoint, isa = drive.loaded.checkpoint, drive.executor.isa
-        finally:
-            drive.close()
-        if kernels:
-            checked = check(served_checkpoint, isa, lambda text: self.progress(f"{model}: {text}"))
-            row["kernels"] = asdict(checked)
-        return row
-
-    # Sizes of what is run, within a short context
-
-    @property
-    def _prompt_tokens(self) -> int:
-        from octavo.quant import fidelity
-
-        return max(1, min(fidelity.PROMPT_TOKENS, self.context // 4))
-
-    @property
-    def _new_tokens(self) -> int:
-        from octavo.quant import fidelity
-
-        return max(1, min(fidelity.NEW_TOKENS, self.context // 4))
-
-    def _loads(self) -> list[Load]:
-        from octavo.bench.drive import Load
-        from octavo.quant import fidelity
-
-        most = self.other.config.context_length
-        spare = 4  # steps before all sequences decode (`Drive`)
-        decode = min(64, max(1, most // 4))
-        return [
-            Load(1, max(1, min(512, most - decode - spare)), decode),
-            Load(1, max(1, self.context - 1 - spare), 1),
-            Load(fidelity.PROMPTS, self._prompt_tokens, self._new_tokens),
-        ]
-
-    def _reference(self, drive: Drive) -> Distributions:
-        from octavo.bench.drive import Drive as Loading
-        from octavo.quant import fidelity
-
-        if self.how == "served":
-            if self._drive is None:
-                plain = type(self.engine)(threads=self.engine.threads, isa=self.engine.isa)
-                self._drive = Loading.load(self.other, plain, self._loads())
-            return _served(self._drive, str(self.other.path))
-        # Rotary positions may depend on the longest sequence that the engine was loaded for.
-        exact = fidelity.Exact(self.other, drive.loaded.max_model_len, self.progress)
-        if self._exact is None or self._exact.program != exact.program:
-            self._exact = exact
-        return self._exact
-
-    def _same_tokens(self, checkpoint: Checkpoint) -> bool:
-        """Whether the model's own tokenizer cuts the text as the reference's does."""
-        ours, theirs = checkpoint.tokenizer, self.other.tokenizer
-        return ours.encode(self.content) == theirs.encode(self.content)
-
-    def _speed(self, drive: Drive) -> dict[str, float]:
-        """One stream: a prompt read, and tokens drawn after it."""
-        load = self._loads()[0]
-        drive.prefill(drive.prompts(replace(load, prompt_len=min(32, load.prompt_len))))
-        prompts = drive.prompts(load)
-        prefill = drive.prefill(prompts)
-        decode = drive.decode(prompts, load.output_len)
-        return {
-            "prefill_tokens_per_second": prefill.tokens / prefill.seconds,
-            "decode_tokens_per_second": decode.tokens / decode.seconds,
-        }
-
-
-def _served(drive: Drive, name: str) -> Served:
-    from octavo.quant.fidelity import Served
-
-    vocab_size = drive.loaded.checkpoint.config.vocab_size
-    return Served(drive.executor, vocab_size, drive.engine.scheduler.kv.tables.shape, name)
-
-
-def _sizes(checkpoint: Checkpoint, isa: str) -> dict[str, Any]:
-    """Bytes in all, and a weight over the matrices, as stored and as held."""
-    from octavo.cli.inspect import weigh
-
-    parts = weigh(checkpoint, isa)
-    matrices = [part for name, part in parts.items() if name != "norms"]
-    weights, stored, held = (
-        sum(part[name] for part in matrices)
-        for name in ("parameters", "stored_bytes", "held_bytes")
-    )
-    return {
-        "file_bytes": checkpoint.file_bytes,
-        "held_bytes": sum(part["held_bytes"] for part in parts.values()),
-        "bytes_per_weight": stored / weights,
-        "held_bytes_per_weight": held / weights,
-    }
 
 
 # --- for people ----------------------------------------------------------------------------------

@@ -9,18 +9,20 @@ is measured against it is all that was lost, by numbers made small as by kernels
 engine itself on other weights or settings: what is measured is the difference alone, which for the
 same weights and settings is exactly zero.
 
-Logits of a few rows are held at a time, whatever the length of the text.
+Logits of a few rows and the residual stream of some windows are held at a time, whatever the length
+of the text.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
 from itertools import pairwise
+from operator import is_
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +47,7 @@ DEFAULT_TEXT = "heldout.txt"
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 8, 32, 64  # of the greedy comparison
 
 _LOGITS_BYTES = 32 << 20  # of logits held at a time, a side
+_PASS_TOKENS = 32768  # that are begun at a time
 _GROUP_TOKENS = 4096  # that the exact reference takes through a layer at once
 
 
@@ -279,7 +282,8 @@ class Exact:
         if self._first is None:
             self._first = sequences, self._before_head(sequences)
         text, hidden = self._first
-        self._hidden = hidden if sequences is text else self._before_head(sequences)
+        same = len(text) == len(sequences) and all(map(is_, text, sequences))
+        self._hidden = hidden if same else self._before_head(sequences)
 
     def logits(self, index: int, first: int, last: int) -> Float32:
         rows = self._hidden[index][first:last] @ self._head.T
@@ -371,26 +375,32 @@ def compare(
     """
     parts: list[Distances] = []
     most = min(model.most_rows, other.most_rows)
-    total = sum(map(len, text))
-    other.begin(text)
-    model.begin(text)
+    done, total = 0, sum(map(len, text))
     with ThreadPoolExecutor(threads) as pool:
-        done = 0
-        for index, ids in enumerate(text):
-            for first in range(0, len(ids), most):
-                last = min(first + most, len(ids))
-                p, q = other.logits(index, first, last), model.logits(index, first, last)
-                following = ids[first + 1 : last + 1]
-                cuts = np.linspace(0, last - first, threads + 1).astype(int).tolist()
-                spans = [slice(a, b) for a, b in pairwise(cuts)]
-                found = [pool.submit(distances, p[s], q[s], following[s]) for s in spans]
-                parts += [each.result() for each in found]
-                if not all(np.isfinite(part.kl).all() for part in parts[-threads:]):
-                    name = model.name if np.isfinite(p).all() else other.name
-                    raise CheckpointError(f"{name}: logits of the text are not finite numbers")
-                done += last - first
-                progress(f"comparing: {done} of {total} positions")
+        for windows in _passes(text):
+            other.begin(windows)
+            model.begin(windows)
+            for index, ids in enumerate(windows):
+                for first in range(0, len(ids), most):
+                    last = min(first + most, len(ids))
+                    p, q = other.logits(index, first, last), model.logits(index, first, last)
+                    following = ids[first + 1 : last + 1]
+                    cuts = np.linspace(0, last - first, threads + 1).astype(int).tolist()
+                    spans = [slice(a, b) for a, b in pairwise(cuts)]
+                    found = [pool.submit(distances, p[s], q[s], following[s]) for s in spans]
+                    parts += [each.result() for each in found]
+                    if not all(np.isfinite(part.kl).all() for part in parts[-threads:]):
+                        name = model.name if np.isfinite(p).all() else other.name
+                        raise CheckpointError(f"{name}: logits of the text are not finite numbers")
+                    done += last - first
+                    progress(f"comparing: {done} of {total} positions")
     return Distances(*(np.concatenate(values) for values in zip(*parts, strict=True)))
+
+
+def _passes(text: Sequence[Int32]) -> Iterator[list[Int32]]:
+    """The windows in groups of so many tokens as the reference may hold a residual stream of."""
+    size = max(1, _PASS_TOKENS // max(map(len, text)))
+    return (list(text[at : at + size]) for at in range(0, len(text), size))
 
 
 # --- greedy decoding -----------------------------------------------------------------------------

@@ -49,6 +49,13 @@ class Routing {
 
     // Row `row`'s, `chosen` of them.
     const Choice *choices(int64_t row) const { return choices_.data() + row * chosen_; }
+    // Whose slot it is.
+    int64_t expert_of(int64_t slot) const {
+        const auto after =
+            std::upper_bound(crowds_.begin(), crowds_.end(), slot,
+                             [](int64_t at, const Crowd &crowd) { return at < crowd.begin; });
+        return (after - 1)->expert;
+    }
     // All slots in use, and those left empty among them.
     int64_t slots() const { return slots_; }
     const std::vector<Crowd> &crowds() const { return crowds_; }

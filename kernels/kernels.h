@@ -15,7 +15,7 @@ struct RowKernels {
     void (*rms_norm)(const float *x, const float *weight, float *out, int64_t n, float eps);
     // out = x + y; out may be either.
     void (*add)(const float *x, const float *y, float *out, int64_t n);
-    // out += scale * x, fused.
+    // out += scale * x.
     void (*add_scaled)(const float *x, float scale, float *out, int64_t n);
     // x *= scale.
     void (*scale)(float *x, float scale, int64_t n);

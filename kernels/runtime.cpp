@@ -239,11 +239,10 @@ void Runtime::check_prepared(const Prepared &rows, Format format, int64_t k) con
     }
 }
 
-void Runtime::check_order(const PrepareStep &step) const {
-    check_range("order", step.order, -1, int64_t(orders_.size()) - 1);
-    if (step.order >= 0)
-        check_range("elements of an order", int64_t(orders_[size_t(step.order)].size()), step.k,
-                    step.k);
+void Runtime::check_order(int64_t order, int64_t k) const {
+    check_range("order", order, -1, int64_t(orders_.size()) - 1);
+    if (order >= 0)
+        check_range("elements of an order", int64_t(orders_[size_t(order)].size()), k, k);
 }
 
 void Runtime::check_matrix(int64_t index) const {
@@ -291,10 +290,23 @@ void Runtime::check_slots(const RowStep &step, int64_t routing) const {
     } else if (const auto *prepare = std::get_if<PrepareStep>(&step)) {
         check_slots(prepare->x, prepare->k, routing, "experts' input");
         check_slots(prepare->out, Format(prepare->format), prepare->k, routing);
-        check_order(*prepare);
+        check_order(prepare->order, prepare->k);
+    } else if (const auto *each = std::get_if<PrepareEachStep>(&step);
+               each != nullptr && each->of_slots && each->routing == routing) {
+        check_slots(each->x, each->k, routing, "experts' input");
+        check_each(*each);
     } else {
         refuse("slots are gated and prepared only");
     }
+}
+
+void Runtime::check_each(const PrepareEachStep &step) const {
+    check_routing(step.routing);
+    const int64_t experts = routings_[size_t(step.routing)].experts();
+    check_range("orders of experts", int64_t(step.orders.size()), experts, experts);
+    for (const int64_t order : step.orders)
+        check_order(order, step.k);
+    check_slots(step.slots, Format(step.format), step.k, step.routing);
 }
 
 void Runtime::check_experts(ExpertsRegion &region) const {
@@ -347,7 +359,7 @@ void Runtime::add_region(Region region) {
         } else if constexpr (std::is_same_v<Step, PrepareStep>) {
             value(step.x, step.k, "linear input");
             check_prepared(step.out, Format(step.format), step.k);
-            check_order(step);
+            check_order(step.order, step.k);
         } else if constexpr (std::is_same_v<Step, AngleStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
@@ -367,6 +379,11 @@ void Runtime::add_region(Region region) {
             check_routing(step.routing);
             check_prepared(step.rows, Format(step.format), step.k);
             check_slots(step.slots, Format(step.format), step.k, step.routing);
+        } else if constexpr (std::is_same_v<Step, PrepareEachStep>) {
+            value(step.x, step.k, "experts' input");
+            check_each(step);
+            if (step.of_slots)
+                refuse("slots among rows");
         } else if constexpr (std::is_same_v<Step, CombineStep>) {
             check_routing(step.routing);
             check_slots(step.slots, step.width, step.routing, "experts' output");
@@ -708,19 +725,19 @@ void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
 void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {
     const auto format = Format(step.format);
     const size_t bytes = tier_.linear.activation_bytes(format, 1, step.k);
-    const float *x = row_of(step.x, scope.begin, scope);
-    int64_t stride = step.x.stride;
-    if (step.order >= 0) {
-        const std::vector<int32_t> &order = orders_[size_t(step.order)];
-        const float *from = x + (row - scope.begin) * stride;
-        for (size_t i = 0; i < order.size(); ++i)
-            scope.ordered[i] = from[order[i]];
-        x = scope.ordered; // whichever row is asked for
-        stride = 0;
-    }
-    tier_.linear.prepare(format, x, stride, scope.end - scope.begin, step.k,
+    const float *x = in_order(row_of(step.x, row, scope), step.order, scope);
+    tier_.linear.prepare(format, x, 0, scope.end - scope.begin, step.k,
                          row_of(step.out, scope.begin, bytes, scope), row - scope.begin,
                          row - scope.begin + 1);
+}
+
+const float *Runtime::in_order(const float *row, int64_t order, const Scope &scope) const {
+    if (order < 0)
+        return row;
+    const std::vector<int32_t> &elements = orders_[size_t(order)];
+    for (size_t i = 0; i < elements.size(); ++i)
+        scope.ordered[i] = row[elements[i]];
+    return scope.ordered;
 }
 
 void Runtime::run(const AngleStep &step, int64_t row, const Scope &scope) {
@@ -851,6 +868,20 @@ void Runtime::run(const SpreadStep &step, int64_t row, const Scope &scope) {
         tier_.linear.copy_prepared(format, step.k, rows, scope.end - scope.begin, row - scope.begin,
                                    base_of(step.slots), routing.slots(), choices[j].slot);
     }
+}
+
+void Runtime::run(const PrepareEachStep &step, int64_t row, const Scope &scope) {
+    const Routing &routing = routings_[size_t(step.routing)];
+    const float *x = row_of(step.x, row, scope);
+    const auto prepare = [&](int64_t expert, int64_t slot) {
+        tier_.linear.prepare(Format(step.format), in_order(x, step.orders[size_t(expert)], scope),
+                             0, routing.slots(), step.k, base_of(step.slots), slot, slot + 1);
+    };
+    if (step.of_slots)
+        return prepare(routing.expert_of(row), row);
+    const Routing::Choice *choices = routing.choices(row);
+    for (int64_t j = 0; j < routing.chosen(); ++j)
+        prepare(choices[j].expert, choices[j].slot);
 }
 
 void Runtime::run(const CombineStep &step, int64_t row, const Scope &scope) {

@@ -108,6 +108,17 @@ struct SpreadStep {
     int64_t routing;
     Prepared slots;
 };
+// Prepares rows for experts that each take the elements in an order of their own, or as they come
+// (-1): a row for all its choices, or a slot's own row.
+struct PrepareEachStep {
+    Value x;
+    bool of_slots;
+    int64_t format;
+    int64_t k;
+    int64_t routing;
+    std::vector<int64_t> orders; // of the experts
+    Prepared slots;
+};
 // The sum of what the row's experts have made of it, by their weights.
 struct CombineStep {
     Value slots;
@@ -115,8 +126,9 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep = std::variant<EmbedStep, NormStep, AddStep, GateStep, PrepareStep, AngleStep,
-                             RopeStoreStep, GatherStep, RouteStep, SpreadStep, CombineStep>;
+using RowStep =
+    std::variant<EmbedStep, NormStep, AddStep, GateStep, PrepareStep, AngleStep, RopeStoreStep,
+                 GatherStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -305,6 +317,7 @@ class Runtime {
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
     void run(const SpreadStep &step, int64_t row, const Scope &scope);
+    void run(const PrepareEachStep &step, int64_t row, const Scope &scope);
     void run(const CombineStep &step, int64_t row, const Scope &scope);
 
     // Row `row` of a value; a local one is of the scope's rows.
@@ -314,6 +327,8 @@ class Runtime {
         return reinterpret_cast<float *>(base) +
                (row - (value.local ? scope.begin : 0)) * value.stride;
     }
+    // The row, or its copy in an order.
+    const float *in_order(const float *row, int64_t order, const Scope &scope) const;
     // A value that is not local.
     float *row_of(const Value &value, int64_t row) const {
         return reinterpret_cast<float *>(activations_.data() + value.offset * config_.max_tokens) +
@@ -339,7 +354,8 @@ class Runtime {
     }
 
     void check_value(const Value &value, int64_t width, const char *what) const;
-    void check_order(const PrepareStep &step) const;
+    void check_order(int64_t order, int64_t k) const;
+    void check_each(const PrepareEachStep &step) const;
     void check_matrix(int64_t index) const;
     void check_vector(int64_t index, int64_t size) const;
     void check_prepared(const Prepared &rows, Format format, int64_t k) const;

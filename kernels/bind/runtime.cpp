@@ -119,6 +119,9 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<SpreadStep>(m, "SpreadStep")
         .def(nb::init<Prepared, int64_t, int64_t, int64_t, Prepared>(), "rows"_a, "format"_a, "k"_a,
              "routing"_a, "slots"_a);
+    nb::class_<PrepareEachStep>(m, "PrepareEachStep")
+        .def(nb::init<Value, bool, int64_t, int64_t, int64_t, std::vector<int64_t>, Prepared>(),
+             "x"_a, "of_slots"_a, "format"_a, "k"_a, "routing"_a, "orders"_a, "slots"_a);
     nb::class_<CombineStep>(m, "CombineStep")
         .def(nb::init<Value, int64_t, Value, int64_t>(), "slots"_a, "routing"_a, "out"_a,
              "width"_a);

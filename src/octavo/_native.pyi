@@ -124,6 +124,18 @@ class SpreadStep:
         self, rows: Prepared, format: int, k: int, routing: int, slots: Prepared
     ) -> None: ...
 
+class PrepareEachStep:
+    def __init__(
+        self,
+        x: Value,
+        of_slots: bool,
+        format: int,
+        k: int,
+        routing: int,
+        orders: Sequence[int],
+        slots: Prepared,
+    ) -> None: ...
+
 class CombineStep:
     def __init__(self, slots: Value, routing: int, out: Value, width: int) -> None: ...
 
@@ -138,6 +150,7 @@ RowStep = (
     | GatherStep
     | RouteStep
     | SpreadStep
+    | PrepareEachStep
     | CombineStep
 )
 

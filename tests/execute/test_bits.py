@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from execute import tiny
 from execute.driving import Driver, Float32
 from octavo.checkpoint.base import Checkpoint, WeightFormat
-from octavo.model.config import Layer, Rope
+from octavo.model.config import Experts, Layer, Rope
 
 MODELS = {
     "llama F32": (tiny.config(), WeightFormat.F32),
@@ -22,6 +22,8 @@ MODELS = {
     "llama I3, in orders": (tiny.config(), WeightFormat.I3),
     "llama I4, in orders": (tiny.config(), WeightFormat.I4),
     "gemma3 I8, in orders": (tiny.config("gemma3"), WeightFormat.I8),
+    "mixtral I4, in orders": (tiny.config("mixtral"), WeightFormat.I4),
+    "qwen3moe Q8_0": (tiny.config("qwen3moe", Experts(17, 4, 32, True)), WeightFormat.Q8_0),
     "llama F16, head of 20": (tiny.config(head_dim=20), WeightFormat.F16),
     "gemma3 Q8_0": (tiny.config("gemma3"), WeightFormat.Q8_0),
     "gemma3 BF16, window of 100": (
@@ -67,20 +69,23 @@ def test_same_bits_in_any_company(model: str, isa: str, data: st.DataObject) -> 
     kv_dtype = data.draw(st.sampled_from(["bf16", "fp16"]), label="kv_dtype")
     drawn = driver(model, isa, data.draw(st.sampled_from([1, 2, 3]), label="threads"), kv_dtype)
     sequences = [drawn.start(prompt(model, length)) for length in lengths]
-    while running := [sequence for sequence in sequences if sequence.left]:
-        work = []
-        room = Driver.MAX_TOKENS
-        for sequence in running:
-            largest = min(sequence.left, room)
-            if largest == 0:
-                continue
-            count = data.draw(st.sampled_from([1, 2, 17, 64, 100, 300, largest]))
-            work.append((sequence, min(count, largest)))
-            room -= work[-1][1]
-        drawn.step(work)
+    try:
+        while running := [sequence for sequence in sequences if sequence.left]:
+            work = []
+            room = Driver.MAX_TOKENS
+            for sequence in running:
+                largest = min(sequence.left, room)
+                if largest == 0:
+                    continue
+                count = data.draw(st.sampled_from([1, 2, 17, 64, 100, 300, largest]))
+                work.append((sequence, min(count, largest)))
+                room -= work[-1][1]
+            drawn.step(work)
+    finally:  # a draw may end the example, and the driver lives on
+        for sequence in sequences:
+            drawn.finish(sequence)
     for sequence, length in zip(sequences, lengths, strict=True):
         assert np.array_equal(np.array(sequence.logits), alone(model, isa, length, kv_dtype))
-        drawn.finish(sequence)
 
 
 @pytest.mark.parametrize("threads", [2, 5])

@@ -90,34 +90,59 @@ def blocks(format: WeightFormat, shape: tuple[int, ...], rng: np.random.Generato
     return Weight("matrix", format, shape, picked.reshape(-1))
 
 
-@pytest.mark.parametrize("format", [f for f in WeightFormat if not f.grouped], ids=lambda f: f.name)
-@pytest.mark.parametrize("isa", ["generic", "avx2", None])
-def test_experts_are_dense_layers(isa: str | None, format: WeightFormat) -> None:
-    """Of one expert a token, with a weight of exactly one: its layer's bits, in every format."""
-    rng = np.random.default_rng(int(format))
+def assert_dense(own: dict[str, Weight], isa: str | None) -> None:
+    """Experts of which a token takes one, with a weight of exactly one: a dense layer's bits."""
     experts = Experts(4, 1, 256, True)
     rope = Rope(10000.0, 16, False)
     dense = tiny.config("qwen3", hidden_size=256, intermediate_size=256, layers=(Layer(rope),))
     sparse = dataclasses.replace(dense, family="qwen3moe", layers=(Layer(rope, experts=experts),))
     base = tiny.checkpoint(sparse)
-    names = [f"layers.0.ffn_{kind}" for kind in ("gate", "up", "down")]
-    own = {
-        f"{name}_exps.{index}": blocks(format, (256, 256), rng)
-        for name in names
-        for index in range(experts.count)
-    }
     tokens = tokens_of(sparse, 40)
     got = driver(dataclasses.replace(base, weights=base.weights | own), isa, threads=2).run(tokens)
     matches: list[set[int]] = [set() for _ in tokens]
     for index in range(experts.count):
-        weights = base.weights | {name: own[f"{name}_exps.{index}"] for name in names}
-        logits = driver(dataclasses.replace(base, config=dense, weights=weights), isa).run(tokens)
+        weights = {
+            role.partition("_exps")[0]: w for role, w in own.items() if role[-1] == str(index)
+        }
+        whole = dataclasses.replace(base, config=dense, weights=base.weights | weights)
+        logits = driver(whole, isa).run(tokens)
         assert np.isfinite(logits).all()
         for match, one, other in zip(matches, got, logits, strict=True):
             match |= {index} if one.tobytes() == other.tobytes() else set()
     # Where a gate lets nothing through, all experts are alike.
     assert all(matches)
     assert len(set.union(*(match for match in matches if len(match) == 1))) > 1
+
+
+ROLES = [
+    f"layers.0.ffn_{kind}_exps.{index}" for kind in ("gate", "up", "down") for index in range(4)
+]
+
+
+@pytest.mark.parametrize("format", [f for f in WeightFormat if not f.grouped], ids=lambda f: f.name)
+@pytest.mark.parametrize("isa", ["generic", "avx2", None])
+def test_experts_are_dense_layers_in_every_format(isa: str | None, format: WeightFormat) -> None:
+    rng = np.random.default_rng(int(format))
+    assert_dense({role: blocks(format, (256, 256), rng) for role in ROLES}, isa)
+
+
+@pytest.mark.parametrize("format", [WeightFormat.I3, WeightFormat.I4, WeightFormat.I8])
+@pytest.mark.parametrize("orders", ["none", "one", "each", "some"])
+def test_experts_may_have_orders_of_their_own(orders: str, format: WeightFormat) -> None:
+    """As GPTQ gives them: gate and up of an expert the same one."""
+    rng = np.random.default_rng(5)
+    own: dict[str, Weight] = {}
+    for role in ROLES:
+        values = rng.normal(0.0, 0.1, (256, 256)).astype(np.float32)
+        data = tiny.quantize_grouped(values, format, 64)
+        own[role] = Weight(role, format, (256, 256), data, group=64)
+        index = int(role[-1])
+        if orders == "none" or (orders == "some" and index % 2):
+            continue
+        seed = (index if orders != "one" else 0) + 100 * ("down" in role)
+        order = np.random.default_rng(seed).permutation(256).astype(np.int32)
+        own[role] = own[role]._replace(order=order)
+    assert_dense(own, None)
 
 
 def single_layer(experts: Experts) -> Checkpoint:

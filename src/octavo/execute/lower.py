@@ -145,6 +145,16 @@ class Spread(NamedTuple):
     slots: Buffer
 
 
+class PrepareEach(NamedTuple):
+    """Brings the rows of tokens, or slots, into the form and the order that their experts take."""
+
+    x: View
+    format: WeightFormat
+    experts: Experts
+    orders: tuple[int, ...]  # of each expert, as in `Prepare`
+    slots: Buffer
+
+
 class Combine(NamedTuple):
     slots: View
     experts: Experts
@@ -152,7 +162,18 @@ class Combine(NamedTuple):
 
 
 RowStep = (
-    Embed | Norm | Add | Gate | Prepare | Angles | RopeStore | Gather | Route | Spread | Combine
+    Embed
+    | Norm
+    | Add
+    | Gate
+    | Prepare
+    | Angles
+    | RopeStore
+    | Gather
+    | Route
+    | Spread
+    | PrepareEach
+    | Combine
 )
 
 
@@ -310,7 +331,7 @@ class _Lowering:
         self.last_use = {value: i for i, use in enumerate(self.uses) for value in use.reads}
         self.views: dict[int, View] = {}
         self.prepared: list[tuple[int, WeightFormat, int, Buffer]] = []
-        self.spread: list[tuple[int, WeightFormat, int, Buffer]] = []
+        self.spread: list[tuple[int, WeightFormat, tuple[int, ...], Buffer]] = []
         self.angles: dict[Rope, View] = {}
         self.buffers: list[Buffer] = []
         self.regions: list[Region] = []
@@ -580,26 +601,31 @@ class _Lowering:
 
     def _prepare_experts(self, value: int, op: model.ExpertLinear) -> Buffer:
         """The prepared slots of a value that is of tokens, or of slots already."""
-        first = op.weights[0]
-        format, order = self.formats[first], self.orders.get(first, -1)
+        first, view = op.weights[0], self.views[value]
+        format = self.formats[first]
+        orders = tuple(self.orders.get(role, -1) for role in op.weights)
         for role in op.weights:
-            if self.orders.get(role, -1) != order:
-                raise CheckpointError(f"the inputs of {first} and {role} are in different orders")
             if not self.kernels.same_activations(self.formats[role], format):
                 raise CheckpointError(
                     f"experts of mixed formats: {first} is {format.name}, "
                     f"{role} is {self.formats[role].name}"
                 )
-        if self.views[value].experts is not None:
+        alike = len(set(orders)) == 1
+        if alike and view.experts is not None:
             return self._prepare(value, first)
-        for spread, other, other_order, buffer in self.spread:
-            same = spread == value and order == other_order
+        for spread, other, other_orders, buffer in self.spread:
+            same = spread == value and orders == other_orders
             if same and self.kernels.same_activations(format, other):
                 return buffer
-        rows, width = self._prepare(value, first), self.widths[value]
-        slots = self._new_slots(self.kernels.activation_bytes(format, width), op.experts)
-        self._step("spread", Spread(rows, format, width, op.experts, slots))
-        self.spread.append((value, format, order, slots))
+        rows = self._prepare(value, first) if alike else None
+        self._rows(view.experts)
+        slots = self._new_slots(self.kernels.activation_bytes(format, view.width), op.experts)
+        if rows is not None:
+            self._step("spread", Spread(rows, format, view.width, op.experts, slots))
+        else:
+            step = PrepareEach(view, format, op.experts, orders, slots)
+            self._step("prepare", step, experts=view.experts)
+        self.spread.append((value, format, orders, slots))
         return slots
 
 

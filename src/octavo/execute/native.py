@@ -377,6 +377,16 @@ class _Loading:
                 return _native.SpreadStep(
                     _prepared(rows), format, width, self._routing(experts), _prepared(slots)
                 )
+            case lower.PrepareEach(x, format, experts, each, slots):
+                return _native.PrepareEachStep(
+                    _value(x),
+                    x.experts is not None,
+                    format,
+                    x.width,
+                    self._routing(experts),
+                    each,
+                    _prepared(slots),
+                )
             case lower.Combine(slots, experts, out):
                 return _native.CombineStep(
                     _value(slots), self._routing(experts), _value(out), out.width

@@ -141,9 +141,7 @@ def test_experts_are_counted_as_they_are_hit() -> None:
     for tokens in (1, 3, 40):
         cost = costs.by_op(batch([(0, tokens)], tokens))
         linears = [
-            each
-            for op, each in zip(compute.ops, cost, strict=True)
-            if isinstance(op, ExpertLinear)
+            each for op, each in zip(compute.ops, cost, strict=True) if isinstance(op, ExpertLinear)
         ]
         assert len(linears) == 3 * len(config.layers)
         for each in linears:

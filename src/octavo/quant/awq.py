@@ -23,6 +23,7 @@ from octavo.quant.grid import Float32, Float64, Quantized, Scheme, round_to_near
 from octavo.quant.layers import LayerOps
 
 EXPONENTS = 20  # from 0 to below 1
+ROWS = 512  # of the matrices, evenly spread, on which scales are compared
 
 # A vector as its layout will give it back: norms may be stored in few bits.
 Stored = Callable[[str, Float32], Float32]
@@ -90,6 +91,8 @@ def fold(
 
 def best_scale(scheme: Scheme, weights: Float32, moments: Moments) -> Float32 | None:
     """The scales [in] with the least loss, or None where none is better than no scales."""
+    shares = _group_shares(scheme, weights)
+    weights = weights[:: -(-len(weights) // ROWS)]
     gram = (moments.second / max(float(np.trace(moments.second)), 1e-30)).astype(np.float32)
 
     def loss(scaled: Float32) -> float:
@@ -97,18 +100,22 @@ def best_scale(scheme: Scheme, weights: Float32, moments: Moments) -> Float32 | 
         return float(((error @ gram) * error).sum(dtype=np.float64))
 
     least, best = loss(round_to_nearest(scheme, weights).values()), None
-    for scale in _candidates(scheme, weights, moments.magnitude):
+    for scale in _candidates(moments.magnitude, shares):
         its = loss(round_to_nearest(scheme, weights * scale).values() / scale)
         if its < least:
             least, best = its, scale
     return best
 
 
-def _candidates(scheme: Scheme, weights: Float32, magnitude: Float64) -> Iterator[Float32]:
-    size = scheme.size(weights.shape[1])
-    blocks = np.abs(weights).reshape(len(weights), -1, size)
+def _group_shares(scheme: Scheme, weights: Float32) -> Float64:
+    """Of every input, its weights' mean magnitude, as a share of the largest in their group."""
+    blocks = np.abs(weights).reshape(len(weights), -1, scheme.size(weights.shape[1]))
     most = np.maximum(blocks.max(axis=2, keepdims=True), 1e-12)
-    share = (blocks / most).mean(axis=0, dtype=np.float64).reshape(-1)
+    shares: Float64 = (blocks / most).mean(axis=0, dtype=np.float64)
+    return shares.reshape(-1)
+
+
+def _candidates(magnitude: Float64, share: Float64) -> Iterator[Float32]:
     for exponent in np.arange(EXPONENTS) / EXPONENTS:
         for divisor in (1.0, np.maximum(share, 1e-6) ** (1.0 - exponent)):
             scale = np.maximum(np.maximum(magnitude, 1e-8) ** exponent / divisor, 1e-4)

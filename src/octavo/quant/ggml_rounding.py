@@ -57,7 +57,8 @@ def _away(values: Float32) -> Float32:
 
 def _half(values: Float32) -> Float32:
     """[out, blocks], as fp16 has them."""
-    half = values[..., 0].astype(np.float16).astype(np.float32)
+    with np.errstate(over="ignore"):
+        half = values[..., 0].astype(np.float16).astype(np.float32)
     if not np.isfinite(half).all():
         raise ValueError("has weights too large for 16-bit scales")
     return half

@@ -173,7 +173,8 @@ def _stored(step: npt.NDArray[np.floating], steps: Steps) -> Float32:
     if steps is not Steps.F16:
         step = bf16(step)
     if steps is not Steps.BF16:
-        step = step.astype(np.float16).astype(np.float32)
+        with np.errstate(over="ignore"):
+            step = step.astype(np.float16).astype(np.float32)
     if not np.isfinite(step).all():
         raise ValueError("has weights too large for 16-bit scales")
     return step

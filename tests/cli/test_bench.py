@@ -83,6 +83,22 @@ class TestThroughput:
             assert len(row["limits"]) == 2, "before and after"
         assert made_up_machine == [(None, True)] * 3, "around each batch size"
 
+    @pytest.mark.parametrize("pinned", [{}, {"num_speculative_tokens": 2}])
+    def test_speculation(self, pinned: dict[str, int]) -> None:
+        lengths = ("--prompt-len", 30, "--output-len", "40", "--repetitions", "1")
+        config = json.dumps({"method": "suffix"} | pinned)
+        command = ("bench", "throughput", LLAMA, "--batch-size", "1,2", *lengths)
+        out = run(*command, "--speculative-config", config, "--json").stdout
+        for row in json.loads(out):
+            assert row["tokens_per_pass"] >= 1
+            if pinned:
+                assert 0 < row["acceptance_rate"] <= 1
+                assert row["tokens_per_pass"] > 1
+        assert "tokens_per_pass" not in json.loads(run(*command, "--json").stdout)[0]
+        text = run(*command, "--speculative-config", config).stdout
+        assert "batch 2: " in text
+        assert "tokens per pass" in text
+
     def test_text(self) -> None:
         lengths = ("--prompt-len", 9, "--output-len", "2", "--repetitions", "1")
         text = run("bench", "throughput", LLAMA, "--batch-size", "2", *lengths).stdout

@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 
 from engine.checking import VOCAB, FakeSampler, FakeState
+from octavo.sample.scripted import ScriptedSampler, ScriptedState
 from octavo.speculate.drafter import Draft
 from octavo.speculate.speculator import Speculator
 
@@ -60,3 +61,39 @@ class Oracle:
         if draft and self.kind == "outside" and rng.random() < 0.1:
             draft[-1] = rng.choice((-1, VOCAB))
         return Draft(draft, rng.randrange(16))
+
+
+class Coin:
+    """For a `ScriptedSampler`: each token is right with a certain probability."""
+
+    def __init__(self, rate: float, sampler: ScriptedSampler) -> None:
+        self.speculator: Speculator | None = None
+        self._rate = rate
+        self._sampler = sampler
+        self._random = random.Random(3)
+        self._states: dict[int, ScriptedState] = {}
+
+    def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
+        assert self.speculator is not None
+        known = self.speculator._known
+        seq = next(seq for seq, each in known.items() if each.number == sequence)
+        self._states[sequence] = seq.output.sampler
+
+    def extend(self, sequence: int, token_ids: Sequence[int]) -> None: ...
+
+    def end(self, sequence: int) -> None:
+        del self._states[sequence]
+
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        return [self._draft(*each) for each in zip(sequences, counts, strict=True)]
+
+    def _draft(self, sequence: int, count: int) -> Draft:
+        state = self._states[sequence]
+        draft = []
+        for _ in range(count):
+            token = self._sampler._token(state)
+            state.num_generated += 1
+            right = self._random.random() < self._rate
+            draft.append(token if right else (token + 1) % self._sampler.vocab_size)
+        state.num_generated -= count
+        return Draft(draft)

@@ -64,7 +64,7 @@ def real_engine(
     executor = PacedExecutor(compute, layout, num_blocks=num_blocks)
     executor.pause = pause
     tokenizer = ByteTokenizer()
-    limits = {"max_model_len": 512, "max_num_seqs": 64} | limits
+    limits = {"max_model_len": 512, "max_num_seqs": 64, "max_logits_rows": 256} | limits
     engine = Engine(
         executor,
         Scheduler(SchedulerConfig(**limits), layout, num_blocks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -14,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve_fakes import events
 from serving import PacedExecutor, listening, real_engine, started
 
+from engine.drafting import Coin
 from octavo.engine.async_engine import AsyncEngine
+from octavo.speculate.speculator import Speculator
 
 
 @asynccontextmanager
@@ -212,3 +215,29 @@ async def test_refused_by_the_real_engine() -> None:
         statuses = sorted([(await task).status_code for task in tasks])
         assert statuses == [200, 200, 503, 503, 503, 503]
         assert (await values(client))["admission_rejections_total"] > 0
+
+
+async def test_what_drafts_did_is_counted_and_told_on_request() -> None:
+    body = {"max_tokens": 100, "n": 2}
+    async with serving() as (client, served, _):
+        plain = await complete(client, **body)
+        assert "completion_tokens_details" not in plain["usage"]
+        drafter = Coin(0.6, served.engine.sampler)
+        drafter.speculator = Speculator(drafter, served.engine.vocab_size, 3)
+        served.engine.speculator = drafter.speculator
+        told = await complete(client, **body, return_prediction_details=True)
+        assert [c["text"] for c in told["choices"]] == [c["text"] for c in plain["choices"]]
+        assert told["usage"]["completion_tokens"] == 200
+        details = told["usage"]["completion_tokens_details"]
+        metrics = await values(client)
+        accepted = metrics["spec_decode_num_accepted_tokens_total"]
+        checked = metrics["spec_decode_num_draft_tokens_total"]
+        assert accepted == details["accepted_prediction_tokens"] > 0
+        assert checked - accepted == details["rejected_prediction_tokens"] > 0
+        assert 0 < metrics["spec_decode_num_drafts_total"] <= metrics["decode_passes_total"]
+        assert metrics["spec_decode_drafter_failures_total"] == 0
+        assert metrics["generation_tokens_total"] == 400
+        text = (await client.get("/metrics")).text
+        positions = re.findall(r"accepted_tokens_per_pos_total\{.*\} ([0-9.]+)", text)
+        assert sum(map(float, positions)) == accepted
+        assert len(positions) == 3

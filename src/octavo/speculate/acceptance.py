@@ -1,4 +1,4 @@
-"""How often drafts are right, by position and by what speaks for them; and whose are better."""
+"""How often drafts are right: by position, by what speaks for them, and by sequence."""
 
 from __future__ import annotations
 
@@ -8,30 +8,28 @@ NUM_CLASSES = 16  # of evidence
 _FIRST_GUESS = 0.5
 _WEIGHT = 2.0  # trials that the guess at a position counts for: the rate at the position before
 _MEMORY = 256.0  # trials of a position remembered
-_OWN_WEIGHT = 3.0  # trials that a sequence's being like the others counts for
+_OWN_WEIGHT = 4.0  # trials that a sequence's being like the others counts for
 _OWN_MEMORY = 32.0
 _CERTAIN = 0.98
 
 
-class Trust:
-    """How a sequence's drafts did beside what was expected of them (a standardised ratio)."""
+class Own:
+    """How one sequence's drafts did, by what spoke for them."""
 
-    __slots__ = ("_expected", "_right")
+    __slots__ = ("right", "tried")
 
     def __init__(self) -> None:
-        self._right = _OWN_WEIGHT
-        self._expected = _OWN_WEIGHT
+        self.right: dict[int, float] = {}
+        self.tried: dict[int, float] = {}
 
-    @property
-    def ratio(self) -> float:
-        return self._right / self._expected
-
-    def add(self, right: int, expected: float) -> None:
-        self._right += right
-        self._expected += expected
-        if self._expected > _OWN_MEMORY:
-            self._right *= 0.5
-            self._expected *= 0.5
+    def add(self, evidence: int, right: int, tried: int) -> None:
+        total = self.tried.get(evidence, 0.0) + tried
+        hits = self.right.get(evidence, 0.0) + right
+        if total > _OWN_MEMORY:
+            total *= 0.5
+            hits *= 0.5
+        self.tried[evidence] = total
+        self.right[evidence] = hits
 
 
 class Acceptance:
@@ -42,25 +40,26 @@ class Acceptance:
         self._tried = [[0.0] * longest for _ in range(NUM_CLASSES)]
         self._rates = [[_FIRST_GUESS] * longest for _ in range(NUM_CLASSES)]
 
-    def gains(self, evidence: int, trust: Trust, length: int) -> list[float]:
+    def gains(self, evidence: int, own: Own, length: int) -> list[float]:
         """Of each of a draft's tokens, the probability that it becomes output."""
-        ratio = trust.ratio
+        right = own.right.get(evidence, 0.0)
+        weight = _OWN_WEIGHT + own.tried.get(evidence, 0.0)
         gains: list[float] = []
         so_far = 1.0
         for rate in self._rates[evidence][:length]:
-            so_far *= min(_CERTAIN, rate * ratio)
+            so_far *= min(_CERTAIN, (_OWN_WEIGHT * rate + right) / weight)
             gains.append(so_far)
         return gains
 
-    def learn(self, evidence: int, trust: Trust, draft: Sequence[int], run: Sequence[int]) -> None:
+    def learn(self, evidence: int, own: Own, draft: Sequence[int], run: Sequence[int]) -> None:
         """The sequence went on with ``run``. What the draft said there, checked or not, was right
         or wrong; beyond, nothing is known.
         """
         right, tried = self._right[evidence], self._tried[evidence]
         rates = self._rates[evidence]
-        hits, expected = 0, 0.0
+        hits = trials = 0
         for at, (guess, token) in enumerate(zip(draft, run, strict=False)):
-            expected += rates[at]
+            trials += 1
             tried[at] += 1
             if tried[at] > _MEMORY:
                 tried[at] *= 0.5
@@ -69,7 +68,7 @@ class Acceptance:
                 break
             right[at] += 1
             hits += 1
-        trust.add(hits, expected)
+        own.add(evidence, hits, trials)
         rate = _FIRST_GUESS
         for at in range(len(rates)):
             rate = rates[at] = (right[at] + _WEIGHT * rate) / (tried[at] + _WEIGHT)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.acceptance import NUM_CLASSES, Acceptance, Trust
+from octavo.speculate.acceptance import NUM_CLASSES, Acceptance, Own
 from octavo.speculate.drafter import Draft, Drafter
 from octavo.speculate.length import choose, worthwhile
 from octavo.speculate.step_times import StepTimes
@@ -25,12 +25,12 @@ _LONGEST_REST = 64  # steps
 class _Known:
     """A sequence as the drafter knows it."""
 
-    __slots__ = ("num_tokens", "number", "trust")
+    __slots__ = ("num_tokens", "number", "own")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.num_tokens = 0
-        self.trust = Trust()
+        self.own = Own()
 
 
 class _Asked(NamedTuple):
@@ -86,6 +86,8 @@ class Speculator:
             if self._rest > 0:
                 self._rest -= 1
                 return [[]] * len(decoding)
+            if num_tokens == len(decoding) and self.times.stale(num_tokens):
+                return [[]] * len(decoding)  # what drafts are worth is what they bring beside none
             if not worthwhile(self.times, len(decoding), num_tokens, most):
                 return [[]] * len(decoding)
         try:
@@ -96,7 +98,7 @@ class Speculator:
         if self._pinned is not None:
             return [list(draft.token_ids) for draft in drafts]
         gains = [
-            self._acceptance.gains(draft.evidence, self._known[seq].trust, len(draft.token_ids))
+            self._acceptance.gains(draft.evidence, self._known[seq].own, len(draft.token_ids))
             if draft.token_ids
             else ()
             for seq, draft in zip(decoding, drafts, strict=True)
@@ -150,7 +152,7 @@ class Speculator:
             known = self._known.get(seq)
             if asked is not None and known is not None and asked.num_tokens == len(seq.token_ids):
                 draft = asked.draft
-                self._acceptance.learn(draft.evidence, known.trust, draft.token_ids, run)
+                self._acceptance.learn(draft.evidence, known.own, draft.token_ids, run)
         self._asked.clear()
 
     def end(self, seq: Seq) -> None:

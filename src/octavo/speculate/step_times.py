@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from math import exp, hypot, log
 
@@ -16,8 +16,10 @@ _LEAST_GAIN = 0.1  # how far an observation moves what is known at least
 _SHARED = 0.1  # of which so much moves all sizes alike: the machine got slower or faster
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
 _WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
+_STALE = 128  # steps after which a size must be seen again to be compared with
 _HALF_LIFE = 512  # steps after which what is known of a size counts half
-_HOPE = 0.15  # a size not seen of late is taken to be better by this, so that it is tried
+_HOPE = 0.1  # a size far from all seen of late is taken to be better by this, so that it is tried
+_FAR = 1.25  # times as large, or as small
 
 
 class StepTimes:
@@ -33,6 +35,7 @@ class StepTimes:
         self._token: float | None = None
         self._corrections = [0.0] * len(KNOTS)  # logarithms
         self._seen = [0] * len(KNOTS)
+        self._last = [-_STALE - 1] * len(KNOTS)  # the step that a size was seen in
         self._common = 0.0
         self._steps = 0
         self._small_steps = 0
@@ -70,6 +73,7 @@ class StepTimes:
         self._corrections[at] += (1 - _SHARED) * error * max(_LEAST_GAIN, 1 / (seen + 1))
         self._common += _SHARED * error
         self._seen[at] = seen + 1
+        self._last[at] = self._steps
         self._steps += 1
         if self._steps % _HALF_LIFE == 0:
             self._seen = [count // 2 for count in self._seen]
@@ -79,9 +83,14 @@ class StepTimes:
         return exp(self._log(num_tokens))
 
     def hoped(self, num_tokens: int) -> float:
-        """Seconds, better than expected for a size that has not been tried of late."""
+        """Seconds, better than expected for a size unlike all that were tried of late."""
+        near = bisect_left(KNOTS, num_tokens / _FAR), bisect_right(KNOTS, num_tokens * _FAR)
         seconds = self.predict(num_tokens)
-        return seconds if self._seen[_nearest(num_tokens)] else seconds * (1 - _HOPE)
+        return seconds if any(self._seen[slice(*near)]) else seconds * (1 - _HOPE)
+
+    def stale(self, num_tokens: int) -> bool:
+        """Whether a size has not been seen of late."""
+        return self._steps - self._last[_nearest(num_tokens)] > _STALE
 
     def sizes(self, low: int, high: int) -> Iterator[int]:
         """The sizes in (low, high] worth comparing."""

@@ -1,0 +1,252 @@
+"""Speculation in the engine: the same outputs, exact ends and counts, and time never lost.
+
+That nothing else changes under any load is what test_lives.py and test_same_bits.py draw.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from engine.checking import CheckingExecutor, build
+from engine.drafting import Coin, Oracle
+from octavo.engine.clock import VirtualClock
+from octavo.engine.detokenize import IncrementalDetokenizer
+from octavo.engine.engine import Engine, EngineStats, NoText, TextFactory
+from octavo.engine.outputs import Delta
+from octavo.execute.batch import Batch, StepResult
+from octavo.execute.cost import CostExecutor, Rates
+from octavo.kv.layout import KvLayout
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
+from octavo.sample.params import SamplingParams
+from octavo.sample.scripted import ScriptedSampler
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import FinishReason, Outcome, Request
+from octavo.schedule.scheduler import Scheduler
+from octavo.speculate.speculator import Speculator
+
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=4096,
+    hidden_size=576,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    context_length=8192,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    attention_scale=0.125,
+    tied_embeddings=True,
+    layers=(Layer(Rope(10000.0, 64, interleaved=True)),) * 6,
+)
+
+
+class Letters:
+    """A tokenizer of letters; each fourth token is half a character."""
+
+    vocab_size = MODEL.vocab_size
+    bos_token_id = None
+    eos_token_ids: frozenset[int] = frozenset()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"\xc3" if token_id % 4 == 0 else bytes([97 + token_id % 7])
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode(errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return False
+
+
+def simulator(
+    batch: int,
+    *,
+    rate: float | None,
+    pinned: int | None = None,
+    stop_rate: float = 0.0,
+    text: TextFactory = NoText,
+    eos: Collection[int] = (),
+) -> Engine:
+    """The engine on a cost model; ``rate``: of right guesses, None: no speculation."""
+    layout = KvLayout.of(MODEL)
+    limits = SchedulerConfig(max_model_len=1024, max_num_seqs=batch, max_logits_rows=512)
+    rates = Rates(30e9, 200e9, 50e-6, int8_ops_per_second=500e9)
+    clock, sampler = VirtualClock(), ScriptedSampler(MODEL.vocab_size, stop_rate)
+    speculator = None
+    if rate is not None:
+        drafter = Coin(rate, sampler)
+        speculator = drafter.speculator = Speculator(
+            drafter, MODEL.vocab_size, pinned, now=clock.now
+        )
+    return Engine(
+        CostExecutor(program(MODEL), layout, num_blocks=64 * batch, rates=rates),
+        Scheduler(limits, layout, 64 * batch),
+        sampler,
+        clock,
+        vocab_size=MODEL.vocab_size,
+        eos_token_ids=eos,
+        text=text,
+        speculator=speculator,
+    )
+
+
+class Answer:
+    """A choice's deltas, joined."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.logprobs: list[Any] = []
+        self.end: tuple[Any, ...] = ()
+
+    def add(self, delta: Delta) -> None:
+        assert delta.logprobs is None or len(delta.logprobs) == len(delta.token_ids)
+        self.text += delta.text
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or []
+        if delta.finish_reason is not None:
+            self.end = delta.finish_reason, delta.stop_reason
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Answer) and vars(self) == vars(other)
+
+
+def answers(engine: Engine, requests: int, **params: Any) -> tuple[dict[Any, Answer], EngineStats]:
+    """Every choice's answer; usage is checked against what was delivered."""
+    for index in range(requests):
+        prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(40)]
+        settings = SamplingParams(seed=index, **params)
+        engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, params=settings))
+    got: dict[Any, Answer] = {}
+    records = []
+    while engine.has_work():
+        for delta in engine.step():
+            got.setdefault((delta.request_id, delta.choice), Answer()).add(delta)
+            if delta.record is not None:
+                records.append(delta.record)
+        engine.check_integrity()
+    for record in records:
+        delivered = [len(got[key].token_ids) for key in got if key[0] == record.request_id]
+        assert record.outcome is Outcome.FINISHED
+        assert record.completion_tokens == sum(delivered)
+        assert record.accepted_tokens <= sum(delivered) - len(delivered)  # the first is no draft
+    stats = engine.stats()
+    assert stats.generation_tokens == sum(record.completion_tokens for record in records)
+    assert stats.accepted_tokens == sum(record.accepted_tokens for record in records)
+    return got, stats
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("pinned", [None, 3, 64])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"max_tokens": 50},
+        {"max_tokens": 1},
+        {"max_tokens": 2},
+        {"max_tokens": 80, "stop": ("ab", "cde", "é"), "n": 2},
+        {"max_tokens": 80, "stop": ("ab",), "include_stop_str_in_output": True, "min_tokens": 30},
+        {"max_tokens": 200, "logprobs": 2, "n": 3},
+        {"max_tokens": 200, "logprobs": 0, "min_tokens": 9, "stop_token_ids": (5,)},
+        {"max_tokens": 60, "prompt_logprobs": 1},
+    ],
+)
+def test_answers_end_where_they_would_have_ended(
+    rate: float, pinned: int | None, params: dict[str, Any]
+) -> None:
+    def text(settings: SamplingParams, ending: frozenset[int]) -> IncrementalDetokenizer:
+        return IncrementalDetokenizer(Letters(), settings, ending)  # type: ignore[arg-type]
+
+    def run(rate: float | None) -> tuple[dict[Any, Answer], EngineStats]:
+        engine = simulator(8, rate=rate, pinned=pinned, stop_rate=0.03, text=text, eos=(7,))
+        return answers(engine, 5, **params)
+
+    expected, _ = run(None)
+    got, stats = run(rate)
+    assert got == expected
+    if rate > 0 and pinned and params["max_tokens"] > 2:
+        assert stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.8, 1.0])
+def test_time_is_never_lost(batch: int, rate: float) -> None:
+    """In the simulation, where it is exact; and where much is to be had, much is got."""
+
+    def seconds(rate: float | None) -> tuple[float, EngineStats]:
+        engine = simulator(batch, rate=rate)
+        _, stats = answers(engine, batch, max_tokens=150)
+        return engine.clock.now(), stats
+
+    without, _ = seconds(None)
+    took, stats = seconds(rate)
+    assert took <= without / 0.97
+    if batch == 1 and rate >= 0.8:
+        assert took <= without / 2
+    if batch >= 32 and rate <= 0.6:
+        assert stats.draft_tokens <= 0.1 * stats.generation_tokens  # it has turned itself off
+
+
+def test_drafts_preempt_nobody() -> None:
+    """Two requests of 34 + 35 tokens in blocks of 16: with 7 blocks one is preempted once."""
+    for num_blocks, preemptions in ((7, 1), (11, 0)):
+        engine = build(num_blocks=num_blocks, max_logits_rows=64, enable_prefix_caching=False)
+        assert engine.sampler
+        oracle = Oracle("wrong", engine.sampler)  # type: ignore[arg-type]
+        engine.speculator = oracle.speculator = Speculator(oracle, 64, 8)
+        for name in "ab":
+            params = SamplingParams(max_tokens=35, seed=ord(name), ignore_eos=True)
+            engine.add_request(Request(request_id=name, prompt_token_ids=[1] * 34, params=params))
+        while engine.has_work():
+            engine.step()
+        assert engine.stats().preemptions == preemptions
+        assert engine.stats().draft_tokens > 100
+
+
+@pytest.mark.parametrize("kind", ["raises", "outside", "missing"])
+def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = build(max_logits_rows=64)
+    oracle = Oracle(kind, engine.sampler)  # type: ignore[arg-type]
+    engine.speculator = oracle.speculator = Speculator(oracle, 64, 3)
+    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
+    record = engine.add_request(Request(request_id="a", prompt_token_ids=[1], params=params))
+    with caplog.at_level(logging.WARNING):
+        while engine.has_work():
+            engine.step()
+    assert record.outcome is Outcome.FINISHED
+    assert record.completion_tokens == 200
+    assert engine.stats().drafter_failures == 1
+    assert len(caplog.records) == 1
+    assert "drafter" in caplog.text
+
+
+def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
+    engine = build(max_logits_rows=64)
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+    oracle = Oracle("right", engine.sampler)  # type: ignore[arg-type]
+    engine.speculator = oracle.speculator = Speculator(oracle, 64, 3)
+    execute, crashes = executor.execute, []
+
+    def fragile(batch: Batch) -> StepResult:
+        if len(batch.logits_rows) > 1 and len(crashes) < 3:
+            crashes.append(batch.num_tokens)
+            raise RuntimeError("injected")
+        return execute(batch)
+
+    executor.execute = fragile  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
+    record = engine.add_request(Request(request_id="a", prompt_token_ids=[1], params=params))
+    while engine.has_work():
+        engine.step()
+    assert len(crashes) == 3
+    assert record.outcome is Outcome.FINISHED
+    assert record.finish_reasons == [FinishReason.LENGTH]
+    assert record.completion_tokens == 20

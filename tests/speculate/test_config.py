@@ -1,0 +1,97 @@
+"""What may be said of speculation, and that everything else is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.engine.load import EngineConfig
+from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.ngram import NgramDrafter
+from octavo.speculate.suffix import SuffixDrafter
+
+
+class Mine(NgramDrafter):
+    """A user's own."""
+
+
+class Lacking:
+    def start(self) -> None: ...
+
+
+def test_methods_name_their_drafters() -> None:
+    assert isinstance(SpeculativeConfig.of('{"method": "ngram"}').drafter(), NgramDrafter)
+    assert isinstance(SpeculativeConfig.of({"method": "suffix"}).drafter(), SuffixDrafter)
+    mine = SpeculativeConfig(method="speculate.test_config:Mine")
+    assert type(mine.drafter()).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "orders"),
+    [
+        ({}, (2, 4)),
+        ({"prompt_lookup_max": 3}, (3, 3)),
+        ({"prompt_lookup_min": 1}, (1, 1)),
+        ({"prompt_lookup_min": 1, "prompt_lookup_max": 5}, (1, 5)),
+    ],
+)
+def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> None:
+    assert SpeculativeConfig(method="ngram", **given).orders == orders
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("[1]", "not an object"),
+        ("{", "not JSON"),
+        ({}, "names no method"),
+        ({"method": "eagle"}, "'eagle' is not one of 'ngram', 'suffix'"),
+        ({"method": 3}, "method is 3"),
+        ({"method": "ngram", "model": "x"}, "'model' is not supported"),
+        ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no part"),
+        ({"method": "ngram", "suffix_decoding_max_cached_requests": 3}, "has no part"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
+        ({"method": "ngram", "num_speculative_tokens": 2.5}, "num_speculative_tokens is 2.5"),
+        ({"method": "ngram", "prompt_lookup_max": 99}, "prompt_lookup_max is 99"),
+        (
+            {"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2},
+            "prompt_lookup_min 5 is above prompt_lookup_max 2",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(given: Any, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        SpeculativeConfig.of(given)
+    if isinstance(given, dict):
+        with pytest.raises(ValueError, match=named):
+            EngineConfig(speculative_config=given)
+
+
+@pytest.mark.parametrize(
+    ("method", "named"),
+    [
+        ("no_such_module:Drafter", "no_such_module"),
+        ("speculate.test_config:Absent", "Absent"),
+        ("speculate.test_config:Lacking", r"has no extend\(\)"),
+    ],
+)
+def test_a_class_that_is_no_drafter_is_refused_at_start(method: str, named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        SpeculativeConfig(method=method).drafter()
+
+
+def test_a_step_must_have_room_for_a_draft() -> None:
+    with pytest.raises(ValueError, match="max_num_batched_tokens of 2 or more"):
+        EngineConfig(
+            max_num_seqs=1, max_num_batched_tokens=1, speculative_config={"method": "ngram"}
+        )
+
+
+def test_logits_rows_are_those_of_sequences_and_drafts() -> None:
+    ngram = {"method": "ngram", "num_speculative_tokens": 3}
+    assert EngineConfig(max_num_seqs=8).max_logits_rows == 8
+    assert EngineConfig(max_num_seqs=8, speculative_config=ngram).max_logits_rows == 32
+    assert EngineConfig(speculative_config=ngram).max_logits_rows == 512

@@ -1,0 +1,123 @@
+"""How much is drafted: acceptance and step times as they are learned, and the choice they make."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.speculate.acceptance import Acceptance, Own
+from octavo.speculate.length import choose, worthwhile
+from octavo.speculate.step_times import KNOTS, StepTimes
+
+
+def machine(num_tokens: int) -> float:
+    """A roofline with a step after each panel of 8 rows, as kernels have."""
+    rows = -(-num_tokens // 8) * 8
+    return 1e-4 + max(3e-3, 3e-4 * rows)
+
+
+def seasoned(rng: random.Random, sizes: list[int], noise: float = 0.1) -> StepTimes:
+    times = StepTimes()
+    times.observe(400, 0.1, prompts=True)
+    for _ in range(400):
+        for size in sizes:
+            times.observe(size, machine(size) * rng.uniform(1 - noise, 1 + noise), prompts=False)
+    return times
+
+
+def test_knots_rise() -> None:
+    assert all(low < high for low, high in pairwise(KNOTS))
+
+
+def test_step_times_are_learned_under_noise_and_bursts() -> None:
+    rng = random.Random(1)
+    sizes = [1, 2, 3, 5, 8, 9, 16, 17, 40]
+    times = seasoned(rng, sizes)
+    times.observe(5, 10.0, prompts=False)  # somebody else had the machine
+    for size in sizes:
+        assert times.predict(size) == pytest.approx(machine(size), rel=0.15)
+
+
+def test_a_slower_machine_is_slower_at_all_sizes() -> None:
+    times = seasoned(random.Random(1), [1, 5], noise=0)
+    before = times.predict(1)
+    for _ in range(60):
+        times.observe(5, 2 * machine(5), prompts=False)
+    assert times.predict(5) == pytest.approx(2 * machine(5), rel=0.1)
+    assert times.predict(1) > 1.1 * before
+
+
+def test_nothing_is_predicted_of_steps_that_take_no_time() -> None:
+    times = StepTimes()
+    times.observe(1, 0.0, prompts=False)
+    times.observe(100, 0.0, prompts=True)
+    assert not times.known
+    assert not worthwhile(times, 1, 1, 16)
+
+
+def test_acceptance_is_learned_by_position_and_evidence() -> None:
+    rng = random.Random(2)
+    acceptance, own = Acceptance(8), Own()
+    rates = {1: 0.3, 5: 0.9}
+    for _ in range(3000):
+        evidence = rng.choice((1, 5))
+        run = list(range(9))
+        draft = [token if rng.random() < rates[evidence] else -1 for token in run[:8]]
+        acceptance.learn(evidence, own, draft, run)
+    for evidence, rate in rates.items():
+        gains = acceptance.gains(evidence, Own(), 3)
+        assert gains == pytest.approx([rate, rate**2, rate**3], rel=0.25)
+
+
+def test_who_guesses_worse_than_others_is_trusted_less() -> None:
+    rng = random.Random(3)
+    acceptance = Acceptance(4)
+    owns = {0.9: Own(), 0.2: Own()}
+    for _ in range(500):
+        for rate, own in owns.items():
+            draft = [at if rng.random() < rate else -1 for at in range(4)]
+            acceptance.learn(3, own, draft, range(5))
+    good, bad = (acceptance.gains(3, own, 1)[0] for own in owns.values())
+    assert good > 0.7
+    assert bad < 0.4
+
+
+@given(
+    gains=st.lists(
+        st.lists(st.floats(0.01, 0.98), max_size=6).map(
+            lambda each: sorted(each, reverse=True)  # they never rise
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    room=st.integers(1, 20),
+)
+def test_no_other_choice_gives_more_tokens_a_second(gains: list[list[float]], room: int) -> None:
+    times = seasoned(random.Random(0), list(range(1, 20)), noise=0)
+    num_tokens = len(gains)
+
+    def speed(counts: list[int]) -> float:
+        expected = num_tokens + sum(
+            sum(each[:count]) for each, count in zip(gains, counts, strict=True)
+        )
+        return expected / times.predict(num_tokens + sum(counts))
+
+    chosen = choose(times, gains, num_tokens, room)
+    assert sum(chosen) <= room
+    others: list[list[int]] = [[]]
+    for each in gains:
+        others = [[*other, count] for other in others for count in range(len(each) + 1)]
+    best = max(speed(other) for other in others if sum(other) <= room)
+    assert speed(chosen) * 1.0101 >= best  # a gain below 1 % is not worth a draft
+
+
+def test_it_turns_itself_off_where_rows_cost_what_they_bring() -> None:
+    times = seasoned(random.Random(0), [1, 2, 4, 8, 9, 10, 64, 72, 128], noise=0)
+    assert worthwhile(times, 1, 1, 16)
+    assert sum(choose(times, [[0.9, 0.8, 0.7]], 1, 16)) == 3
+    assert not any(choose(times, [[0.7, 0.5]] * 64, 64, 400))
+    assert not any(choose(times, [[0.1, 0.01]], 8, 16))  # the next panel costs as much again

@@ -229,10 +229,10 @@ class Runtime {
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
                      double magnitude);
     int64_t add_routing(int64_t experts, int64_t chosen, bool renormalize);
-    // Rows of a slots' value for each row that the arena has room for.
-    int64_t slots_per_row(int64_t experts, int64_t chosen) const {
+    // Bytes a row of the arena that a value of slots takes, with so many bytes a slot.
+    int64_t slots_row_bytes(int64_t experts, int64_t chosen, int64_t slot_bytes) const {
         const int64_t most = Routing::most_slots(experts, chosen, config_.max_tokens);
-        return (most + config_.max_tokens - 1) / config_.max_tokens;
+        return (most * slot_bytes + config_.max_tokens - 1) / config_.max_tokens;
     }
     // Bytes that a row takes in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);

@@ -212,7 +212,7 @@ void bind_runtime(nb::module_ &m) {
         .def("add_vector", &Runtime::add_vector)
         .def("add_rope", &Runtime::add_rope)
         .def("add_routing", &Runtime::add_routing)
-        .def("slots_per_row", &Runtime::slots_per_row)
+        .def("slots_row_bytes", &Runtime::slots_row_bytes)
         .def("allocate_activations", &Runtime::allocate_activations)
         .def("add_region",
              [](Runtime &runtime, std::string name, bool selected, decltype(Region::work) work) {

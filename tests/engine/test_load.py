@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from execute import tiny
+from octavo.checkpoint.base import WeightFormat
 from octavo.engine.load import (
     CachePlan,
     DoesNotFit,
@@ -20,9 +21,10 @@ from octavo.engine.load import (
     plan_cache,
     work_bytes,
 )
+from octavo.execute.lower import lower
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
-from octavo.model.config import Layer, Rope
+from octavo.model.config import Experts, Layer, Rope
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Outcome, Request
@@ -65,6 +67,26 @@ def test_without_a_wish_the_context_is_what_fits() -> None:
     room = WEIGHTS + work + 10 * block
     assert plan(room, "llama", memory_utilization=1.0).max_model_len == 160
     assert plan(4 * room, "llama", memory_utilization=1.0).max_model_len == 512
+
+
+@pytest.mark.parametrize("max_tokens", [1, 8, 64, 512])
+@pytest.mark.parametrize("experts", [Experts(128, 8, 96, True), Experts(8, 2, 448, True)])
+def test_the_work_space_holds_the_experts_slots(experts: Experts, max_tokens: int) -> None:
+    class Kernels:
+        def activation_bytes(self, format: int, k: int) -> int:
+            return 2 * k  # as of 8 bits with what belongs to them
+
+        def same_activations(self, a: int, b: int) -> bool:
+            return a == b
+
+        def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
+            slots = max_tokens * chosen + 7 * min(experts, max_tokens * chosen)
+            return -(-slots * slot_bytes // max_tokens)
+
+    compute = program(tiny.config("qwen3moe", experts, hidden_size=256))
+    formats = dict.fromkeys(compute.weights, WeightFormat.Q4_0)
+    taken = lower(compute, formats, Kernels()).row_bytes * max_tokens
+    assert taken <= work_bytes(compute, max_tokens, 0)
 
 
 def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:

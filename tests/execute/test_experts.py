@@ -245,8 +245,8 @@ class Formats:
     def same_activations(self, a: int, b: int) -> bool:
         return a == b
 
-    def slots_per_row(self, experts: int, chosen: int) -> int:
-        return chosen + 1
+    def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
+        return chosen * slot_bytes
 
 
 def test_a_sparse_layer_meets_six_times() -> None:

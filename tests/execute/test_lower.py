@@ -23,8 +23,8 @@ class Formats:
         wide = {WeightFormat.Q4_K, WeightFormat.Q5_K, WeightFormat.Q6_K}
         return a == b or {WeightFormat(a), WeightFormat(b)} <= wide
 
-    def slots_per_row(self, experts: int, chosen: int) -> int:
-        return chosen + 1
+    def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
+        return chosen * slot_bytes
 
 
 def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) -> lower.Plan:

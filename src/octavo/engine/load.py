@@ -203,7 +203,13 @@ def plan_cache(
 
 def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
     """Bytes of the largest step's activations and held logits, in 32-bit floats."""
-    activations = max_tokens * sum(compute.widths.values())
+    widths = compute.widths
+    activations = max_tokens * sum(widths.values())
+    if (experts := compute.config.experts) is not None:
+        # An expert's rows begin a panel of 8, so that up to 7 stay empty (kernels/experts.h).
+        empty = 7 * min(experts.count, max_tokens * experts.chosen)
+        row = widths["expert_gate"] + widths["expert_up"] + widths["expert_out"]
+        activations += empty * row // experts.chosen
     vocab_size = compute.config.vocab_size
     return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
 

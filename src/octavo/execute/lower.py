@@ -37,8 +37,8 @@ class Formats(Protocol):
 
     def same_activations(self, a: int, b: int) -> bool: ...
 
-    def slots_per_row(self, experts: int, chosen: int) -> int:
-        """Of experts' slots (kernels/experts.h), for each row of the arena."""
+    def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
+        """Of a value of experts' slots (kernels/experts.h), for each row of the arena."""
         ...
 
 
@@ -412,9 +412,10 @@ class _Lowering:
         stride = -(-width // 16) * 16
         return View(self._new_buffer(stride * FLOAT_BYTES), width, stride)
 
-    def _new_slots(self, row_bytes: int, experts: Experts) -> Buffer:
-        count = self.kernels.slots_per_row(experts.count, experts.chosen)
-        return self._new_buffer(row_bytes * count)
+    def _new_slots(self, slot_bytes: int, experts: Experts) -> Buffer:
+        return self._new_buffer(
+            self.kernels.slots_row_bytes(experts.count, experts.chosen, slot_bytes)
+        )
 
     def _dies(self, value: int, index: int) -> bool:
         return self.last_use.get(value, -1) <= index

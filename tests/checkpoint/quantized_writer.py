@@ -13,9 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+import pytest
 from safetensors.numpy import load_file, save_file
 
-from octavo.checkpoint.base import Weight, WeightFormat
+from octavo.checkpoint import load
+from octavo.checkpoint.base import CheckpointError, Weight, WeightFormat
 
 Array = npt.NDArray[Any]
 BITS = {WeightFormat.I3: 3, WeightFormat.I4: 4, WeightFormat.I8: 8}
@@ -128,6 +130,11 @@ def int_quantized(m: Quantized, *, symmetric: bool = False) -> dict[str, Array]:
     return tensors | ({} if symmetric else {"weight_zero_point": (m.zeros - half).astype(np.int8)})
 
 
+def gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False}
+    return config | {"sym": False, "checkpoint_format": "gptq"} | more
+
+
 def ct_config(
     bits: int, group: int, *, symmetric: bool, layout: str, **more: Any
 ) -> dict[str, Any]:
@@ -169,6 +176,17 @@ def rewrite(path: Path, change: Any, config: dict[str, Any] | None) -> dict[str,
         values["quantization_config"] = config
     (path / "config.json").write_text(json.dumps(values))
     return matrices
+
+
+def quantize_all(path: Path, config: dict[str, Any] | None, make: Any) -> dict[str, Quantized]:
+    return rewrite(path, lambda name, x: make(x) if is_linear(name) else None, config)
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert str(caught.value).startswith(str(path))
+    return str(caught.value)
 
 
 def plain_twin(path: Path, target: Path, matrices: dict[str, Quantized]) -> Path:

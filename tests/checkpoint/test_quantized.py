@@ -1,4 +1,4 @@
-"""Quantized folders: every number, scale and zero of every layout, and what is refused by name."""
+"""Quantized folders: every number, scale and zero of every layout."""
 
 from __future__ import annotations
 
@@ -13,9 +13,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from checkpoint import quantized_writer as writer
-from checkpoint.quantized_writer import Quantized, is_linear, quantized, rewrite
+from checkpoint.quantized_writer import (
+    Quantized,
+    gptq_config,
+    is_linear,
+    quantize_all,
+    quantized,
+    refused,
+    rewrite,
+)
 from octavo.checkpoint import load
-from octavo.checkpoint.base import Checkpoint, CheckpointError, Quantization, WeightFormat
+from octavo.checkpoint.base import Checkpoint, Quantization, WeightFormat
 from octavo.checkpoint.grouped import input_order, pack, reorder, unpack
 from oracle.tiny_folders import folder
 
@@ -47,13 +55,6 @@ def assert_same(checkpoint: Checkpoint, matrices: dict[str, Quantized]) -> None:
         size = weight.nbytes // weight.shape[0]
         assert weight.rows(3, 8).tobytes() == weight.data[3 * size : 8 * size].tobytes()
         assert writer.BITS[weight.format] == expected.bits
-
-
-def refused(path: Path) -> str:
-    with pytest.raises(CheckpointError) as caught:
-        load(path)
-    assert str(caught.value).startswith(str(path))
-    return str(caught.value)
 
 
 # ── Streams of bits ─────────────────────────────────────────────────────────────────────────────
@@ -90,11 +91,6 @@ def test_input_order(k: int, group: int, seed: int) -> None:
 # ── GPTQ ────────────────────────────────────────────────────────────────────────────────────────
 
 
-def gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False}
-    return config | {"sym": False, "checkpoint_format": "gptq"} | more
-
-
 @pytest.mark.parametrize("dtype", writer.DTYPES)
 @pytest.mark.parametrize("group", [32, 64, -1])
 @pytest.mark.parametrize("bits", [3, 4, 8])
@@ -123,10 +119,6 @@ def test_gptq(bits: int, group: int, ordered: bool, v1: bool, dtype: str, tmp_pa
     layout = "gptq" if v1 else "gptq_v2"
     expected = Quantization("gptq", layout, (bits,), (group,), False, ordered)
     assert checkpoint.quantization == expected
-
-
-def quantize_all(path: Path, config: dict[str, Any] | None, make: Any) -> dict[str, Quantized]:
-    return rewrite(path, lambda name, x: make(x) if is_linear(name) else None, config)
 
 
 def test_gptq_zeros_that_borrow(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 
 FAMILIES = Path(__file__).parent / "families"
+QUANTIZED = sorted(path.name for path in (FAMILIES.parent / "quantized").iterdir())
 
 
 def recorded(name: str) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -33,10 +35,22 @@ def folder(
         weights = {key: value.astype(ml_dtypes.bfloat16) for key, value in weights.items()}
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_text(json.dumps(config))
-    vocab = {chr(0x21 + index): index for index in range(config["vocab_size"])}
+    write_tokenizer(path, config["vocab_size"])
+    return path
+
+
+def write_tokenizer(path: Path, size: int) -> None:
+    """Of single characters."""
+    vocab = {chr(0x21 + index): index for index in range(size)}
     tokenizer = Tokenizer(models.BPE(vocab, []))
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.save(str(path / "tokenizer.json"))
+
+
+def quantized_folder(name: str, path: Path) -> Path:
+    """A copy of a recorded quantized folder."""
+    shutil.copytree(FAMILIES.parent / "quantized" / name, path)
+    write_tokenizer(path, json.loads((path / "config.json").read_text())["vocab_size"])
     return path
 
 

@@ -29,6 +29,7 @@ from octavo.checkpoint.layout import (
     Module,
     Setting,
     bits_of,
+    distinct,
     sized,
     wide,
     words_columns,
@@ -58,7 +59,7 @@ class CompressedTensors(Layout):
         if not groups.values:
             keys.fail("config_groups is empty")
         whole = keys.text("format", "dense")
-        layouts, self.settings, symmetric, order, activations = set(), [], True, False, None
+        layouts, settings, symmetric, order, activations = set(), [], True, False, None
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
@@ -69,9 +70,10 @@ class CompressedTensors(Layout):
             layouts.add(layout)
             activations = _activations(group) or activations
             weights = group.object("weights")
-            self.settings.append(_setting(weights, layout))
+            settings.append(_setting(weights, layout))
             symmetric &= weights.flag("symmetric", True)
             order |= weights.values.get("actorder") in ("group", "dynamic", True)
+        self.settings = distinct(keys, settings)
         super().__init__(
             stored,
             Quantization(

@@ -29,6 +29,7 @@ from octavo.checkpoint.layout import (
     Module,
     Setting,
     bits_of,
+    distinct,
     sized,
     wide,
     words_columns,
@@ -55,7 +56,7 @@ class Gptq(Layout):
             if keys.values.get(key):
                 keys.fail(f"{key} {keys.values[key]!r} is not supported")
         base = Setting(bits_of(keys, "bits", BITS), sized(keys))
-        self.settings = [base, *_overrides(keys, base)]
+        self.settings = distinct(keys, [base, *_overrides(keys, base)])
         self.symmetric = keys.flag("sym", False)
         self.minus_one = layout == "gptq"
         self.whole_words = _writer(keys).startswith(_WHOLE_WORDS)

@@ -8,7 +8,7 @@ ever run.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import numpy as np
@@ -33,6 +33,9 @@ class Module(NamedTuple):
 class Setting(NamedTuple):
     bits: int
     group: int  # -1: all inputs
+
+
+MAX_SETTINGS = 64  # that differ: a file with more says nothing that could be checked
 
 
 class Layout(ABC):
@@ -107,6 +110,14 @@ class Layout(ABC):
                 sum(self.stored.nbytes(name) for name in module.tensors.values()),
             ),
         )
+
+
+def distinct(keys: Section, settings: Iterable[Setting]) -> list[Setting]:
+    """In their order."""
+    found = list(dict.fromkeys(settings))
+    if len(found) > MAX_SETTINGS:
+        keys.fail(f"has more than {MAX_SETTINGS} combinations of bits and group sizes")
+    return found
 
 
 def sized(keys: Section, key: str = "group_size") -> int:

@@ -53,6 +53,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     layout = KvLayout.of(config, engine.block_size)
     try:
         parts = weigh(checkpoint, engine.isa)
+        formats = weigh_formats(checkpoint, engine.isa)
     except ValueError as error:  # no such instruction set here
         raise SettingsError(str(error)) from None
     parameters, stored, held = (
@@ -108,6 +109,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "stored_bytes_per_weight": stored / parameters,
         "held_bytes_per_weight": held / parameters,
         "parts": parts,
+        "formats": formats,
+        "quantization": None
+        if checkpoint.quantization is None
+        else checkpoint.quantization._asdict(),
         "kv_cache_dtype": "bf16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
@@ -144,6 +149,42 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
             part[f"{kind}_bytes_per_weight"] = part[f"{kind}_bytes"] / part["parameters"]
     order = ("embedding", "attention", "ffn", "router", "experts", "norms", "head")
     return {name: parts[name] for name in sorted(parts, key=order.index)}
+
+
+def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[str, Any]]:
+    """Bytes by format: of the file, and what the engine makes of it; the largest first."""
+    from math import prod
+
+    from octavo.execute.native import held_bytes
+
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    for weight in checkpoint.weights.values():
+        stored = weight.stored
+        group = weight.group if weight.format.grouped else None
+        # Of all inputs, however many a matrix has.
+        group = -1 if group == weight.shape[-1] else group
+        key = (stored.format, weight.format, group, weight.order is not None)
+        facts = found.setdefault(
+            key,
+            {
+                "stored": stored.format,
+                "held": weight.format.name,
+                "group_size": group,
+                "activation_order": weight.order is not None,
+                "tensors": 0,
+                "parameters": 0,
+                "stored_bytes": 0,
+                "held_bytes": 0,
+            },
+        )
+        facts["tensors"] += 1
+        facts["parameters"] += prod(weight.shape)
+        facts["stored_bytes"] += stored.nbytes
+        facts["held_bytes"] += held_bytes(weight, isa)
+    for facts in found.values():
+        for kind in ("stored", "held"):
+            facts[f"{kind}_bytes_per_weight"] = facts[f"{kind}_bytes"] / facts["parameters"]
+    return sorted(found.values(), key=lambda facts: -facts["stored_bytes"])
 
 
 def part_of(role: str) -> str:
@@ -183,6 +224,7 @@ def as_text(facts: dict[str, Any]) -> str:
         f"context     {facts['context_length']:,} tokens",
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
+        *([f"quantized   {_scheme(facts['quantization'])}"] if facts["quantization"] else []),
         "",
         f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}{'bytes a weight':>16}"
         "  formats",
@@ -202,6 +244,13 @@ def as_text(facts: dict[str, Any]) -> str:
         f"{'all':<12}{facts['parameters']:>14,}{_mib(facts['stored_bytes']):>12}"
         f"{_mib(facts['weights_bytes']):>12}"
         f"{_per_weight(facts)}",
+        "",
+        f"{'formats':<16}{'tensors':>10}{'stored':>12}{'held':>12}{'bytes a weight':>16}  held as",
+        *(
+            f"{each['stored']:<16}{each['tensors']:>10,}{_mib(each['stored_bytes']):>12}"
+            f"{_mib(each['held_bytes']):>12}{_per_weight(each)}  {_held(each)}"
+            for each in facts["formats"]
+        ),
         "",
         f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
     ]
@@ -224,6 +273,33 @@ def _experts(facts: dict[str, Any]) -> list[str]:
         f"{experts['layers']} layers; a token goes to {experts['chosen']}, "
         f"which makes {experts['active_parameters'] / 1e6:.1f} M parameters"
     ]
+
+
+def _held(facts: dict[str, Any]) -> str:
+    """A format of the engine, with what is a matrix's own."""
+    if facts["group_size"] is None:
+        return str(facts["held"])
+    order = ", in activation order" if facts["activation_order"] else ""
+    return f"{facts['held']}, {_groups(facts['group_size'])}{order}"
+
+
+def _groups(size: int) -> str:
+    return "one scale a row" if size == -1 else f"a scale for {size} inputs"
+
+
+def _scheme(facts: dict[str, Any]) -> str:
+    """How the checkpoint's writer made its numbers small."""
+    said = [
+        f"{facts['method']} ({facts['layout']})",
+        f"{' and '.join(map(str, facts['bits']))} bits",
+        " and ".join(_groups(size) for size in facts["group_sizes"]),
+        "symmetric" if facts["symmetric"] else "zeros of its own",
+    ]
+    if facts["activation_order"]:
+        said.append("activation order")
+    if facts["activations"]:
+        said.append(f"activations {facts['activations']}")
+    return ", ".join(said)
 
 
 def _per_weight(part: dict[str, Any]) -> str:

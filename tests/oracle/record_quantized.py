@@ -1,0 +1,478 @@
+"""Records tiny quantized models made by the packages that write such checkpoints.
+
+Run by hand, a process for each model, in an environment with torch, transformers and the package:
+
+    python tests/oracle/record_quantized.py NAME
+
+Each goes to quantized/NAME: config.json and model.safetensors as the package wrote them (without
+what its configuration says about the machine), and reference.npz: ``ids``, ``logits`` that
+`transformers` computes in float32 of the dequantized model, keys and values rounded to float16 as
+in record_families.py, and in ``meta`` a CRC-32 of every matrix, dequantized in float32 by the
+package's own code. See README.md here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+os.environ["GPTQMODEL_CPU_WORKERS"] = "2"
+
+import numpy as np
+import torch
+import transformers
+from record_families import half_precision_cache, randomize
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+HERE = Path(__file__).resolve().parent / "quantized"
+VOCAB, TOKENS, ROWS = 64, 72, 40
+
+Matrices = dict[str, torch.Tensor]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+}
+
+
+def base(path: Path, seed: int, dtype: torch.dtype, config: Any) -> Any:
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    randomize(model, seed)
+    model = model.to(dtype).eval()
+    model.save_pretrained(path)
+    tokenizer = Tokenizer(models.WordLevel({chr(0x21 + i): i for i in range(VOCAB)}, unk_token="!"))
+    tokenizer.save(str(path / "tokenizer.json"))
+    kind = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": '"', "pad_token": '"'}
+    (path / "tokenizer_config.json").write_text(json.dumps(kind))
+    return model
+
+
+def calibration(count: int = 16, length: int = 64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(2, VOCAB, (1, length), generator=generator) for _ in range(count)]
+
+
+def linears(model: Any, head: bool = False) -> dict[str, Any]:
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and (head or name != "lm_head")
+    }
+
+
+# ── GPTQModel ───────────────────────────────────────────────────────────────────────────────────
+
+
+def gptqmodel(source: Path, target: Path, **settings: Any) -> Matrices:
+    from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+
+    config = QuantizeConfig(device="cpu", **settings)
+    model = GPTQModel.load(str(source), config)
+    rows = [{"input_ids": x, "attention_mask": torch.ones_like(x)} for x in calibration()]
+    model.quantize(rows, batch_size=1)
+    model.save(str(target))
+    torch_backend = BACKEND.TORCH_AWQ if "method" in settings else BACKEND.TORCH
+    loaded = GPTQModel.load(str(target), device="cpu", backend=torch_backend)
+    found, written = {}, load_file(target / "model.safetensors")
+    for name, module in loaded.model.named_modules():
+        if not hasattr(module, "qweight"):
+            continue
+        # As in the file: it rounds them to the model's dtype.
+        module.scales = written[f"{name}.scales"].float()
+        if "method" in settings:
+            found[name] = awq_values(module, config.group_size)
+            continue
+        module.dequant_dtype = torch.int32
+        found[name] = module.dequantize_weight().T
+    return found
+
+
+def awq_values(module: Any, group: int) -> torch.Tensor:
+    from awq.utils.packing_utils import dequantize_gemm
+
+    scales = module.scales.float()
+    return dequantize_gemm(module.qweight, module.qzeros, scales, 4, group).T
+
+
+# ── AutoGPTQ and AutoAWQ: their own packing of numbers rounded here ─────────────────────────────
+
+
+def rounded(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and zeros [n, groups] for rounding to the nearest."""
+    n, k = weight.shape
+    parts = weight.float().reshape(n, k // group, group)
+    low, high = parts.amin(2).clamp(max=0), parts.amax(2).clamp(min=0)
+    scales = ((high - low) / (2**bits - 1)).half().float()
+    return scales, (-low / scales).round().clamp(1, 2**bits - 1)
+
+
+def autogptq(source: Path, target: Path, bits: int, group: int) -> Matrices:
+    """A folder as AutoGPTQ 0.7 saves it: the layout is said in quantize_config.json alone."""
+    package = find_spec("auto_gptq")  # which imports nothing of it: it needs transformers 4
+    file = Path(package.origin).parent / "nn_modules/qlinear/qlinear_cuda_old.py"
+    spec = spec_from_file_location("qlinear_cuda_old", file)
+    module_from = module_from_spec(spec)
+    spec.loader.exec_module(module_from)
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    found, tensors = {}, dict(load_file(source / "model.safetensors"))
+    for name, module in linears(model).items():
+        n, k = module.weight.shape
+        scales, zeros = rounded(module.weight.data, bits, group)
+        packed = module_from.QuantLinear(bits, group, k, n, bias=True)
+        bias = torch.nn.Parameter(
+            torch.zeros(n), requires_grad=False
+        )  # as it used to be given to every module
+        linear = torch.nn.Linear(k, n)
+        linear.weight = torch.nn.Parameter(module.weight.detach().float(), requires_grad=False)
+        linear.bias = bias
+        packed.pack(linear, scales.clone(), zeros.clone(), torch.arange(k) // group)
+        identity = torch.eye(k)
+        packed.scales = packed.scales.float()
+        packed.bias = packed.bias.float()
+        found[name] = packed(identity).T
+        packed.scales = packed.scales.half()
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": x for key, x in packed.state_dict().items()}
+        tensors[f"{name}.bias"] = torch.zeros(n, dtype=torch.float16)
+    save(source, target, tensors, None)
+    said = {"bits": bits, "group_size": group, "damp_percent": 0.01, "desc_act": False}
+    said |= {
+        "static_groups": False,
+        "sym": False,
+        "true_sequential": True,
+        "model_file_base_name": "model",
+    }
+    (target / "quantize_config.json").write_text(json.dumps(said, indent=2))
+    return found
+
+
+def autoawq(source: Path, target: Path, group: int) -> Matrices:
+    from awq.modules.linear.gemm import WQLinear_GEMM
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    found, tensors = {}, dict(load_file(source / "model.safetensors"))
+    for name, module in linears(model).items():
+        scales, zeros = rounded(module.weight.data, 4, group)
+        module.weight.data = module.weight.data.float()
+        if module.bias is not None:
+            module.bias.data = module.bias.data.float()
+        packed = WQLinear_GEMM.from_linear(
+            module, 4, group, scales=scales.T.contiguous(), zeros=zeros.T.contiguous()
+        )
+        found[name] = awq_values(packed, group)
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": x for key, x in packed.state_dict().items()}
+    said = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    said |= {"version": "gemm", "modules_to_not_convert": None}
+    save(source, target, tensors, said)
+    return found
+
+
+def save(source: Path, target: Path, tensors: Matrices, said: dict[str, Any] | None) -> None:
+    target.mkdir()
+    save_file(
+        {name: x.contiguous() for name, x in tensors.items()},
+        target / "model.safetensors",
+        {"format": "pt"},
+    )
+    config = json.loads((source / "config.json").read_text())
+    if said is not None:
+        config["quantization_config"] = said
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+
+
+# ── llm-compressor and compressed-tensors ───────────────────────────────────────────────────────
+
+
+def llmcompressor(source: Path, target: Path, groups: dict[str, Any], method: str) -> Matrices:
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationConfig
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.gptq import GPTQModifier
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+
+    modifier = {"gptq": GPTQModifier, "rtn": QuantizationModifier}[method]
+    rows = [{"input_ids": x[0].tolist(), "attention_mask": [1] * x.shape[1]} for x in calibration()]
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto")
+    oneshot(
+        model=model,
+        tokenizer=transformers.AutoTokenizer.from_pretrained(source),
+        dataset=Dataset.from_list(rows),
+        recipe=modifier(config_groups=groups, ignore=["lm_head"]),
+        output_dir=str(target),
+        num_calibration_samples=len(rows),
+        max_seq_length=64,
+    )
+    config = json.loads((target / "config.json").read_text())["quantization_config"]
+    parsed = QuantizationConfig.model_validate(config)
+    tensors, found = load_file(target / "model.safetensors"), {}
+    for name in linears(model):
+        state = {k[len(name) + 1 :]: x for k, x in tensors.items() if k.startswith(f"{name}.")}
+        fitting = [s for s in parsed.config_groups.values() if matches(name, s.targets)]
+        scheme = fitting[0]
+        state["weight_scale"] = state["weight_scale"].float()
+        kind = BaseCompressor.get_value_from_registry(scheme.format or parsed.format)
+        found[name] = kind.decompress(state, scheme)["weight"]
+    return found
+
+
+def matches(name: str, targets: list[str]) -> bool:
+    return any(t == "Linear" or t.removeprefix("re:.*") in name for t in targets)
+
+
+def ordered(source: Path, target: Path) -> Matrices:
+    """Activation order as compressed-tensors 0.11 and before packed it; later ones refuse it."""
+    from compressed_tensors.compressors import PackedQuantizationCompressor
+    from compressed_tensors.quantization import QuantizationArgs
+
+    weights = {"num_bits": 4, "group_size": 32, "strategy": "group", "symmetric": True}
+    args = QuantizationArgs(**weights, actorder="group")
+    compressor = PackedQuantizationCompressor()
+    model = transformers.AutoModelForCausalLM.from_pretrained(source)
+    found, tensors = {}, dict(load_file(source / "model.safetensors"))
+    generator = torch.Generator().manual_seed(0)
+    for name, module in linears(model).items():
+        weight = module.weight.data.float()
+        k = weight.shape[1]
+        g_idx = torch.empty(k, dtype=torch.int32)
+        g_idx[torch.randperm(k, generator=generator)] = (torch.arange(k) // 32).int()
+        scale = torch.stack([weight[:, g_idx == g].abs().amax(1) / 7.5 for g in range(k // 32)], 1)
+        scale = scale.bfloat16()
+        zero = torch.zeros_like(scale, dtype=torch.int8)
+        made = compressor.compress_weight(weight, scale.float(), args, zero, g_idx)
+        made |= {"weight_scale": scale, "weight_g_idx": g_idx}
+        wide = made | {"weight_scale": scale.float()}
+        found[name] = compressor.decompress_weight(wide, args)
+        del tensors[f"{name}.weight"]
+        tensors |= {f"{name}.{key}": x for key, x in made.items()}
+    said = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json())}
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    config |= {"config_groups": {"group_0": said}, "ignore": ["lm_head"], "kv_cache_scheme": None}
+    save(source, target, tensors, config)
+    return found
+
+
+# ── AutoRound ───────────────────────────────────────────────────────────────────────────────────
+
+
+def autoround(source: Path, target: Path, layout: str, **settings: Any) -> Matrices:
+    from auto_round import AutoRound
+    from auto_round_extension.torch.qlinear_torch import QuantLinear as Plain
+    from auto_round_extension.torch.qlinear_torch_zp import QuantLinear as LessOne
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    rounds = AutoRound(
+        model, tokenizer, iters=0, disable_opt_rtn=True, device_map="cpu", **settings
+    )
+    rounds.quantize_and_save(str(target), format=layout)
+    written = next(target.rglob("model.safetensors"))
+    if written.parent != target:
+        for file in written.parent.iterdir():
+            shutil.move(file, target / file.name)
+    tensors, found = load_file(target / "model.safetensors"), {}
+    bits, group = settings["bits"], settings["group_size"]
+    less_one = LessOne if layout in ("auto_gptq", "auto_round:auto_gptq") else Plain
+    for name in [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]:
+        state = {part: tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")}
+        n, words = state["qweight"].shape[1], state["qweight"].shape[0]
+        module = less_one(bits, group, words * 32 // bits, n, bias=False)
+        for part, x in state.items():
+            setattr(module, part, x.float() if part == "scales" else x)
+        identity = torch.eye(words * 32 // bits)
+        found[name] = module(identity).T
+    return found
+
+
+W4 = {"num_bits": 4, "group_size": 32, "strategy": "group", "type": "int", "symmetric": True}
+W8 = {"num_bits": 8, "strategy": "channel", "type": "int", "symmetric": True}
+A8 = {"num_bits": 8, "strategy": "token", "type": "int", "symmetric": True, "dynamic": True}
+LINEAR = {"targets": ["Linear"]}
+LLAMA, QWEN2 = transformers.LlamaConfig, transformers.Qwen2Config
+
+MODELS: dict[str, tuple[Any, torch.dtype, Callable[[Path, Path], Matrices]]] = {
+    # GPTQModel: activation order; one less in whole words; three bits; a column of all inputs.
+    "gptqmodel-order": (
+        LLAMA(**SIZES),
+        torch.bfloat16,
+        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, desc_act=True, sym=True),
+    ),
+    "gptqmodel-asymmetric": (
+        LLAMA(**SIZES),
+        torch.float16,
+        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, desc_act=False, sym=False),
+    ),
+    "gptqmodel-v2-3bit": (
+        LLAMA(**SIZES),
+        torch.float16,
+        lambda s, t: gptqmodel(
+            s, t, bits=3, group_size=32, desc_act=True, sym=False, format="gptq_v2"
+        ),
+    ),
+    "gptqmodel-dynamic": (
+        QWEN2(**SIZES),
+        torch.float16,
+        lambda s, t: gptqmodel(
+            s,
+            t,
+            bits=8,
+            group_size=-1,
+            desc_act=False,
+            sym=True,
+            lm_head=True,
+            act_group_aware=False,
+            dynamic={
+                r"+:.*\.gate_proj": {"bits": 4, "group_size": 32},
+                r"-:.*\.o_proj": {},
+            },
+        ),
+    ),
+    "gptqmodel-awq": (
+        LLAMA(**SIZES | {"intermediate_size": 128, "num_key_value_heads": 2}),
+        torch.float16,
+        lambda s, t: gptqmodel(s, t, bits=4, group_size=32, method="awq", format="gemm", sym=False),
+    ),
+    "autogptq-3bit": (
+        LLAMA(**SIZES),
+        torch.float16,
+        lambda s, t: autogptq(s, t, bits=3, group=32),
+    ),
+    "autoawq": (QWEN2(**SIZES), torch.float16, lambda s, t: autoawq(s, t, group=32)),
+    "llmcompressor-w4a16": (
+        LLAMA(**SIZES),
+        torch.bfloat16,
+        lambda s, t: llmcompressor(
+            s,
+            t,
+            {"group_0": {"targets": ["Linear"], "weights": W4 | {"actorder": "weight"}}},
+            "gptq",
+        ),
+    ),
+    "llmcompressor-w4a16-asymmetric": (
+        QWEN2(**SIZES),
+        torch.bfloat16,
+        lambda s, t: llmcompressor(
+            s, t, {"group_0": LINEAR | {"weights": W4 | {"symmetric": False}}}, "rtn"
+        ),
+    ),
+    "llmcompressor-w8a8": (
+        LLAMA(**SIZES),
+        torch.bfloat16,
+        lambda s, t: llmcompressor(
+            s,
+            t,
+            {"group_0": {"targets": ["Linear"], "weights": W8, "input_activations": A8}},
+            "rtn",
+        ),
+    ),
+    "llmcompressor-mixed": (
+        LLAMA(**SIZES),
+        torch.bfloat16,
+        lambda s, t: llmcompressor(
+            s,
+            t,
+            {
+                "attention": {
+                    "targets": ["re:.*self_attn"],
+                    "weights": W8 | {"symmetric": False, "group_size": -1},
+                },
+                "mlp": {"targets": ["re:.*mlp"], "weights": W4 | {"num_bits": 3}},
+            },
+            "rtn",
+        ),
+    ),
+    "compressed-tensors-order": (LLAMA(**SIZES), torch.bfloat16, ordered),
+    "autoround": (
+        LLAMA(**SIZES),
+        torch.float16,
+        lambda s, t: autoround(s, t, "auto_round", bits=4, group_size=32, sym=False),
+    ),
+    "autoround-gptq": (
+        LLAMA(**SIZES),
+        torch.float16,
+        lambda s, t: autoround(s, t, "auto_gptq", bits=4, group_size=32, sym=False),
+    ),
+}
+PACKAGES = (
+    "gptqmodel",
+    "auto-gptq",
+    "autoawq",
+    "llmcompressor",
+    "compressed-tensors",
+    "auto-round",
+)
+
+
+def clean(values: Any) -> Any:
+    """A configuration without paths of the machine that made it."""
+    if isinstance(values, dict):
+        return {k: clean(v) for k, v in values.items() if not k.endswith("path")}
+    return values
+
+
+def record(name: str) -> None:
+    config, dtype, quantize = MODELS[name]
+    target = HERE / name
+    shutil.rmtree(target, ignore_errors=True)
+    HERE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as temporary:
+        source, made = Path(temporary) / "base", Path(temporary) / "made"
+        base(source, list(MODELS).index(name), dtype, config)
+        matrices = quantize(source, made)
+        target.mkdir()
+        for file in ("config.json", "quantize_config.json"):
+            if (made / file).exists():
+                values = clean(json.loads((made / file).read_text()))
+                (target / file).write_text(json.dumps(values, indent=2) + "\n")
+        shutil.copy(made / "model.safetensors", target)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    # What is not quantized, as the package wrote it.
+    written = load_file(target / "model.safetensors")
+    for key, parameter in model.named_parameters():
+        if key in written and parameter.shape == written[key].shape:
+            parameter.data = written[key].float()
+    for key, values in matrices.items():
+        model.get_submodule(key).weight.data = values.float().contiguous()
+    sums = {k: zlib.crc32(v.float().contiguous().numpy().tobytes()) for k, v in matrices.items()}
+    ids = np.random.default_rng(0).integers(2, VOCAB, TOKENS).astype(np.int32)
+    with half_precision_cache(model), torch.inference_mode():
+        logits = model(input_ids=torch.tensor(ids[None].astype(np.int64)), use_cache=False).logits
+    versions = {}
+    for package in ("torch", "transformers", *PACKAGES):
+        try:
+            versions[package] = version(package)
+        except ModuleNotFoundError:
+            continue
+    meta = json.dumps({"crc32": sums, "versions": versions})
+    kept = np.asarray(logits[0, -ROWS:])
+    np.savez_compressed(target / "reference.npz", ids=ids, logits=kept, meta=np.array(meta))
+    size = sum(file.stat().st_size for file in target.iterdir())
+    print(f"{name}: {size:,} bytes, {len(sums)} matrices, logits' deviation {kept.std():.2f}")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or MODELS:
+        record(each)

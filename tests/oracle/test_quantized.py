@@ -1,0 +1,52 @@
+"""Tiny quantized folders that GPTQModel, AutoGPTQ, AutoAWQ, llm-compressor and AutoRound wrote,
+against what their own code makes of them, and against transformers' logits.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from checkpoint.quantized_writer import numbers
+from octavo.checkpoint import load
+from oracle.test_families import TIERS, assert_close, run
+from oracle.tiny_folders import QUANTIZED, quantized_folder
+
+FOLDERS = Path(__file__).parent / "quantized"
+# Activations are quantized to 8 bits for every product, which transformers does not do.
+DYNAMIC = (1.2e-2, 0.1)
+
+
+def reference(name: str) -> tuple[dict[str, Any], list[int], Any]:
+    with np.load(FOLDERS / name / "reference.npz") as data:
+        return json.loads(str(data["meta"])), data["ids"].tolist(), data["logits"]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_number(name: str, tmp_path: Path) -> None:
+    sums = reference(name)[0]["crc32"]
+    checkpoint = load(quantized_folder(name, tmp_path / name))
+    grouped = {role: w for role, w in checkpoint.weights.items() if w.format.grouped}
+    found = {
+        weight.name.rpartition(".")[0]: zlib.crc32(numbers(weight).values.tobytes())
+        for weight in grouped.values()
+    }
+    assert found == sums
+    assert checkpoint.quantization is not None
+    assert any(weight.order is not None for weight in grouped.values()) == ("order" in name)
+
+
+@pytest.mark.parametrize("isa", TIERS)
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_logits(name: str, isa: str, tmp_path: Path) -> None:
+    _, ids, expected = reference(name)
+    checkpoint = load(quantized_folder(name, tmp_path / name))
+    got = run(checkpoint, isa, ids, [40, 1])
+    assert_close(got[-len(expected) :], expected, DYNAMIC)
+    # Same bits however it is cut, and on however many threads.
+    assert np.array_equal(run(checkpoint, isa, ids, [len(ids)], threads=2), got)

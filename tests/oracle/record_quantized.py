@@ -23,6 +23,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -293,10 +294,15 @@ def autoround(source: Path, target: Path, layout: str, **settings: Any) -> Matri
             shutil.move(file, target / file.name)
     tensors, found = load_file(target / "model.safetensors"), {}
     bits, group = settings["bits"], settings["group_size"]
+    config = json.loads((target / "config.json").read_text())["quantization_config"]
+    awq = "awq" in config.get("packing_format", "")
     less_one = LessOne if layout in ("auto_gptq", "auto_round:auto_gptq") else Plain
     for name in [key.removesuffix(".qweight") for key in tensors if key.endswith(".qweight")]:
         state = {part: tensors[f"{name}.{part}"] for part in ("qweight", "qzeros", "scales")}
-        n, words = state["qweight"].shape[1], state["qweight"].shape[0]
+        if awq:
+            found[name] = awq_values(SimpleNamespace(**state), group)
+            continue
+        words, n = state["qweight"].shape
         module = less_one(bits, group, words * 32 // bits, n, bias=False)
         for part, x in state.items():
             setattr(module, part, x.float() if part == "scales" else x)

@@ -38,7 +38,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 
 HERE = Path(__file__).resolve().parent / "quantized"
-VOCAB, TOKENS, ROWS = 64, 72, 40
+VOCAB, TOKENS, ROWS = 64, 72, 20
 
 Matrices = dict[str, torch.Tensor]
 SIZES: dict[str, Any] = {
@@ -55,9 +55,11 @@ SIZES: dict[str, Any] = {
 }
 
 
-def base(path: Path, seed: int, dtype: torch.dtype, config: Any) -> Any:
+def base(path: Path, seed: int, dtype: torch.dtype, config: Any, positive: bool) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config)
     randomize(model, seed)
+    for module in linears(model).values() if positive else ():
+        module.weight.data[2::8].abs_()
     model = model.to(dtype).eval()
     model.save_pretrained(path)
     tokenizer = Tokenizer(models.WordLevel({chr(0x21 + i): i for i in range(VOCAB)}, unk_token="!"))
@@ -329,7 +331,7 @@ MODELS: dict[str, tuple[Any, torch.dtype, Callable[[Path, Path], Matrices]]] = {
         torch.float16,
         lambda s, t: gptqmodel(s, t, bits=4, group_size=32, desc_act=False, sym=False),
     ),
-    "gptqmodel-v2-3bit": (
+    "gptqmodel-v2-3bit-order": (
         LLAMA(**SIZES),
         torch.float16,
         lambda s, t: gptqmodel(
@@ -420,6 +422,8 @@ MODELS: dict[str, tuple[Any, torch.dtype, Callable[[Path, Path], Matrices]]] = {
         lambda s, t: autoround(s, t, "auto_gptq", bits=4, group_size=32, sym=False),
     ),
 }
+# With outputs of positive weights, whose zero is 0: one less of it borrows.
+BORROWING = ("gptqmodel-asymmetric", "autoround-gptq")
 PACKAGES = (
     "gptqmodel",
     "auto-gptq",
@@ -444,7 +448,7 @@ def record(name: str) -> None:
     HERE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         source, made = Path(temporary) / "base", Path(temporary) / "made"
-        base(source, list(MODELS).index(name), dtype, config)
+        base(source, list(MODELS).index(name), dtype, config, name in BORROWING)
         matrices = quantize(source, made)
         target.mkdir()
         for file in ("config.json", "quantize_config.json"):

@@ -64,7 +64,7 @@ class Bench {
           out_(size_t(kMaxRows * kMaxWidth)), buffer_(pool_, kReadBytes) {
         // Any bits will do but a NaN's or a subnormal's.
         for (int64_t i = 0; i < kWeightBytes; ++i)
-            weights_.data()[i] = static_cast<std::byte>(i % 2 == 0 ? i * 7 % 256 : 0x2c);
+            weights_.data()[i] = static_cast<std::byte>(i % 2 == 0 ? 2 + i * 7 % 252 : 0x2c);
         for (size_t i = 0; i < x_.size(); ++i)
             x_[i] = static_cast<float>(i % 17) - 8;
         choose_read_loop();

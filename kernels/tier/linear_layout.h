@@ -184,9 +184,12 @@ template <Format F> constexpr int64_t float_offset(int64_t i, int64_t lane) {
 // Bytes. A single row asks for memory as fast as the processor's own prefetching has it, which a
 // far prefetch only disturbs; more rows stop to compute, and then it must be told (measured on
 // Zen 4: at one row 22 GB/s with the far and 31 with the near one; at four, 10 and 24). Where
-// every group reads its chunk's end, that must have been fetched, too.
+// every group reads its chunk's end, that must have been fetched, too, and codes take longer to
+// look up than the processor looks ahead.
 template <Format F> constexpr int64_t prefetch_distance(int rows) {
-    return rows > 1 ? 12288 : traits(F).k_quant && !traits(F).fixed ? 6144 : 512;
+    return rows > 1                                                     ? 12288
+           : traits(F).coded || (traits(F).k_quant && !traits(F).fixed) ? 6144
+                                                                        : 512;
 }
 
 // Into the second-level cache: while a tile of several rows computes, prefetches into the first

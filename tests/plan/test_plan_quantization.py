@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from bench.test_limits import made_up
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
@@ -273,6 +274,22 @@ def test_the_sums_can_be_followed(tmp_path: Path) -> None:
         "2 operations ÷ 4000 Gop/s (int8) = 0.5 ps a sequence:" in text
     )
     assert "are bound by operations from 10.78 sequences on" in text
+
+
+def test_this_machine_is_what_bench_machine_has_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory's rate is that for as much as is read: here between two measured sizes."""
+    monkeypatch.setattr("octavo.bench.limits.Limits.stored", lambda *_: made_up())
+    subject("gemma-3-270m", tmp_path)
+    facts = json.loads(run(str(tmp_path / "gemma-3-270m"), "--json"))
+    assert facts["device"].startswith("this machine (")
+    expected = made_up()
+    for each in facts["plans"]:
+        assert each["rates"]["bytes_per_second"] == expected.bytes_per_second(
+            working_set=each["bytes"]
+        )
+        assert each["rates"]["int8_ops_per_second"] == expected.ops_per_second("int8")
 
 
 def test_json(tmp_path: Path) -> None:

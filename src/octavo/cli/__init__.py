@@ -21,6 +21,7 @@ from octavo.cli import (
     quantize,
     serve,
 )
+from octavo.execute.cpu import usable_cpus
 
 app = typer.Typer(
     name="octavo",
@@ -68,6 +69,8 @@ def _root(
 
 def main() -> None:
     """Run a command. Whatever goes wrong is one line on standard error and exit code 1."""
+    # Before numpy is imported: its BLAS would take all the machine's cores, whatever the quota.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", str(usable_cpus()[0]))
     try:
         app(prog_name="octavo")
     except Exception as error:

@@ -163,9 +163,9 @@ def as_text(row: dict[str, Any]) -> str:
         f"median {row['kl_median']:.2e}, 99th percentile {row['kl_p99']:.3e}, "
         f"largest {row['kl_max']:.3g}",
         f"top-1          {row['top1_agreement']:.2%} of positions rank the same token first",
-        f"greedy         parts after {greedy['median']:g} tokens in the median of "
-        f"{greedy['prompts']} prompts, after {greedy['first']} at the earliest; "
-        f"{greedy['never']} not within {greedy['tokens']}",
+        f"greedy         {greedy['median']:g} tokens until the first that the reference would not "
+        f"have drawn, in the median of {greedy['prompts']} prompts; {greedy['first']} at the "
+        f"earliest; in {greedy['never']} not within {greedy['tokens']}",
         f"size           file {row['file_bytes']:,} bytes, held {row['held_bytes']:,}; "
         f"{row['bytes_per_weight']:.4f} bytes a weight of the matrices "
         f"({row['held_bytes_per_weight']:.4f} held)",
@@ -222,7 +222,7 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         f"{first['text']}, {first['tokens']:,} tokens in windows of {first['context']:,}",
         "",
         "| model | file MB | bytes a weight (held) | perplexity | mean KL, nats | 99 % | top-1 "
-        "| greedy parts after | decode tok/s | prefill |",
+        "| greedy | decode tok/s | prefill |",
         "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
@@ -236,6 +236,12 @@ def as_table(rows: list[dict[str, Any]]) -> str:
             f"| {row['kl_mean']:.3e} | {row['kl_p99']:.2e} | {row['top1_agreement']:.2%} "
             f"| {row['greedy']['median']:g} | {decode} | {prefill} |"
         )
+    greedy = first["greedy"]
+    lines += [
+        "",
+        f"greedy: tokens until the first that the reference would not have drawn, median of "
+        f"{greedy['prompts']} prompts (at most {greedy['tokens']})",
+    ]
     outliers = {
         row["model"]: sum(row["kernels"]["outlier_columns"].values())
         for row in rows

@@ -21,7 +21,7 @@ from octavo.cli import app, main
 from octavo.engine.load import EngineConfig
 from octavo.serve.config import ServeConfig
 
-COMMANDS = ("serve", "chat", "generate", "pull", "inspect")
+COMMANDS = ("serve", "chat", "generate", "pull", "inspect", "fidelity")
 
 
 def run(*arguments: str, input: str | bytes | None = None) -> Result:

@@ -85,11 +85,11 @@ def command(
         bool, typer.Option("--json", help="Print an object; of several models, a list of them.")
     ] = False,
 ) -> None:
-    """Measure what a model has lost: its next-token distributions beside those of another.
+    """Measure what a model has lost, and what it costs.
 
-    Perplexity; KL divergence from OTHER in nats, mean and 99th percentile; how often both rank the
-    same token first; when greedy answers part; bytes; tokens a second. Engine options hold for the
-    MODELs, so that what they lose is measured, too.
+    Its next-token distributions beside those of OTHER: perplexity; KL divergence in nats, mean and
+    99th percentile; how often both rank the same token first; when greedy answers part. Bytes;
+    tokens a second. Engine options hold for the MODELs, so that what they lose is measured, too.
     """
     from octavo.engine.load import SettingsError
 

@@ -82,11 +82,11 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Show what a format does to a model's bytes, and they to its speed, as sums.
+    """Show what a format does to bytes and speed.
 
-    Bytes of a weight with its share of scales and zeros; of the model; the tokens a second that
-    reading them allows in decode, and operations in prefill; and the batch between the two. MODEL
-    may also be a config.json alone, without weights.
+    All as sums: bytes of a weight with its share of scales and zeros; of the model; the tokens a
+    second that reading them allows in decode, and operations in prefill; and the batch between the
+    two. MODEL may also be a config.json alone, without weights.
     """
     from octavo.engine.load import SettingsError
     from octavo.execute.cost import Arithmetic

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from checkpoint import quantized_writer as writer
 from checkpoint.gguf_writer import F32, FLOAT32, Q8_0, STRING, UINT32, Gguf, Tensor, tiny_llama
+from execute.driving import Driver
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, WeightFormat
 from octavo.model.config import Experts
@@ -309,3 +311,64 @@ def test_stacks_of_other_shapes_are_refused(
         load(path)
     assert f"model.layers.1.mlp.{tensor}" in str(caught.value)
     assert reason in str(caught.value)
+
+
+def wide_folder(path: Path) -> Path:
+    """A Qwen3-MoE of random weights whose widths are whole groups, twice over."""
+    folder("qwen3moe", path, {"hidden_size": 64, "moe_intermediate_size": 64})
+    rng = np.random.default_rng(9)
+    wide: dict[str, np.ndarray] = {}
+    for name, values in load_file(path / "model.safetensors").items():
+        kept = ("q_norm", "k_norm")  # of a head
+        shape = values.shape if name.split(".")[-2] in kept else (*values.shape[:-1], 64)
+        if ".experts." in name or "o_proj" in name:
+            shape = (64, 32 if "o_proj" in name else 64)
+        spread = 0.2 if len(shape) == 1 else 1.5 * shape[-1] ** -0.5
+        wide[name] = rng.normal(float(len(shape) == 1), spread, shape).astype(np.float32)
+    save_file(wide, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+LAYOUTS: dict[
+    str, tuple[dict[str, object], Callable[[writer.Quantized], dict[str, np.ndarray]]]
+] = {
+    "gptq": (writer.gptq_config(4, 32, desc_act=True), writer.gptq),
+    "awq": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, writer.awq),
+    "compressed-tensors": (
+        writer.ct_config(4, 32, symmetric=False, layout="pack-quantized"),
+        writer.pack_quantized,
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantized_experts_run(layout: str, tmp_path: Path) -> None:
+    """Experts that GPTQ has each ordered by itself, and AWQ's and llm-compressor's, against the
+    numbers that they stand for.
+    """
+    path = wide_folder(tmp_path / "model")
+    config, pack = LAYOUTS[layout]
+    rng = np.random.default_rng(1)
+    orders: dict[str, np.ndarray] = {}
+
+    def change(name: str, values: np.ndarray) -> object:
+        if not writer.is_linear(name):
+            return None
+        expert = name.rpartition(".experts.")[2].partition(".")[0] + str("down" in name)
+        order = orders.setdefault(expert, rng.permutation(values.shape[1]))
+        ordered = layout == "gptq" and ".experts." in name
+        made = writer.quantized(values, 4, 32, order=order if ordered else None)
+        return made, pack(made)
+
+    matrices = writer.rewrite(path, change, config)
+    plain = load(writer.plain_twin(path, tmp_path / "plain", matrices))
+    checkpoint = load(path)
+    weight = checkpoint.weights["layers.1.ffn_down_exps.5"]
+    assert (weight.format, weight.group) == (WeightFormat.I4, 32)
+    assert (weight.order is not None) == (layout == "gptq")
+    tokens = [int(token) for token in rng.integers(0, 96, 90)]
+    driver = Driver(checkpoint, threads=2, kv_dtype="fp16")
+    got, exact = driver.run(tokens, [60, 1]), Driver(plain, kv_dtype="fp16").run(tokens)
+    spreads = np.sqrt(((got - exact) ** 2).mean(axis=1)) / exact.std()
+    assert float(np.median(spreads)) < 4e-2
+    assert np.array_equal(driver.run(tokens), got)

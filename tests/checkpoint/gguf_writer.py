@@ -197,6 +197,27 @@ def tiny_llama(
     return file
 
 
+MIXTRAL_EXPERTS = 3
+
+
+def tiny_mixtral(layers: int = 2, type: int = F32) -> Gguf:
+    """Experts that are the rows of `tiny_llama`'s feed-forward matrices."""
+    file = tiny_llama(layers, ffn=32 * MIXTRAL_EXPERTS, type=type)
+    file.set("llama.expert_count", UINT32, MIXTRAL_EXPERTS)
+    file.set("llama.expert_used_count", UINT32, 2).set("llama.feed_forward_length", UINT32, 32)
+    for tensor in file.tensors:
+        name = str(tensor.name)
+        if name.endswith(("ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")):
+            tensor.name = name.replace(".weight", "_exps.weight")
+            tensor.shape = (MIXTRAL_EXPERTS, 32, 32)
+    rng = np.random.default_rng(3)
+    for layer in range(layers):
+        shape = (MIXTRAL_EXPERTS, 32)
+        router = rng.normal(0, 0.2, shape).astype("<f4").tobytes()
+        file.tensors.append(Tensor(f"blk.{layer}.ffn_gate_inp.weight", shape, F32, router))
+    return file
+
+
 def tiny_gemma3(layers: int = 6, hidden: int = 32, ffn: int = 64, seed: int = 0) -> Gguf:
     """A Gemma 3 with a SentencePiece vocabulary; heads of 16, two of them on one KV head."""
     pieces = ["▁", "a", "b", "c", "t", "h", "e", "th", "▁th", "▁the", "ab", "bc", "abc"]

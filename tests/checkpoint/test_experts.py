@@ -11,32 +11,25 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from checkpoint import quantized_writer as writer
-from checkpoint.gguf_writer import F32, FLOAT32, Q8_0, STRING, UINT32, Gguf, Tensor, tiny_llama
+from checkpoint.gguf_writer import (
+    F32,
+    FLOAT32,
+    MIXTRAL_EXPERTS,
+    Q8_0,
+    STRING,
+    UINT32,
+    Gguf,
+    Tensor,
+    tiny_llama,
+    tiny_mixtral,
+)
 from execute.driving import Driver
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, WeightFormat
 from octavo.model.config import Experts
 from oracle.tiny_folders import folder
 
-COUNT = 3
-
-
-def tiny_mixtral(type: int = F32) -> Gguf:
-    """Experts that are the rows of a dense model's feed-forward matrices, so that the numbers of
-    each are known.
-    """
-    file = tiny_llama(ffn=32 * COUNT, type=type)
-    file.set("llama.expert_count", UINT32, COUNT).set("llama.expert_used_count", UINT32, 2)
-    file.set("llama.feed_forward_length", UINT32, 32)
-    for tensor in file.tensors:
-        name = str(tensor.name)
-        if "ffn_gate" in name or "ffn_up" in name or "ffn_down" in name:
-            tensor.name, tensor.shape = name.replace(".weight", "_exps.weight"), (COUNT, 32, 32)
-    rng = np.random.default_rng(3)
-    for layer in range(2):
-        router = rng.normal(0, 0.2, (COUNT, 32)).astype("<f4").tobytes()
-        file.tensors.append(Tensor(f"blk.{layer}.ffn_gate_inp.weight", (COUNT, 32), F32, router))
-    return file
+COUNT = MIXTRAL_EXPERTS
 
 
 def one_tensor_an_expert(file: Gguf) -> None:
@@ -82,7 +75,7 @@ def same_weights(a: Checkpoint, b: Checkpoint) -> bool:
 def test_gguf_ways_to_store_them_are_one(
     change: Callable[[Gguf], None], type: int, tmp_path: Path
 ) -> None:
-    checkpoint = loaded(tiny_mixtral(type), tmp_path)
+    checkpoint = loaded(tiny_mixtral(type=type), tmp_path)
     assert checkpoint.config.family == "mixtral"
     assert checkpoint.config.experts == Experts(COUNT, 2, 32, renormalize=True)
     assert all(layer.rope.interleaved for layer in checkpoint.config.layers)
@@ -93,13 +86,13 @@ def test_gguf_ways_to_store_them_are_one(
         weight = checkpoint.weights[f"layers.1.ffn_up_exps.{index}"]
         assert weight.format == type
         assert weight.data.tobytes() == dense[index * size : (index + 1) * size]
-    file = tiny_mixtral(type)
+    file = tiny_mixtral(type=type)
     change(file)
     assert same_weights(loaded(file, tmp_path, "other.gguf"), checkpoint)
 
 
 def test_routers_are_widened_and_say_so(tmp_path: Path) -> None:
-    file = tiny_mixtral(Q8_0)
+    file = tiny_mixtral(type=Q8_0)
     router = file.tensor("blk.0.ffn_gate_inp.weight")
     numbers = np.frombuffer(router.data or b"", "<f4").astype("<f2")
     router.type, router.data = 1, numbers.tobytes()

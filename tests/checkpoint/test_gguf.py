@@ -29,6 +29,7 @@ from gguf_writer import (
     string,
     tiny_gemma3,
     tiny_llama,
+    tiny_mixtral,
 )
 
 from octavo.checkpoint import load
@@ -327,11 +328,11 @@ def mutate(data: bytes, end: int, rng: random.Random) -> bytes:
 def survive(tmp_path: Path, count: int, seed: int) -> None:
     """Whole loads of mutated files end in a checkpoint that works or a `CheckpointError`."""
     rng = random.Random(seed)
-    originals = [tiny_llama(1), tiny_gemma3(1)]
+    originals = [tiny_llama(1), tiny_gemma3(1), tiny_mixtral(1)]
     path = tmp_path / "mutated.gguf"
     loaded = 0
     for index in range(count):
-        original = originals[index % 2]
+        original = originals[index % 3]
         path.write_bytes(mutate(original.build(), len(original.header()), rng))
         with suppress(CheckpointError):
             tokenizer = load(path).tokenizer

@@ -8,12 +8,16 @@ without speculation, a round each, and the outputs must be the same to the token
 
 "theory" is tokens per pass ÷ the relative cost of a pass: the executor's time alone. What is
 missing from it to the measured speed-up is drafting, sampling more rows, and bookkeeping.
+
+Drafting itself is timed apart: 32 sequences of 1,000 tokens and more, of which many pairs repeat,
+that go on at random (a search each step) or as earlier (the match grows).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import sys
 import time
@@ -26,7 +30,7 @@ from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
-from octavo.speculate.speculator import Speculator
+from octavo.speculate.speculator import LONGEST, Speculator
 
 SOURCE = '''"""Settings of a program, kept in a file of lines "name = value"."""
 
@@ -264,6 +268,45 @@ def compare(
     return rows
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """Processor time for 32 sequences, in µs."""
+
+    method: str
+    text: str
+    median_us: float
+    worst_us: float
+    start_us: float  # of a sequence, once, for 1,000 tokens of prompt
+
+
+def drafting(method: dict[str, Any], *, repeats: bool, steps: int = 200) -> Drafting:
+    rng = random.Random(1)
+    drafter = SpeculativeConfig.of(method).drafter()
+    texts = [[int(rng.paretovariate(0.7)) % 5000 for _ in range(1000)] for _ in range(32)]
+    began = time.thread_time()
+    for number, text in enumerate(texts):
+        drafter.start(number, text, None)
+    start = (time.thread_time() - began) / len(texts)
+    times = []
+    for step in range(steps):
+        news = [
+            text[100 + 3 * step :][:3] if repeats else [int(rng.paretovariate(0.7)) % 5000]
+            for text in texts
+        ]
+        began = time.thread_time()
+        for number, new in enumerate(news):
+            drafter.extend(number, new)
+        drafter.propose(range(32), [LONGEST] * 32)
+        times.append(time.thread_time() - began)
+    return Drafting(
+        method["method"],
+        "repeating" if repeats else "random",
+        1e6 * statistics.median(times),
+        1e6 * max(times),
+        1e6 * start,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
@@ -272,15 +315,20 @@ def main() -> None:
     parser.add_argument("--work", default="", help="of copy, facts and chat only these")
     parser.add_argument("--length", type=int, default=160, help="tokens drawn for each prompt")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", action="store_true", help="print a list of rows")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     methods = {name: {"method": name} for name in arguments.methods.split(",")}
     rows: list[Row] = []
     for size in map(int, arguments.batch_sizes.split(",")):
         only = arguments.work.split(",") if arguments.work else ()
         rows += compare(arguments.model, methods, size, arguments.length, arguments.rounds, only)
+    costs = [
+        drafting(method, repeats=repeats)
+        for method in methods.values()
+        for repeats in (True, False)
+    ]
     if arguments.json:
-        print(json.dumps([asdict(row) for row in rows], indent=2))
+        print(json.dumps({"rows": [*map(asdict, rows)], "drafting": [*map(asdict, costs)]}))
         return
     print(
         "| work | batch | method | none tok/s | tok/s | × (least) | per pass | accepted | theory |"
@@ -291,6 +339,13 @@ def main() -> None:
             f"| {row.workload} | {row.batch} | {row.method} | {row.plain_tok_s:.0f} "
             f"| {row.tok_s:.0f} | {row.speed_up:.2f} ({row.speed_up_least:.2f}) "
             f"| {row.tokens_per_pass:.2f} | {row.acceptance_rate:.0%} | {row.theory:.2f} |"
+        )
+    print("\n| drafting for 32 | text | median µs | worst µs | start, 1,000 tokens, µs |")
+    print("|---|---|---:|---:|---:|")
+    for cost in costs:
+        print(
+            f"| {cost.method} | {cost.text} | {cost.median_us:.0f} | {cost.worst_us:.0f} "
+            f"| {cost.start_us:.0f} |"
         )
 
 

@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.speculate.acceptance import Acceptance, Own
@@ -27,6 +27,9 @@ def seasoned(rng: random.Random, sizes: list[int], noise: float = 0.1) -> StepTi
         for size in sizes:
             times.observe(size, machine(size) * rng.uniform(1 - noise, 1 + noise), prompts=False)
     return times
+
+
+SEASONED = seasoned(random.Random(0), list(range(1, 20)), noise=0)
 
 
 def test_knots_rise() -> None:
@@ -86,6 +89,7 @@ def test_who_guesses_worse_than_others_is_trusted_less() -> None:
     assert bad < 0.4
 
 
+@settings(deadline=None)
 @given(
     gains=st.lists(
         st.lists(st.floats(0.01, 0.98), max_size=6).map(
@@ -97,7 +101,7 @@ def test_who_guesses_worse_than_others_is_trusted_less() -> None:
     room=st.integers(1, 20),
 )
 def test_no_other_choice_gives_more_tokens_a_second(gains: list[list[float]], room: int) -> None:
-    times = seasoned(random.Random(0), list(range(1, 20)), noise=0)
+    times = SEASONED
     num_tokens = len(gains)
 
     def speed(counts: list[int]) -> float:
@@ -112,7 +116,7 @@ def test_no_other_choice_gives_more_tokens_a_second(gains: list[list[float]], ro
     for each in gains:
         others = [[*other, count] for other in others for count in range(len(each) + 1)]
     best = max(speed(other) for other in others if sum(other) <= room)
-    assert speed(chosen) * 1.0101 >= best  # a gain below 1 % is not worth a draft
+    assert speed(chosen) * 1.021 >= best  # a gain below 2 % is not worth a draft
 
 
 def test_it_turns_itself_off_where_rows_cost_what_they_bring() -> None:

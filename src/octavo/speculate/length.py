@@ -6,14 +6,19 @@ from collections.abc import Sequence
 
 from octavo.speculate.step_times import StepTimes
 
-_WORTH = 1.01  # a gain below this is within what can be known
+_LEAST = 0.02  # a gain below this is within what can be known …
+_DOUBT = 0.3  # … and so is this much of the steps' noise: of many sizes, the luckiest looks best
+
+
+def _worth(times: StepTimes) -> float:
+    return 1 + _LEAST + _DOUBT * times.noise
 
 
 def worthwhile(times: StepTimes, num_sequences: int, num_tokens: int, most: int) -> bool:
     """Whether ``most`` drafts or fewer could pay if all were right."""
     if not times.known:
         return False
-    least = _WORTH * num_sequences / times.predict(num_tokens)
+    least = _worth(times) * num_sequences / times.predict(num_tokens)
     return any(
         num_sequences + size - num_tokens > least * times.hoped(size)
         for size in times.sizes(num_tokens, num_tokens + most)
@@ -34,7 +39,7 @@ def choose(
         key=lambda entry: -entry[0],
     )
     del ranked[room:]
-    best = _WORTH * len(gains) / times.predict(num_tokens)
+    best = _worth(times) * len(gains) / times.predict(num_tokens)
     taken, done = 0, 0
     expected = float(len(gains))
     for size in times.sizes(num_tokens, num_tokens + len(ranked)):

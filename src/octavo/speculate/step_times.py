@@ -6,20 +6,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from math import exp, hypot, log
 
-# Sizes at which a correction is kept: each one where a token more may matter, then ever fewer.
+# Sizes that are told apart: each one where a token more may matter, then ever fewer.
 KNOTS = [
     *range(1, 21), *range(22, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16),
     *range(288, 513, 32), *range(576, 1025, 64), *range(1152, 2049, 128), *range(2304, 4097, 256),
     *range(4608, 8193, 512),
 ]  # fmt: skip
-_LEAST_GAIN = 0.1  # how far an observation moves what is known at least
-_SHARED = 0.1  # of which so much moves all sizes alike: the machine got slower or faster
+_LEAST_GAIN = 0.05  # how far an observation of a size moves what is known of it at least
+_COMMON_GAIN = 0.1  # and of all sizes: the machine got slower or faster
+_NOISE_GAIN = 0.03
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
 _WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
+_FADING = 32, 0.8  # after so many steps an observation counts for so much
+_FAINT = 0.5  # observations below which a size is as good as never seen
 _STALE = 128  # steps after which a size must be seen again to be compared with
-_HALF_LIFE = 512  # steps after which what is known of a size counts half
-_HOPE = 0.1  # a size far from all seen of late is taken to be better by this, so that it is tried
-_FAR = 1.25  # times as large, or as small
+_HOPE = 0.1  # a size unlike all seen of late is taken to be better by this, so that it is tried
+_NEAR = 1.25  # times as large, or as small
 
 
 class StepTimes:
@@ -27,16 +29,18 @@ class StepTimes:
 
     The form is a roofline with a soft knee: √(a² + (c·n)²), where ``a`` is the time of reading the
     weights and ``c`` a token's arithmetic, as steps of few tokens and steps with prompts show them;
-    times a correction by size that is learned from the decode steps and interpolated between them.
+    times a correction by size that is learned from the decode steps. What was seen of a size itself
+    stands beside what the nearest sizes seen say of it, which count as one observation.
     """
 
     def __init__(self) -> None:
         self._reading: float | None = None
         self._token: float | None = None
         self._corrections = [0.0] * len(KNOTS)  # logarithms
-        self._seen = [0] * len(KNOTS)
+        self._seen = [0.0] * len(KNOTS)  # observations, fading
         self._last = [-_STALE - 1] * len(KNOTS)  # the step that a size was seen in
         self._common = 0.0
+        self.noise = 0.0  # mean error of predictions, as a share of what was predicted
         self._steps = 0
         self._small_steps = 0
 
@@ -60,23 +64,24 @@ class StepTimes:
             self._small_steps += 1
             if self._reading is None or seconds < self._reading:
                 self._reading = seconds
-                self._seen = [0] * len(KNOTS)
+                self._seen = [0.0] * len(KNOTS)
                 self._common = 0.0
         if not self.known:
             self._token = seconds / num_tokens
         at = _nearest(num_tokens)
-        error = log(seconds) - self._log(num_tokens)
-        error = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
-        seen = self._seen[at]
-        if seen == 0:  # it stood between its neighbours
-            self._corrections[at] = self._between(num_tokens)
-        self._corrections[at] += (1 - _SHARED) * error * max(_LEAST_GAIN, 1 / (seen + 1))
-        self._common += _SHARED * error
-        self._seen[at] = seen + 1
+        expected = self._log(num_tokens)
+        error = min(max(log(seconds) - expected, -_LARGEST_ERROR), _LARGEST_ERROR)
+        correction = expected + error - self._base(num_tokens)
+        gain = max(_LEAST_GAIN, 1 / (self._seen[at] + 1))
+        self._corrections[at] += gain * (correction - self._corrections[at])
+        self._common += _COMMON_GAIN * error
+        self.noise += _NOISE_GAIN * (abs(error) - self.noise)
+        self._seen[at] += 1
         self._last[at] = self._steps
         self._steps += 1
-        if self._steps % _HALF_LIFE == 0:
-            self._seen = [count // 2 for count in self._seen]
+        every, share = _FADING
+        if self._steps % every == 0:
+            self._seen = [seen * share for seen in self._seen]
 
     def predict(self, num_tokens: int) -> float:
         """Seconds. Only where ``known``."""
@@ -84,9 +89,9 @@ class StepTimes:
 
     def hoped(self, num_tokens: int) -> float:
         """Seconds, better than expected for a size unlike all that were tried of late."""
-        near = bisect_left(KNOTS, num_tokens / _FAR), bisect_right(KNOTS, num_tokens * _FAR)
-        seconds = self.predict(num_tokens)
-        return seconds if any(self._seen[slice(*near)]) else seconds * (1 - _HOPE)
+        low, high = bisect_left(KNOTS, num_tokens / _NEAR), bisect_right(KNOTS, num_tokens * _NEAR)
+        seen = max(self._seen[low:high], default=0.0)
+        return self.predict(num_tokens) * (1 - _HOPE / (1 + seen))
 
     def stale(self, num_tokens: int) -> bool:
         """Whether a size has not been seen of late."""
@@ -99,27 +104,32 @@ class StepTimes:
                 return
             yield KNOTS[at]
 
-    def _log(self, num_tokens: int) -> float:
+    def _base(self, num_tokens: int) -> float:
+        """The logarithm without the size's own correction."""
         # A machine reads its weights in about the time of eight tokens' arithmetic.
         token = self._token if self._token is not None else (self._reading or 0.0) / 8
         reading = self._reading if self._reading is not None else token * 8
-        return log(hypot(reading, token * num_tokens)) + self._common + self._between(num_tokens)
+        return log(hypot(reading, token * num_tokens)) + self._common
 
-    def _between(self, num_tokens: int) -> float:
-        """The correction there: linear between the nearest sizes seen, level beyond them."""
+    def _log(self, num_tokens: int) -> float:
         at = _nearest(num_tokens)
-        if self._seen[at]:
-            return self._corrections[at]
-        low, high = at, at
-        while low >= 0 and not self._seen[low]:
+        seen = self._seen[at]
+        around = self._around(at)
+        correction = (seen * self._corrections[at] + around) / (seen + 1)
+        return self._base(num_tokens) + correction
+
+    def _around(self, at: int) -> float:
+        """What other sizes say: linear between the nearest ones seen, level beyond them."""
+        low, high = at - 1, at + 1
+        while low >= 0 and self._seen[low] < _FAINT:
             low -= 1
-        while high < len(KNOTS) and not self._seen[high]:
+        while high < len(KNOTS) and self._seen[high] < _FAINT:
             high += 1
         if low < 0:
             return self._corrections[high] if high < len(KNOTS) else 0.0
         if high == len(KNOTS):
             return self._corrections[low]
-        share = log(num_tokens / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
+        share = log(KNOTS[at] / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
         return self._corrections[low] + share * (self._corrections[high] - self._corrections[low])
 
 

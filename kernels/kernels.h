@@ -7,7 +7,9 @@
 
 namespace octavo {
 
-enum class HalfKind : int32_t { F16 = 0, BF16 = 1 };
+// Numbers of the KV cache. I8 and I4 are codes with a scale (I4: and a least value) for each token
+// and head.
+enum class KvKind : int32_t { F16 = 0, BF16 = 1, I8 = 2, I4 = 3 };
 
 // The order of operations of every output element depends on the sizes given and on nothing else.
 struct RowKernels {
@@ -32,28 +34,70 @@ struct RowKernels {
     void (*rope_pairs)(float *head, const float *cos, const float *sin, int64_t dim);
 };
 
-// Attention over keys and values of 16 bits. It takes a query's keys in chunks of kChunk positions:
+// Attention over cached keys and values. It takes a query's keys in chunks of kChunk positions:
 // each chunk has a softmax of its own, and the chunks' results are merged in order (the online
 // softmax of Milakov and Gimelshein, 2018). The boundaries are absolute positions, so a context may
 // be split over threads between any two chunks, and the bits are the same.
 //
-// The keys of a block of one head lie in pairs of dimensions, [block_size / 16][head_dim / 2][16
-// tokens][2 dimensions], and the values in pairs of tokens, [block_size / 2][head_dim][2 tokens]:
-// as the products of bf16 pairs take them. Where a tier has these and the cache is bf16, queries
-// and softmax weights are rounded to bf16 too; otherwise all arithmetic is fp32.
+// A block holds, head by head, the keys, the values and (of codes) the scales of its tokens, in
+// tiles of 16 tokens. A word is 32 bits.
+//   16 bits: keys [head_dim / 2][16 tokens] words of two dimensions; values [8][head_dim] words of
+//     two tokens: as the products of bf16 pairs take them. Where a tier has these and the cache is
+//     bf16, queries and softmax weights are rounded to bf16 too; otherwise all arithmetic is fp32.
+//   I8: keys [head_dim / 4, rounded up][16 tokens] words of four dimensions; values [4][head_dim]
+//     words of four tokens; scales of keys [16], of values [16]. A number is (code - 128) * scale.
+//   I4: as I8 with two codes a byte. Keys: word i has dimensions 4i … 4i + 3 in its low halves and
+//     those half of a row (head_dim, rounded up to a multiple of 8) further in its high halves;
+//     values: word d has dimension d and that of head_dim / 2 further. So a byte is one token's,
+//     as different threads may write neighbours. Scales and least values of keys, then of values,
+//     each [16]. A number is code * scale + least.
+// Scales and least values are bf16, rounded so that the range covers the row. Codes are of rotated
+// rows: a Walsh-Hadamard transform of each group of dimensions (as many as the largest power of two
+// that divides head_dim) spreads the few large ones over all, and queries and results are rotated
+// too (QuaRot: Ashkboos et al., 2024, section 4). Where a tier has dot products of bytes, queries
+// and weighted scales are rounded to 16 bits of a row's or chunk's largest, and sums are exact.
 inline constexpr int64_t kTokenTile = 16; // tokens in the lanes of a tile of keys
 inline constexpr int64_t kChunk = 64;
+
+// Bytes of a tile of tokens on one head.
+struct KvTileBytes {
+    int64_t keys;
+    int64_t values;
+    int64_t scales;
+
+    [[gnu::always_inline]] static KvTileBytes of(KvKind kind, int64_t head_dim) {
+        switch (kind) {
+        case KvKind::I8:
+            return {(head_dim + 3) / 4 * 4 * kTokenTile, head_dim * kTokenTile, 4 * kTokenTile};
+        case KvKind::I4:
+            return {(head_dim + 7) / 8 * 4 * kTokenTile, head_dim / 2 * kTokenTile, 8 * kTokenTile};
+        default:
+            return {head_dim * 2 * kTokenTile, head_dim * 2 * kTokenTile, 0};
+        }
+    }
+    [[gnu::always_inline]] int64_t total() const { return keys + values + scales; }
+};
 
 struct AttentionShape {
     int64_t heads_per_kv;
     int64_t head_dim;   // even
     int64_t block_size; // tokens, a multiple of kTokenTile
     int64_t block_bytes;
-    HalfKind kind;
+    KvKind kind;
     float scale;
     float softcap;  // 0: none
     int64_t window; // 0: none
 
+    [[gnu::always_inline]] bool quantized() const {
+        return kind == KvKind::I8 || kind == KvKind::I4;
+    }
+    [[gnu::always_inline]] KvTileBytes tile_bytes() const {
+        return KvTileBytes::of(kind, head_dim);
+    }
+    // Keys, values and scales of a block on one head.
+    [[gnu::always_inline]] int64_t head_bytes() const {
+        return block_size / kTokenTile * tile_bytes().total();
+    }
     [[gnu::always_inline]] int64_t padded_dim() const { return (head_dim + 15) / 16 * 16; }
     // Floats of a row's sums: of the weights, lane by lane, and of the weighted values.
     [[gnu::always_inline]] int64_t state_stride() const { return padded_dim() + 16; }
@@ -62,7 +106,7 @@ struct AttentionShape {
         return rows * (state_stride() + 1);
     }
     [[gnu::always_inline]] int64_t scratch_floats(int64_t rows) const {
-        return rows * head_dim + state_floats(16) + 16 * kChunk +
+        return rows * (padded_dim() + 16) + state_floats(16) + 16 * kChunk +
                kChunk * (head_dim + padded_dim());
     }
 };
@@ -74,9 +118,7 @@ struct AttentionQuery {
     int64_t position; // of the first token
     int64_t tokens;
     const int32_t *blocks; // the sequence's block table
-    // Of this layer and head in block 0; a block further is block_bytes further.
-    const std::byte *keys;
-    const std::byte *values;
+    const std::byte *head; // of the layer, in block 0; a block further is block_bytes further
 
     // First and one past the last chunk that any of the tokens sees.
     [[gnu::always_inline]] int64_t first_chunk(int64_t window) const {
@@ -96,10 +138,11 @@ struct AttentionSpan {
 };
 
 struct AttentionKernels {
-    // Rounds a token's key and value to the slot of a block, whose keys and values of this head
-    // are given (nearest, ties to even; beyond f16's range: its largest).
-    void (*store)(const AttentionShape &, int64_t slot, const float *key, const float *value,
-                  std::byte *keys, std::byte *values);
+    // Rounds keys and values to the slots [slot, slot + tokens) of one tile of a block, whose part
+    // of this head is given (nearest, ties to even; beyond f16's range: its largest). Token t's
+    // are at keys + t * ldk and values + t * ldv. Nothing of other slots is written.
+    void (*store)(const AttentionShape &, int64_t slot, int64_t tokens, const float *keys,
+                  int64_t ldk, const float *values, int64_t ldv, std::byte *head);
     // One state of all rows (token by token, head by head) over all chunks of the span; `apart`
     // (for a single token): one for each. What `next`, if any, begins with is fetched into the
     // cache meanwhile.

@@ -18,7 +18,7 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config)
     : tier_(tier), config_(config), group_heads_(config.num_heads / config.num_kv_heads),
-      head_bytes_(config.head_dim * config.block_size * 2),
+      head_bytes_(config.head_bytes()),
       tile_tokens_(std::max<int64_t>(1, kTileRows / group_heads_)),
       least_items_(config.threads > 1 ? config.threads * kItemsAThread : 0),
       plans_(config.windows.size()) {
@@ -47,7 +47,7 @@ AttentionShape PagedAttention::shape_of(const Layer &layer) const {
     shape.heads_per_kv = group_heads_;
     shape.head_dim = config_.head_dim;
     shape.block_size = config_.block_size;
-    shape.block_bytes = config_.layers_per_group * 2 * config_.num_kv_heads * head_bytes_;
+    shape.block_bytes = config_.block_bytes();
     shape.kind = config_.kv_kind;
     shape.scale = layer.scale;
     shape.softcap = layer.softcap;
@@ -140,8 +140,7 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
         Item found = item_at(layer, item, tile);
         found.span.query.q = q + tiles_[size_t(tile)].token * ldq + found.head * width;
         found.span.query.ldq = ldq;
-        found.span.query.keys = arena + (layer.index * heads + found.head) * 2 * head_bytes_;
-        found.span.query.values = found.span.query.keys + head_bytes_;
+        found.span.query.head = arena + (layer.index * heads + found.head) * head_bytes_;
         return found;
     };
     const auto after = std::upper_bound(plan.first_item.begin(), plan.first_item.end(), begin);
@@ -176,14 +175,14 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
     }
 }
 
-void PagedAttention::store(const Layer &layer, int64_t slot, const float *k, const float *v,
-                           std::byte *block) const {
+void PagedAttention::store(const Layer &layer, int64_t slot, int64_t tokens, const float *k,
+                           int64_t ldk, const float *v, int64_t ldv, std::byte *block) const {
     const AttentionShape shape = shape_of(layer);
     const int64_t heads = config_.num_kv_heads;
-    std::byte *keys = block + layer.index * heads * 2 * head_bytes_;
-    for (int64_t h = 0; h < heads; ++h, keys += 2 * head_bytes_) {
-        tier_.attention.store(shape, slot, k + h * config_.head_dim, v + h * config_.head_dim, keys,
-                              keys + head_bytes_);
+    for (int64_t h = 0; h < heads; ++h) {
+        tier_.attention.store(shape, slot, tokens, k + h * config_.head_dim, ldk,
+                              v + h * config_.head_dim, ldv,
+                              block + (layer.index * heads + h) * head_bytes_);
     }
 }
 

@@ -36,9 +36,10 @@ class PagedAttention {
     void run(const Layer &layer, const float *q, int64_t ldq, float *out, int64_t ldo,
              const std::byte *arena, int thread, int64_t begin, int64_t end);
 
-    // Puts a token's keys and values (all heads) into a slot of a block of the arena.
-    void store(const Layer &layer, int64_t slot, const float *k, const float *v,
-               std::byte *block) const;
+    // Puts tokens' keys and values (all heads) into consecutive slots of one tile of a block of the
+    // arena. Rows are ldk and ldv floats apart.
+    void store(const Layer &layer, int64_t slot, int64_t tokens, const float *k, int64_t ldk,
+               const float *v, int64_t ldv, std::byte *block) const;
 
   private:
     struct Tile {
@@ -68,7 +69,7 @@ class PagedAttention {
     const Tier &tier_;
     const RuntimeConfig &config_;
     const int64_t group_heads_; // query heads of a KV head
-    const int64_t head_bytes_;  // keys or values of a block on one head
+    const int64_t head_bytes_;  // of a block: keys and values of one head
     const int64_t tile_tokens_;
     const int64_t least_items_; // wanted of a job; 0: nothing is split
 

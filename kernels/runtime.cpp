@@ -53,6 +53,7 @@ const RuntimeConfig &checked(const RuntimeConfig &config) {
     check_range("num_kv_heads", config.num_kv_heads, 1, 1024);
     check_range("num_heads", config.num_heads, 1, 1024);
     check_range("head_dim", config.head_dim, 2, 1024);
+    check_range("kv_kind", int64_t(config.kv_kind), 0, 3);
     check_range("positions", config.max_blocks_per_seq * config.block_size, 1, 1 << 30);
     if (config.block_size % kTokenTile != 0) {
         refuse("block_size is " + text(config.block_size) + ", not a multiple of " +
@@ -105,9 +106,7 @@ int64_t expert_units(int64_t n) {
 } // namespace
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
-    : tier_(tier), config_(checked(config)),
-      block_bytes_(config.layers_per_group * 2 * config.num_kv_heads * config.head_dim *
-                   config.block_size * 2),
+    : tier_(tier), config_(checked(config)), block_bytes_(config.block_bytes()),
       shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
       ordered_(size_t(config.threads)), shared_rows_(kChunkRows * config.threads),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
@@ -688,9 +687,18 @@ Job Runtime::job_of(const RowsRegion &, int64_t rows) const {
 }
 
 void Runtime::run(const RowsRegion &region, const Scope &scope, int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-        for (const RowStep &step : region.steps)
-            std::visit([&](const auto &each) { run(each, row, scope); }, step);
+    // Row by row, but keys and values of all rows together: they lie in the cache by tiles.
+    for (size_t first = 0, i = 0; i < region.steps.size(); ++i) {
+        const auto *keys = std::get_if<RopeStoreStep>(&region.steps[i]);
+        if (keys == nullptr && i + 1 < region.steps.size())
+            continue;
+        for (int64_t row = begin; row < end; ++row) {
+            for (size_t s = first; s <= i; ++s)
+                std::visit([&](const auto &each) { run(each, row, scope); }, region.steps[s]);
+        }
+        if (keys != nullptr)
+            store(*keys, scope, begin, end);
+        first = i + 1;
     }
 }
 
@@ -771,15 +779,23 @@ void Runtime::run(const RopeStoreStep &step, int64_t row, const Scope &scope) {
     for (int64_t h = 0; h < config_.num_heads; ++h)
         rotate(q + h * dim, cosines, sines, rope.dim);
 
-    const int64_t position = batch_.positions[row];
-    const int64_t slot = position % config_.block_size;
-    const int32_t index =
-        table(step.group, token_seqs_[size_t(row)])[position / config_.block_size];
     float *k = row_of(step.k, row, scope);
     for (int64_t h = 0; h < config_.num_kv_heads; ++h)
         rotate(k + h * dim, cosines, sines, rope.dim);
-    attention_.store({step.group, step.layer, 0.0f, 0.0f}, slot, k, row_of(step.v, row, scope),
-                     block(index));
+}
+
+void Runtime::store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end;) {
+        const int32_t seq = token_seqs_[size_t(row)];
+        const int64_t position = batch_.positions[row];
+        const int64_t rows = std::min(
+            {end - row, batch_.seq_offsets[seq + 1] - row, kTokenTile - position % kTokenTile});
+        const int32_t index = table(step.group, seq)[position / config_.block_size];
+        attention_.store({step.group, step.layer, 0.0f, 0.0f}, position % config_.block_size, rows,
+                         row_of(step.k, row, scope), step.k.stride, row_of(step.v, row, scope),
+                         step.v.stride, block(index));
+        row += rows;
+    }
 }
 
 void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {

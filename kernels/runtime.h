@@ -31,7 +31,13 @@ struct RuntimeConfig {
     int64_t num_heads;
     int64_t num_kv_heads;
     int64_t head_dim;
-    HalfKind kv_kind;
+    KvKind kv_kind;
+
+    // Of a block: keys and values of one head of one layer, and of all.
+    int64_t head_bytes() const {
+        return block_size / kTokenTile * KvTileBytes::of(kv_kind, head_dim).total();
+    }
+    int64_t block_bytes() const { return layers_per_group * num_kv_heads * head_bytes(); }
 };
 
 // A matrix [rows, width] of floats in an activation arena, which has room for some number of rows:
@@ -314,6 +320,7 @@ class Runtime {
     void run(const PrepareStep &step, int64_t row, const Scope &scope);
     void run(const AngleStep &step, int64_t row, const Scope &scope);
     void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
+    void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
     void run(const SpreadStep &step, int64_t row, const Scope &scope);

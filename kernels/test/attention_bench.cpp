@@ -1,6 +1,6 @@
 // Speed of paged attention on all threads, beside the machine's limits measured in between.
 //
-//   attention_bench [threads] [tier] [fp16|bf16] [decode|prefill|both] [shape number …]
+//   attention_bench [threads] [tier] [fp16|bf16|int8|int4] [decode|prefill|both] [shape number …]
 //
 // Decode: bytes of keys and values a second, against the bandwidth of reading memory; each of the
 // many layers of a step has its own, so that they come from memory. Prefill: operations a second (a
@@ -119,7 +119,7 @@ struct Case {
     std::vector<float> q, out;
     Memory arena;
 
-    Case(const Shape &shape, HalfKind kind, int threads, int64_t seqs, int64_t context,
+    Case(const Shape &shape, KvKind kind, int threads, int64_t seqs, int64_t context,
          int64_t tokens)
         : config{} {
         const int64_t blocks = (context + 15) / 16;
@@ -138,7 +138,7 @@ struct Case {
         config.layers_per_group =
             tokens > 1 ? 1 : std::clamp<int64_t>(kBytes / layer_bytes, 1, 1000);
         arena = Memory(size_t(layer_bytes * config.layers_per_group));
-        // Small numbers in either format.
+        // Small numbers in either format, and small scales.
         auto *halves = reinterpret_cast<uint16_t *>(arena.data());
         for (size_t i = 0; i < arena.size() / 2; ++i)
             halves[i] = uint16_t((i * 40503 >> 3 & 0x83ff) | 0x3c00);
@@ -162,7 +162,9 @@ struct Case {
         batch.block_tables = tables.data();
     }
 
-    int64_t token_bytes() const { return 2 * 2 * config.num_kv_heads * config.head_dim; }
+    int64_t token_bytes() const {
+        return config.num_kv_heads * config.head_bytes() / config.block_size;
+    }
     static int64_t layer_tokens(int64_t seqs, int64_t length) { return seqs * length; }
 
     double seconds(ThreadPool &pool, const Tier &tier, int repeats) {
@@ -185,8 +187,12 @@ struct Case {
 int main(int argc, char **argv) {
     const int threads = argc > 1 ? std::atoi(argv[1]) : 2;
     const Tier &tier = find_tier(argc > 2 ? argv[2] : "");
-    const HalfKind kind =
-        argc > 3 && argv[3] == std::string("fp16") ? HalfKind::F16 : HalfKind::BF16;
+    constexpr const char *kKinds[] = {"fp16", "bf16", "int8", "int4"};
+    auto kind = KvKind::BF16;
+    for (int i = 0; i < 4; ++i) {
+        if (argc > 3 && argv[3] == std::string(kKinds[i]))
+            kind = KvKind(i);
+    }
     const std::string what = argc > 4 ? argv[4] : "both";
     std::vector<size_t> shapes;
     for (int i = 5; i < argc; ++i)
@@ -196,10 +202,9 @@ int main(int argc, char **argv) {
     ThreadPool pool(threads);
     Memory memory(size_t{192} << 20);
     std::memset(memory.data(), 1, memory.size());
-    const bool pairs = kind == HalfKind::BF16 && tier.name == std::string("avx512_bf16");
+    const bool pairs = kind == KvKind::BF16 && tier.name == std::string("avx512_bf16");
     std::printf("%s, %s cache, %d threads; peaks: fp32 %.0f Gflop/s, bf16 %.0f\n", tier.name,
-                kind == HalfKind::F16 ? "fp16" : "bf16", threads, peak(pool, false),
-                peak(pool, true));
+                kKinds[int(kind)], threads, peak(pool, false), peak(pool, true));
     for (const size_t index : shapes) {
         const Shape &shape = kShapes[index];
         std::printf("%ld heads on %ld of %ld\n", long(shape.heads), long(shape.kv_heads),

@@ -54,8 +54,8 @@ float from_f16(uint16_t half) {
     return float(half & 0x8000 ? -magnitude : magnitude);
 }
 
-float from_half(HalfKind kind, uint16_t half) {
-    if (kind == HalfKind::F16)
+float from_half(KvKind kind, uint16_t half) {
+    if (kind == KvKind::F16)
         return from_f16(half);
     const uint32_t bits = uint32_t(half) << 16;
     float value;
@@ -139,58 +139,187 @@ void test_rows(const Tier &tier) {
     }
 }
 
-// Where element d of the token in `slot` lies in a block's keys and values of one head.
-size_t key_at(int64_t dim, int64_t slot, int64_t d) {
-    return size_t((slot / kTokenTile * dim / 2 + d / 2) * 2 * kTokenTile + slot % kTokenTile * 2 +
-                  d % 2);
-}
-size_t value_at(int64_t dim, int64_t slot, int64_t d) {
-    return size_t((slot / 2 * dim + d) * 2 + slot % 2);
+// The Walsh-Hadamard transform by its definition, group by group.
+std::vector<double> rotated(const std::vector<double> &x) {
+    const size_t size = x.size() & -x.size();
+    std::vector<double> out(x.size());
+    for (size_t i = 0; i < x.size(); ++i) {
+        const size_t base = i / size * size;
+        for (size_t j = 0; j < size; ++j) {
+            const bool minus = __builtin_popcountll((i - base) & j) % 2 != 0;
+            out[i] += (minus ? -1.0 : 1.0) / std::sqrt(double(size)) * x[base + j];
+        }
+    }
+    return out;
 }
 
-// Rounding to 16 bits: values of every magnitude, the special ones among them, and nothing beside
-// the slot is written.
+// A token's part of a block on one head, read number by number. Codes stay rotated.
+struct StoredRow {
+    const AttentionShape &shape;
+    const uint8_t *head;
+    bool values; // or keys
+    int64_t slot;
+    std::vector<size_t> *touched; // bytes that are read
+
+    bool quantized() const { return shape.kind == KvKind::I8 || shape.kind == KvKind::I4; }
+
+    uint16_t half(size_t at) const {
+        if (touched != nullptr)
+            touched->insert(touched->end(), {at, at + 1});
+        return uint16_t(head[at] | head[at + 1] << 8);
+    }
+    double number(int64_t d) const {
+        const auto tiles = size_t(shape.block_size / 16), tile = size_t(slot / 16);
+        const auto token = size_t(slot % 16), at = size_t(d), dim = size_t(shape.head_dim);
+        if (!quantized()) {
+            const size_t word =
+                values ? slot / 2 * dim + at : (tile * dim / 2 + at / 2) * 16 + token;
+            const size_t part = values ? token % 2 : at % 2;
+            return from_half(shape.kind,
+                             half((values ? dim * 32 * tiles : 0) + word * 4 + part * 2));
+        }
+        const bool four = shape.kind == KvKind::I4;
+        const size_t key_words = four ? (dim + 7) / 8 : (dim + 3) / 4; // of a token
+        const size_t key_bytes = key_words * 64 * tiles;
+        const size_t width = four ? dim / 2 : dim;
+        const size_t row = !four ? dim : values ? width : key_words * 4; // in one half of the bytes
+        const bool high = at >= row;
+        const size_t place = at % row;
+        const size_t byte = values ? key_bytes + (slot / 4 * width + place) * 4 + token % 4
+                                   : (tile * key_words + place / 4) * 64 + token * 4 + place % 4;
+        if (touched != nullptr)
+            touched->push_back(byte);
+        const uint8_t code = four ? uint8_t(high ? head[byte] >> 4 : head[byte] & 15) : head[byte];
+        return (four ? double(code) : double(code) - 128.0) * scale() + (four ? least() : 0.0);
+    }
+    size_t scales_at() const {
+        const auto tiles = size_t(shape.block_size / 16), dim = size_t(shape.head_dim);
+        const bool four = shape.kind == KvKind::I4;
+        const size_t data = four ? (dim + 7) / 8 * 64 + dim * 8 : (dim + 3) / 4 * 64 + dim * 16;
+        return data * tiles + size_t(slot / 16) * (four ? 128 : 64) +
+               (values ? (four ? 64 : 32) : 0) + size_t(slot % 16) * 2;
+    }
+    double scale() const { return from_half(KvKind::BF16, half(scales_at())); }
+    double least() const { return from_half(KvKind::BF16, half(scales_at() + 32)); }
+    std::vector<double> numbers() const {
+        std::vector<double> out;
+        for (int64_t d = 0; d < shape.head_dim; ++d)
+            out.push_back(number(d));
+        return out;
+    }
+};
+
+KvKind draw_kind() {
+    return KvKind(draw(0, 3));
+}
+
+int64_t head_bytes(const AttentionShape &shape) {
+    const int64_t dim = shape.head_dim;
+    const int64_t of_token = shape.kind == KvKind::I8   ? (dim + 3) / 4 * 4 + dim + 4
+                             : shape.kind == KvKind::I4 ? (dim + 7) / 8 * 4 + dim / 2 + 8
+                                                        : 4 * dim;
+    return shape.block_size * of_token;
+}
+
+// Rounding: values of every magnitude, the special ones among them; nothing beside the slots is
+// written; and tokens together are stored as one by one.
 void test_store(const Tier &tier) {
     AttentionShape shape{};
     shape.head_dim = 2 * draw(1, 50);
     shape.block_size = kTokenTile * draw(1, 3);
-    shape.kind = draw(0, 1) == 0 ? HalfKind::F16 : HalfKind::BF16;
+    shape.kind = draw_kind();
     const int64_t dim = shape.head_dim;
     const int64_t slot = draw(0, shape.block_size - 1);
-    Floats x[2] = {normal(dim), normal(dim)};
-    for (Floats &each : x) {
-        for (float &value : each)
-            value = std::ldexp(value, int(draw(-30, 20)));
-        each[0] = std::vector<float>{0.0f, -0.0f,    INFINITY, -INFINITY,
-                                     NAN,  65504.0f, 65520.0f, 1e30f}[size_t(draw(0, 7))];
-    }
-    const auto untouched = uint16_t(draw(0, 0xffff));
-    std::vector<uint16_t> stored[2];
-    for (auto &each : stored)
-        each.assign(size_t(dim * shape.block_size), untouched);
-    tier.attention.store(shape, slot, x[0].data(), x[1].data(),
-                         reinterpret_cast<std::byte *>(stored[0].data()),
-                         reinterpret_cast<std::byte *>(stored[1].data()));
+    const int64_t tokens = draw(1, kTokenTile - slot % kTokenTile);
+    const int64_t stride[2] = {dim + draw(0, 3), dim + draw(0, 3)};
+    Floats x[2];
     for (int which = 0; which < 2; ++which) {
-        for (int64_t d = 0; d < dim; ++d) {
-            const size_t at = which == 0 ? key_at(dim, slot, d) : value_at(dim, slot, d);
-            double wanted = x[which][size_t(d)];
-            if (shape.kind == HalfKind::F16 && !std::isnan(wanted))
-                wanted = std::clamp(wanted, -65504.0, 65504.0);
-            const double got = from_half(shape.kind, stored[which][at]);
-            stored[which][at] = untouched;
-            if (std::isinf(wanted) && got == wanted)
-                continue;
-            const double step = shape.kind == HalfKind::F16
-                                    ? std::max(std::abs(wanted) * 0x1p-11, 0x1p-25)
-                                    : std::abs(wanted) * 0x1p-8;
-            if (std::isnan(wanted) != std::isnan(got) || std::abs(got - wanted) > step)
-                expect(tier, "store", got, wanted, 0);
+        x[which] = normal((tokens - 1) * stride[which] + dim);
+        const auto spread = int(draw(0, 12));
+        const auto centre = int(draw(-30, 20));
+        for (float &value : x[which])
+            value = std::ldexp(value, centre + int(draw(-spread, spread)));
+        for (int64_t t = 0; t < tokens; ++t) {
+            float &first = x[which][size_t(t * stride[which])];
+            const int64_t special = draw(0, 11);
+            if (special < 8) {
+                first = std::vector<float>{0.0f, -0.0f,    INFINITY, -INFINITY,
+                                           NAN,  65504.0f, 65520.0f, 1e30f}[size_t(special)];
+            } else if (special == 8) {
+                std::fill_n(&first, dim, draw(0, 1) == 0 ? 0.0f : first);
+            }
         }
-        for (const uint16_t each : stored[which]) {
-            if (each != untouched)
-                expect(tier, "store: another slot", each, untouched, 0);
+    }
+    const auto untouched = uint8_t(draw(0, 0xff));
+    std::vector<uint8_t> stored(size_t(head_bytes(shape)), untouched), single = stored;
+    tier.attention.store(shape, slot, tokens, x[0].data(), stride[0], x[1].data(), stride[1],
+                         reinterpret_cast<std::byte *>(stored.data()));
+    for (int64_t t = 0; t < tokens; ++t) {
+        tier.attention.store(shape, slot + t, 1, x[0].data() + t * stride[0], stride[0],
+                             x[1].data() + t * stride[1], stride[1],
+                             reinterpret_cast<std::byte *>(single.data()));
+    }
+    if (stored != single) {
+        std::printf("%s store: tokens together differ (kind %d, dim %ld)\n", tier.name,
+                    int(shape.kind), long(dim));
+        ++failures;
+    }
+    std::vector<size_t> touched;
+    for (int which = 0; which < 2; ++which) {
+        for (int64_t t = 0; t < tokens; ++t) {
+            const float *row = x[which].data() + t * stride[which];
+            const StoredRow found{shape, stored.data(), which == 1, slot + t, &touched};
+            const std::vector<double> got = found.numbers();
+            std::vector<double> wanted(row, row + dim);
+            double step = 0.0;
+            const bool finite =
+                std::all_of(row, row + dim, [](float value) { return std::isfinite(value); });
+            if (found.quantized()) {
+                wanted = rotated(wanted);
+                const auto [low, high] = std::minmax_element(wanted.begin(), wanted.end());
+                // The steps cover the row and are no coarser than they need to be; fp32 rotates.
+                const double top = std::max(-*low, *high);
+                const bool four = shape.kind == KvKind::I4;
+                const double range = four ? *high - *low + top * 0x1p-7 : top;
+                const double finest = range / (four ? 15.0 : 127.0);
+                if (finite && !(found.scale() <= finest * (1 + 0x1p-6) + top * 1e-6 + 1e-40))
+                    expect(tier, "scale", found.scale(), finest, 0);
+                step = 0.5 * found.scale() * 1.0001 + top * 2e-6;
+            }
+            for (int64_t d = 0; d < dim; ++d) {
+                double to = wanted[size_t(d)];
+                if (found.quantized()) {
+                    if (std::isnan(got[size_t(d)]) == finite ||
+                        (finite && std::abs(got[size_t(d)] - to) > step))
+                        expect(tier, "stored codes", got[size_t(d)], to, 0);
+                    continue;
+                }
+                if (shape.kind == KvKind::F16 && !std::isnan(to))
+                    to = std::clamp(to, -65504.0, 65504.0);
+                if (std::isinf(to) && got[size_t(d)] == to)
+                    continue;
+                step = shape.kind == KvKind::F16 ? std::max(std::abs(to) * 0x1p-11, 0x1p-25)
+                                                 : std::abs(to) * 0x1p-8;
+                if (std::isnan(to) != std::isnan(got[size_t(d)]) ||
+                    std::abs(got[size_t(d)] - to) > step)
+                    expect(tier, "store", got[size_t(d)], to, 0);
+            }
         }
+    }
+    // Dimensions that pad a row of keys to whole words may be written too.
+    for (int64_t t = 0; t < tokens && shape.kind >= KvKind::I8; ++t) {
+        const bool four = shape.kind == KvKind::I4;
+        const int64_t words = four ? (dim + 7) / 8 : (dim + 3) / 4;
+        const int64_t place = slot + t;
+        for (int64_t i = 0; i < 4 * words; ++i) {
+            touched.push_back(size_t((place / 16 * words + i / 4) * 64 + place % 16 * 4 + i % 4));
+        }
+    }
+    for (const size_t at : touched)
+        stored[at] = untouched;
+    for (const uint8_t each : stored) {
+        if (each != untouched)
+            expect(tier, "store: another slot", each, untouched, 0);
     }
 }
 
@@ -211,8 +340,9 @@ void test_attention(const Tier &tier) {
                          ? std::vector<int64_t>{64, 80, 96, 128, 256}[size_t(draw(0, 4))]
                          : 2 * draw(1, 50);
     shape.block_size = kTokenTile * draw(1, 3);
-    shape.block_bytes = 2 * shape.head_dim * shape.block_size * 2;
-    shape.kind = draw(0, 1) == 0 ? HalfKind::F16 : HalfKind::BF16;
+    shape.kind = draw_kind();
+    const int64_t heads = draw(1, 2), head = draw(0, heads - 1); // KV heads of a block
+    shape.block_bytes = heads * head_bytes(shape);
     shape.scale = 0.2f;
     shape.softcap = draw(0, 2) == 0 ? 4.0f : 0.0f;
     shape.window = draw(0, 1) == 0 ? 0 : draw(1, draw(0, 1) == 0 ? 80 : 400);
@@ -231,32 +361,36 @@ void test_attention(const Tier &tier) {
     for (size_t i = 0; i < order.size(); ++i) {
         table[size_t(low / shape.block_size) + i] = order[i];
     }
-    const size_t values_at = size_t(dim * shape.block_size);
-    std::vector<uint16_t> arena(order.size() * values_at * 2, 0xffff);
-    std::vector<Floats> keys, values; // as stored
-    for (int64_t p = 0; p < length; ++p) {
-        const Floats key = normal(dim), value = normal(dim);
-        keys.emplace_back(key.size());
-        values.emplace_back(value.size());
-        if (p < low)
-            continue;
-        const int64_t slot = p % shape.block_size;
-        uint16_t *block =
-            arena.data() + size_t(table[size_t(p / shape.block_size)]) * values_at * 2;
-        tier.attention.store(shape, slot, key.data(), value.data(),
-                             reinterpret_cast<std::byte *>(block),
-                             reinterpret_cast<std::byte *>(block + values_at));
-        for (int64_t d = 0; d < dim; ++d) {
-            keys.back()[size_t(d)] = from_half(shape.kind, block[key_at(dim, slot, d)]);
-            values.back()[size_t(d)] =
-                from_half(shape.kind, block[values_at + value_at(dim, slot, d)]);
+    std::vector<uint8_t> arena(order.size() * size_t(shape.block_bytes), 0xff);
+    std::vector<std::vector<double>> keys{size_t(low), std::vector<double>(size_t(dim))};
+    std::vector<std::vector<double>> values = keys; // as stored
+    const Floats new_keys = normal(length * dim), new_values = normal(length * dim);
+    for (int64_t p = low; p < length;) {
+        const int64_t count =
+            std::min(draw(1, 20), std::min(length - p, kTokenTile - p % kTokenTile));
+        uint8_t *stored =
+            arena.data() + size_t(table[size_t(p / shape.block_size)] * shape.block_bytes +
+                                  head * head_bytes(shape));
+        tier.attention.store(shape, p % shape.block_size, count, new_keys.data() + p * dim, dim,
+                             new_values.data() + p * dim, dim,
+                             reinterpret_cast<std::byte *>(stored));
+        for (const int64_t end = p + count; p < end; ++p) {
+            const int64_t slot = p % shape.block_size;
+            keys.push_back(StoredRow{shape, stored, false, slot, nullptr}.numbers());
+            values.push_back(StoredRow{shape, stored, true, slot, nullptr}.numbers());
+        }
+    }
+    const bool codes = shape.kind >= KvKind::I8;
+    if (codes) {
+        for (auto *rows : {&keys, &values}) {
+            for (auto &row : *rows)
+                row = rotated(row);
         }
     }
     const int64_t stride = group * dim + draw(0, 5);
     const Floats q = normal((tokens - 1) * stride + group * dim);
-    const auto *base = reinterpret_cast<const std::byte *>(arena.data());
-    const AttentionQuery query{
-        q.data(), stride, position, tokens, table.data(), base, base + values_at * 2};
+    const auto *base = reinterpret_cast<const std::byte *>(arena.data()) + head * head_bytes(shape);
+    const AttentionQuery query{q.data(), stride, position, tokens, table.data(), base};
 
     const auto run = [&](const AttentionQuery &part, bool apart) {
         const int64_t rows = part.tokens * group;
@@ -281,7 +415,7 @@ void test_attention(const Tier &tier) {
         return out;
     };
     // Queries and weights are rounded to bf16 where the products are of bf16.
-    const bool pairs = shape.kind == HalfKind::BF16 && tier.name == std::string("avx512_bf16");
+    const bool pairs = shape.kind == KvKind::BF16 && tier.name == std::string("avx512_bf16");
     const float factor = shape.scale * 1.44269504f;
     const Floats out = run(query, false);
     for (int64_t t = 0; t < tokens; ++t) {
@@ -305,7 +439,7 @@ void test_attention(const Tier &tier) {
                 double score = 0.0;
                 for (int64_t d = 0; d < dim; ++d) {
                     const double x = pairs ? to_bf16(row[d] * factor) : row[d] * factor;
-                    score += x * double(keys[size_t(p)][size_t(d)]);
+                    score += x * keys[size_t(p)][size_t(d)];
                 }
                 score *= M_LN2;
                 if (shape.softcap > 0)
@@ -327,7 +461,9 @@ void test_attention(const Tier &tier) {
                     squares += std::pow(scores[i] / total * off, 2);
                 }
                 expect(tier, "attention", out[size_t(t * stride + g * dim + d)], wanted,
-                       1e-5 + (pairs ? 0x1p-6 * std::sqrt(squares) : 0.0));
+                       1e-5 + (pairs   ? 0x1p-6 * std::sqrt(squares)
+                               : codes ? 5e-4
+                                       : 0.0));
             }
         }
     }

@@ -1,58 +1,16 @@
-#include "simd.h"
+#include "attention_chunk.h"
+#include "attention_codes.h"
+#include "kv_store.h"
 #include "tier.h"
 
 namespace octavo {
 namespace OCTAVO_TIER {
 namespace {
 
-constexpr int64_t kTilesPerChunk = kChunk / kTokenTile;
-
-// Rows that share each load of keys and values, and the accumulators (of sixteen floats) that the
-// registers hold beside the operands, or beside operands of two vectors each.
-#if defined(__AVX512F__)
-constexpr int64_t kMaxRows = 6;
-constexpr int64_t kAccumulators = 24;
-constexpr int64_t kFewerAccumulators = 16;
-#elif defined(__AVX2__)
-constexpr int64_t kMaxRows = 6;
-constexpr int64_t kAccumulators = 6;
-constexpr int64_t kFewerAccumulators = 4;
-#else
-constexpr int64_t kMaxRows = 2;
-constexpr int64_t kAccumulators = 2;
-constexpr int64_t kFewerAccumulators = 2;
-#endif
-
-// Without it GCC 12 unrolls so late that the accumulators stay in memory.
-#define OCTAVO_UNROLLED _Pragma("GCC unroll 8")
-
 // How many vectors wide a tile of `rows` rows is.
 template <class A> constexpr int64_t width_for(int64_t rows) {
     return rows * 4 <= A::kAccumulators ? 4 : rows * 2 <= A::kAccumulators ? 2 : 1;
 }
-
-constexpr float kLaneNumbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
-int64_t smaller(int64_t a, int64_t b) {
-    return a < b ? a : b;
-}
-int64_t larger(int64_t a, int64_t b) {
-    return a > b ? a : b;
-}
-
-// The keys of the chunk at `base` that a query at `position` sees: [begin, end) relative to base.
-struct Seen {
-    int64_t begin = 0;
-    int64_t end = 0;
-
-    Seen() = default;
-    Seen(const AttentionShape &shape, int64_t position, int64_t base)
-        : begin(shape.window > 0 ? larger(position - shape.window + 1 - base, 0) : 0),
-          end(smaller(position + 1 - base, kChunk)) {}
-
-    int64_t first_tile() const { return begin / kTokenTile; }
-    int64_t end_tile() const { return (end + kTokenTile - 1) / kTokenTile; }
-};
 
 // The arithmetics: what words the sums run over, sixteen side by side. `Stored` are words of keys
 // and values; `Word` are those of queries and of weights.
@@ -61,6 +19,8 @@ struct Seen {
 struct Floats {
     using Word = float;
     using Stored = float;
+    static constexpr bool kDecoded = true;
+    static constexpr bool kCodes = false;
     static constexpr int64_t kPack = 1;
     static constexpr int64_t kAccumulators = OCTAVO_TIER::kAccumulators;
 
@@ -75,6 +35,7 @@ struct Floats {
     static Operand load_last(const Stored *p, int64_t) { return load(p); }
     static int64_t value_stride(const AttentionShape &shape) { return shape.padded_dim(); }
 
+    static int64_t query_words(int64_t dim) { return dim; }
     static void prepare(const float *q, float factor, Word *out, int64_t n) {
         for (int64_t i = 0; i < n; ++i)
             out[i] = q[i] * factor;
@@ -88,11 +49,13 @@ struct Floats {
 };
 
 // The same operations in the same order, on pairs as they lie in the cache: for few rows.
-template <HalfKind kind> struct Halves {
+template <KvKind kind> struct Halves {
     struct Word {
         float first, second;
     };
     using Stored = uint32_t;
+    static constexpr bool kDecoded = false;
+    static constexpr bool kCodes = false;
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kAccumulators = kFewerAccumulators;
 
@@ -121,6 +84,7 @@ template <HalfKind kind> struct Halves {
     }
     static int64_t value_stride(const AttentionShape &shape) { return shape.head_dim; }
 
+    static int64_t query_words(int64_t dim) { return dim / kPack; }
     static void prepare(const float *q, float factor, Word *out, int64_t n) {
         Floats::prepare(q, factor, &out->first, n);
     }
@@ -134,6 +98,8 @@ template <HalfKind kind> struct Halves {
 struct Bf16Pairs {
     using Word = uint32_t;
     using Stored = uint32_t;
+    static constexpr bool kDecoded = false;
+    static constexpr bool kCodes = false;
     static constexpr int64_t kPack = 2;
     static constexpr int64_t kAccumulators = OCTAVO_TIER::kAccumulators;
 
@@ -151,6 +117,7 @@ struct Bf16Pairs {
     }
     static int64_t value_stride(const AttentionShape &shape) { return shape.head_dim; }
 
+    static int64_t query_words(int64_t dim) { return dim / kPack; }
     static void prepare(const float *q, float factor, Word *out, int64_t n) {
         for (int64_t i = 0; i < n; i += kLanes) {
             const auto mask = __mmask16((1u << smaller(n - i, kLanes)) - 1);
@@ -169,33 +136,22 @@ struct Bf16Pairs {
 };
 #endif
 
-// Where the tiles of a chunk lie in the cache.
-struct Tiles {
-    const std::byte *keys[kTilesPerChunk];
-    const std::byte *values[kTilesPerChunk];
-};
-
-// A chunk's keys [tile][dim / pack][16 tokens] and values [tile][16 / pack tokens][stride], and the
-// next chunk's tiles, to be fetched meanwhile: this one's own where there is no next, for nothing.
-template <class A> struct Chunk {
-    const typename A::Stored *keys[kTilesPerChunk];
-    const typename A::Stored *values[kTilesPerChunk];
-    Tiles ahead;
-};
-
-void fetch(const void *p) {
-    __builtin_prefetch(p, 0, 2);
+// Fetches what there is of the next chunk where this one has nothing in its place.
+void fetch_tile(const KvTileBytes &bytes, const Tiles &tiles, int64_t t) {
+    for (int64_t i = 0; i < bytes.keys; i += 64)
+        fetch(tiles.keys[t] + i);
+    for (int64_t i = 0; i < bytes.values; i += 64)
+        fetch(tiles.values[t] + i);
+    for (int64_t i = 0; i < bytes.scales; i += 64)
+        fetch(tiles.scales[t] + i);
 }
 
-// Fetches what there is of the next chunk where this one has nothing in its place.
 void fetch_others(const AttentionShape &shape, Seen here, Seen next, const Tiles &ahead) {
+    const KvTileBytes bytes = shape.tile_bytes();
     for (int64_t t = next.first_tile(); t < next.end_tile(); ++t) {
         if (t >= here.first_tile() && t < here.end_tile())
             continue;
-        for (int64_t i = 0; i < shape.head_dim * kTokenTile * 2; i += 64) {
-            fetch(ahead.keys[t] + i);
-            fetch(ahead.values[t] + i);
-        }
+        fetch_tile(bytes, ahead, t);
     }
 }
 
@@ -248,39 +204,18 @@ void score(const typename A::Word *q, int64_t steps, const Chunk<A> &chunk, int6
         score_tiles<A, rows, 1>(q, steps, chunk, tile, scores);
 }
 
-// The weights e^(score - highest score) of the seen keys of a chunk (scores are in units of ln 2);
-// in the words that they share with unseen keys, those have the weight 0. Returns the highest
-// score.
+// The weights of the seen keys of a chunk, in words; in those that they share with unseen keys,
+// these have the weight 0. Returns the highest score.
 template <class A>
 float weights_of(const AttentionShape &shape, const float *scores, Seen seen,
                  typename A::Word *weights, float *lane_sums) {
-    const Vec lowest = Vec::set(-__builtin_inff());
-    const int64_t first = seen.first_tile();
-    const int64_t end = seen.end_tile();
-    Vec score[kTilesPerChunk] = {lowest, lowest, lowest, lowest};
-    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-        if (t < first || t >= end)
-            continue;
-        score[t] = Vec::load(scores + t * kTokenTile);
-        if (shape.softcap > 0.0f)
-            score[t] = softcapped(score[t], shape.softcap * kLog2E);
-        const int64_t low = seen.begin - t * kTokenTile;
-        const int64_t high = seen.end - t * kTokenTile;
-        if (low > 0 || high < kTokenTile) {
-            const Vec lane = Vec::load(kLaneNumbers);
-            score[t] = where_ge(lane, Vec::set(float(low)), score[t], lowest);
-            score[t] = where_ge(lane, Vec::set(float(high)), lowest, score[t]);
-        }
-    }
-    const float highest = largest(max(max(score[0], score[1]), max(score[2], score[3])));
-    const Vec offset = Vec::set(highest);
+    Vec weight[kTilesPerChunk];
+    const float highest = exponentials(shape, scores, seen, weight);
     Vec sums = Vec::set(0.0f);
     for (int64_t t = 0; t < kTilesPerChunk; t += 2) {
-        if (t + 2 <= first || t >= end)
+        if (t + 2 <= seen.first_tile() || t >= seen.end_tile())
             continue;
-        sums = A::put_weights(exp2_of_negative(score[t] - offset),
-                              exp2_of_negative(score[t + 1] - offset),
-                              weights + t * kTokenTile / A::kPack, sums);
+        sums = A::put_weights(weight[t], weight[t + 1], weights + t * kTokenTile / A::kPack, sums);
     }
     sums.store(lane_sums);
     return highest;
@@ -423,7 +358,11 @@ void attend_group(int64_t count, const AttentionShape &shape, const typename A::
             return attend_group<A, rows + 1>(count, shape, q, chunk, seen, maximum, sums, space);
         }
     }
-    attend_rows<A, rows>(shape, q, chunk, seen, maximum, sums, space);
+    if constexpr (A::kCodes) {
+        A::template attend_rows<rows>(shape, q, chunk, seen, maximum, sums, space);
+    } else {
+        attend_rows<A, rows>(shape, q, chunk, seen, maximum, sums, space);
+    }
 }
 
 // A state: each row's highest score, then each row's sums as above.
@@ -475,13 +414,16 @@ void merge(const AttentionShape &shape, int64_t rows, State into, const State &n
 void locate(const AttentionShape &shape, const AttentionQuery &query, int64_t base, Seen seen,
             Tiles &tiles) {
     const int64_t tiles_per_block = shape.block_size / kTokenTile;
-    const int64_t tile_bytes = shape.head_dim * kTokenTile * 2;
+    const KvTileBytes bytes = shape.tile_bytes();
     for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
         const int64_t tile = base / kTokenTile + t;
-        const int64_t offset = query.blocks[tile / tiles_per_block] * shape.block_bytes +
-                               tile % tiles_per_block * tile_bytes;
-        tiles.keys[t] = query.keys + offset;
-        tiles.values[t] = query.values + offset;
+        const int64_t within = tile % tiles_per_block;
+        const std::byte *head =
+            query.head + query.blocks[tile / tiles_per_block] * shape.block_bytes;
+        const std::byte *values = head + tiles_per_block * bytes.keys;
+        tiles.keys[t] = head + within * bytes.keys;
+        tiles.values[t] = values + within * bytes.values;
+        tiles.scales[t] = values + tiles_per_block * bytes.values + within * bytes.scales;
     }
 }
 
@@ -493,7 +435,7 @@ Seen seen_of(const AttentionShape &shape, const AttentionQuery &query, int64_t c
 }
 
 // Pairs of the cache as fp32: keys [tile][dim][16], values [token][padded dim].
-template <HalfKind kind>
+template <KvKind kind>
 void unpack(const AttentionShape &shape, Seen seen, const Tiles &here, const Tiles &ahead,
             float *space, Chunk<Floats> &chunk) {
     const int64_t dim = shape.head_dim;
@@ -531,20 +473,52 @@ void unpack(const AttentionShape &shape, Seen seen, const Tiles &here, const Til
     }
 }
 
+// Codes of the cache as fp32, likewise.
+template <KvKind kind>
+void decode(const AttentionShape &shape, Seen seen, const Tiles &here, const Tiles &ahead,
+            float *space, Chunk<Floats> &chunk) {
+    const int64_t dim = shape.head_dim;
+    const int64_t padded = shape.padded_dim();
+    for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
+        float *keys = space + t * kTokenTile * dim;
+        float *values = space + kChunk * dim + t * kTokenTile * padded;
+        chunk.keys[t] = keys;
+        chunk.values[t] = values;
+        fetch_tile(shape.tile_bytes(), ahead, t);
+        decode_keys<kind>(here.keys[t], here.scales[t], dim, keys);
+        decode_values<kind>(here.values[t], here.scales[t], dim,
+                            larger(seen.begin - t * kTokenTile, 0),
+                            smaller(seen.end - t * kTokenTile, kTokenTile), padded, values);
+    }
+}
+
 template <class A>
 Chunk<A> chunk_of(const AttentionShape &shape, Seen seen, const Tiles &here, const Tiles &ahead,
                   float *space) {
     Chunk<A> chunk{};
-    if constexpr (A::kPack == 1) {
-        if (shape.kind == HalfKind::F16) {
-            unpack<HalfKind::F16>(shape, seen, here, ahead, space, chunk);
-        } else {
-            unpack<HalfKind::BF16>(shape, seen, here, ahead, space, chunk);
+    if constexpr (A::kDecoded) {
+        switch (shape.kind) {
+        case KvKind::F16:
+            unpack<KvKind::F16>(shape, seen, here, ahead, space, chunk);
+            break;
+        case KvKind::BF16:
+            unpack<KvKind::BF16>(shape, seen, here, ahead, space, chunk);
+            break;
+        case KvKind::I8:
+            decode<KvKind::I8>(shape, seen, here, ahead, space, chunk);
+            break;
+        case KvKind::I4:
+            decode<KvKind::I4>(shape, seen, here, ahead, space, chunk);
+            break;
         }
     } else {
+        const KvTileBytes bytes = shape.tile_bytes();
         for (int64_t t = seen.first_tile(); t < seen.end_tile(); ++t) {
             chunk.keys[t] = reinterpret_cast<const typename A::Stored *>(here.keys[t]);
             chunk.values[t] = reinterpret_cast<const typename A::Stored *>(here.values[t]);
+            chunk.scales[t] = here.scales[t];
+            for (int64_t i = 0; i < bytes.scales; i += 64)
+                fetch(ahead.scales[t] + i);
         }
         chunk.ahead = ahead;
     }
@@ -561,12 +535,18 @@ void attend_in(const AttentionShape &shape, const AttentionSpan &span, const Att
     const int64_t all_rows = query.tokens * group;
     const int64_t dim = shape.head_dim;
     auto *q = reinterpret_cast<typename A::Word *>(scratch);
-    const State part(kLanes, scratch + all_rows * dim);
+    const State part(kLanes, scratch + all_rows * (shape.padded_dim() + 16));
     float *space = part.sums + kMaxRows * shape.state_stride();
     float *unpacked = space + 2 * kMaxRows * kChunk;
+    const int64_t q_words = A::query_words(dim);
     for (int64_t row = 0; row < all_rows; ++row) {
-        A::prepare(query.q + row / group * query.ldq + row % group * dim, shape.scale * kLog2E,
-                   q + row * dim / A::kPack, dim);
+        const float *from = query.q + row / group * query.ldq + row % group * dim;
+        float rotated[kMaxHeadDim];
+        if (shape.quantized()) {
+            rotate(from, rotated, dim);
+            from = rotated;
+        }
+        A::prepare(from, shape.scale * kLog2E, q + row * q_words, dim);
     }
     if (!apart)
         clear(shape, all_rows, states);
@@ -605,8 +585,8 @@ void attend_in(const AttentionShape &shape, const AttentionSpan &span, const Att
                 to = State(all_rows, states + (c - span.begin) * shape.state_floats(all_rows))
                          .from(shape, row);
             }
-            attend_group<A>(count, shape, q + row * dim / A::kPack, chunk, row_seen, to.maximum,
-                            to.sums, space);
+            attend_group<A>(count, shape, q + row * q_words, chunk, row_seen, to.maximum, to.sums,
+                            space);
             if (!apart)
                 merge(shape, count, State(all_rows, states).from(shape, row), part);
             chunk.ahead = here; // once is enough
@@ -619,15 +599,21 @@ void attend_in(const AttentionShape &shape, const AttentionSpan &span, const Att
 void attend(const AttentionShape &shape, const AttentionSpan &span, const AttentionSpan *next,
             bool apart, float *states, float *scratch) {
 #if defined(__AVX512BF16__)
-    if (shape.kind == HalfKind::BF16)
+    if (shape.kind == KvKind::BF16)
         return attend_in<Bf16Pairs>(shape, span, next, apart, states, scratch);
 #endif
-    if (span.query.tokens * shape.heads_per_kv > 2 * kMaxRows)
+#if defined(__AVX512VNNI__)
+    if (shape.kind == KvKind::I8)
+        return attend_in<Codes<KvKind::I8>>(shape, span, next, apart, states, scratch);
+    if (shape.kind == KvKind::I4)
+        return attend_in<Codes<KvKind::I4>>(shape, span, next, apart, states, scratch);
+#endif
+    if (shape.quantized() || span.query.tokens * shape.heads_per_kv > 2 * kMaxRows)
         return attend_in<Floats>(shape, span, next, apart, states, scratch);
-    if (shape.kind == HalfKind::F16) {
-        attend_in<Halves<HalfKind::F16>>(shape, span, next, apart, states, scratch);
+    if (shape.kind == KvKind::F16) {
+        attend_in<Halves<KvKind::F16>>(shape, span, next, apart, states, scratch);
     } else {
-        attend_in<Halves<HalfKind::BF16>>(shape, span, next, apart, states, scratch);
+        attend_in<Halves<KvKind::BF16>>(shape, span, next, apart, states, scratch);
     }
 }
 
@@ -648,36 +634,11 @@ void finish(const AttentionShape &shape, int64_t tokens, float *state, float *ou
         const State from = State(rows, state).from(shape, r);
         float *to = out + r / group * ldo + r % group * shape.head_dim;
         const float factor = 1.0f / sum(Vec::load(from.sums));
+        float *values = from.sums + kLanes;
+        if (shape.quantized())
+            rotate(values, values, shape.head_dim);
         for (int64_t d = 0; d < shape.head_dim; ++d)
-            to[d] = from.sums[kLanes + d] * factor;
-    }
-}
-
-template <HalfKind kind>
-void store_pairs(int64_t dim, int64_t slot, const float *key, const float *value, std::byte *keys,
-                 std::byte *values) {
-    // Only this token's halves are written: its neighbour may be another thread's.
-    auto *key_to = reinterpret_cast<uint16_t *>(keys) + slot / kTokenTile * kTokenTile * dim +
-                   slot % kTokenTile * 2;
-    auto *value_to = reinterpret_cast<uint16_t *>(values) + slot / 2 * 2 * dim + slot % 2;
-    for (int64_t d = 0; d < dim; d += kLanes) {
-        const int64_t count = smaller(kLanes, dim - d);
-        uint16_t k[kLanes], v[kLanes];
-        store_half<kind>(load_first(key + d, count), k);
-        store_half<kind>(load_first(value + d, count), v);
-        for (int64_t i = 0; i < count; ++i) {
-            key_to[(d + i) / 2 * 2 * kTokenTile + i % 2] = k[i];
-            value_to[(d + i) * 2] = v[i];
-        }
-    }
-}
-
-void store(const AttentionShape &shape, int64_t slot, const float *key, const float *value,
-           std::byte *keys, std::byte *values) {
-    if (shape.kind == HalfKind::F16) {
-        store_pairs<HalfKind::F16>(shape.head_dim, slot, key, value, keys, values);
-    } else {
-        store_pairs<HalfKind::BF16>(shape.head_dim, slot, key, value, keys, values);
+            to[d] = values[d] * factor;
     }
 }
 

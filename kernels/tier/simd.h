@@ -49,8 +49,8 @@ inline uint16_t bf16_from_float(float value) {
     return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-template <HalfKind kind> inline float float_from_half(uint16_t half) {
-    if constexpr (kind == HalfKind::F16)
+template <KvKind kind> inline float float_from_half(uint16_t half) {
+    if constexpr (kind == KvKind::F16)
         return half_to_float(half);
     return bfloat_to_float(half);
 }
@@ -86,14 +86,47 @@ inline Vec round(Vec a) {
 inline Vec swap_pairs(Vec a) {
     return {_mm512_permute_ps(a.v, 0xb1)};
 }
+// Lane i ^ distance.
+template <int distance> inline Vec swap_lanes(Vec a) {
+    static_assert(distance == 1 || distance == 2 || distance == 4 || distance == 8);
+    if constexpr (distance == 1)
+        return swap_pairs(a);
+    if constexpr (distance == 2)
+        return {_mm512_permute_ps(a.v, 0x4e)};
+    return {_mm512_shuffle_f32x4(a.v, a.v, distance == 4 ? 0xb1 : 0x4e)};
+}
+// Whole numbers from 0 to 255 as bytes.
+inline void store_bytes(Vec a, uint8_t *p) {
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a.v)));
+}
+// Of sixteen words, the bits `mask` after a shift to the right.
+inline Vec load_fields(const uint32_t *p, int shift, uint32_t mask) {
+    const __m512i shifted = _mm512_srl_epi32(_mm512_loadu_si512(p), _mm_cvtsi32_si128(shift));
+    return {_mm512_cvtepi32_ps(_mm512_and_si512(shifted, _mm512_set1_epi32(int(mask))))};
+}
+inline Vec load_bf16(const uint16_t *p) {
+    const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16))};
+}
 inline void store_f16(Vec a, uint16_t *p) {
     const Vec clamped = min(Vec::set(65504.0f), max(Vec::set(-65504.0f), a));
     const __m256i half = _mm512_cvtps_ph(clamped.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), half);
 }
+inline void store_bf16(Vec a, uint16_t *p) {
+    const __m512i bits = _mm512_castps_si512(a.v);
+    const __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i bias =
+        _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+    const __m512i halves =
+        _mm512_mask_or_epi32(rounded, nan, high, _mm512_set1_epi32(0x40)); // stays NaN
+    _mm256_storeu_si256(reinterpret_cast<__m256i *>(p), _mm512_cvtepi32_epi16(halves));
+}
 // The first and the second halves of sixteen pairs.
-template <HalfKind kind> inline void unpack_pairs(__m512i pairs, Vec &first, Vec &second) {
-    if constexpr (kind == HalfKind::F16) {
+template <KvKind kind> inline void unpack_pairs(__m512i pairs, Vec &first, Vec &second) {
+    if constexpr (kind == KvKind::F16) {
         first.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(pairs));
         second.v = _mm512_cvtph_ps(_mm512_cvtepi32_epi16(_mm512_srli_epi32(pairs, 16)));
     } else {
@@ -101,11 +134,11 @@ template <HalfKind kind> inline void unpack_pairs(__m512i pairs, Vec &first, Vec
         second.v = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(~0xffff)));
     }
 }
-template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+template <KvKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
     unpack_pairs<kind>(_mm512_loadu_si512(p), first, second);
 }
 // Of the first `count` pairs, zeros after them; nothing past these is read.
-template <HalfKind kind>
+template <KvKind kind>
 inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
     const auto mask = __mmask16((1u << count) - 1);
     unpack_pairs<kind>(_mm512_maskz_loadu_epi32(mask, p), first, second);
@@ -157,6 +190,39 @@ inline Vec round(Vec x) {
 inline Vec swap_pairs(Vec x) {
     return {_mm256_permute_ps(x.a, 0xb1), _mm256_permute_ps(x.b, 0xb1)};
 }
+template <int distance> inline Vec swap_lanes(Vec x) {
+    static_assert(distance == 1 || distance == 2 || distance == 4 || distance == 8);
+    if constexpr (distance == 1)
+        return swap_pairs(x);
+    if constexpr (distance == 2)
+        return {_mm256_permute_ps(x.a, 0x4e), _mm256_permute_ps(x.b, 0x4e)};
+    if constexpr (distance == 4)
+        return {_mm256_permute2f128_ps(x.a, x.a, 1), _mm256_permute2f128_ps(x.b, x.b, 1)};
+    return {x.b, x.a};
+}
+inline void store_bytes(Vec x, uint8_t *p) {
+    const __m256i pairs = _mm256_packus_epi32(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b));
+    const __m256i in_order = _mm256_permute4x64_epi64(pairs, 0xd8);
+    const __m128i bytes =
+        _mm_packus_epi16(_mm256_castsi256_si128(in_order), _mm256_extracti128_si256(in_order, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(p), bytes);
+}
+inline __m256 field_of(__m256i words, int shift, uint32_t mask) {
+    const __m256i shifted = _mm256_srl_epi32(words, _mm_cvtsi32_si128(shift));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(int(mask))));
+}
+inline Vec load_fields(const uint32_t *p, int shift, uint32_t mask) {
+    const auto *words = reinterpret_cast<const __m256i *>(p);
+    return {field_of(_mm256_loadu_si256(words), shift, mask),
+            field_of(_mm256_loadu_si256(words + 1), shift, mask)};
+}
+inline Vec load_bf16(const uint16_t *p) {
+    const auto *halves = reinterpret_cast<const __m128i *>(p);
+    const auto wide = [](__m128i eight) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(eight), 16));
+    };
+    return {wide(_mm_loadu_si128(halves)), wide(_mm_loadu_si128(halves + 1))};
+}
 inline void store_f16(Vec x, uint16_t *p) {
     const Vec clamped = min(Vec::set(65504.0f), max(Vec::set(-65504.0f), x));
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p),
@@ -164,9 +230,9 @@ inline void store_f16(Vec x, uint16_t *p) {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p + 8),
                      _mm256_cvtps_ph(clamped.b, _MM_FROUND_TO_NEAREST_INT));
 }
-template <HalfKind kind> inline void unpack_pairs(__m256i pairs, __m256 &first, __m256 &second) {
+template <KvKind kind> inline void unpack_pairs(__m256i pairs, __m256 &first, __m256 &second) {
     const __m256i low = _mm256_slli_epi32(pairs, 16);
-    if constexpr (kind == HalfKind::F16) {
+    if constexpr (kind == KvKind::F16) {
         // Each half of the register keeps its four pairs, first then second halves.
         const __m256i parts =
             _mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(pairs, 16));
@@ -179,13 +245,13 @@ template <HalfKind kind> inline void unpack_pairs(__m256i pairs, __m256 &first, 
         second = _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(~0xffff)));
     }
 }
-template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+template <KvKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
     const auto *pairs = reinterpret_cast<const __m256i *>(p);
     unpack_pairs<kind>(_mm256_loadu_si256(pairs), first.a, second.a);
     unpack_pairs<kind>(_mm256_loadu_si256(pairs + 1), first.b, second.b);
 }
 // Of the first `count` pairs, zeros after them; nothing past these is read.
-template <HalfKind kind>
+template <KvKind kind>
 inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
     const auto *pairs = reinterpret_cast<const int *>(p);
     const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -263,16 +329,33 @@ inline Vec round(const Vec &a) {
 inline Vec swap_pairs(const Vec &a) {
     return Vec::each([&](int64_t i) { return a.v[i ^ 1]; });
 }
+template <int distance> inline Vec swap_lanes(const Vec &a) {
+    return Vec::each([&](int64_t i) { return a.v[i ^ distance]; });
+}
+inline void store_bytes(const Vec &a, uint8_t *p) {
+    for (int64_t i = 0; i < kLanes; ++i)
+        p[i] = uint8_t(int32_t(a.v[i]));
+}
+inline Vec load_fields(const uint32_t *p, int shift, uint32_t mask) {
+    uint32_t words[kLanes];
+    std::memcpy(words, p, sizeof words);
+    return Vec::each([&](int64_t i) { return float(int32_t(words[i] >> shift & mask)); });
+}
+inline Vec load_bf16(const uint16_t *p) {
+    uint16_t halves[kLanes];
+    std::memcpy(halves, p, sizeof halves);
+    return Vec::each([&](int64_t i) { return bfloat_to_float(halves[i]); });
+}
 inline void store_f16(const Vec &a, uint16_t *p) {
     for (int64_t i = 0; i < kLanes; ++i)
         p[i] = f16_from_float(a.v[i]);
 }
-template <HalfKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
+template <KvKind kind> inline void load_pairs(const uint16_t *p, Vec &first, Vec &second) {
     first = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i]); });
     second = Vec::each([&](int64_t i) { return float_from_half<kind>(p[2 * i + 1]); });
 }
 // Of the first `count` pairs, zeros after them; nothing past these is read.
-template <HalfKind kind>
+template <KvKind kind>
 inline void load_pairs_first(const uint16_t *p, int64_t count, Vec &first, Vec &second) {
     uint16_t pairs[2 * kLanes] = {};
     std::memcpy(pairs, p, size_t(count) * 2 * sizeof(uint16_t));
@@ -307,13 +390,17 @@ inline void store_first(Vec x, float *p, int64_t count) {
     std::memcpy(p, lanes, size_t(count) * sizeof(float));
 }
 
-template <HalfKind kind> inline void store_half(Vec x, uint16_t *p) {
-    if constexpr (kind == HalfKind::F16)
+template <KvKind kind> inline void store_half(Vec x, uint16_t *p) {
+    if constexpr (kind == KvKind::F16)
         return store_f16(x, p);
+#if defined(__AVX512F__)
+    store_bf16(x, p);
+#else
     float lanes[kLanes];
     x.store(lanes);
     for (int64_t i = 0; i < kLanes; ++i)
         p[i] = bf16_from_float(lanes[i]);
+#endif
 }
 
 // Sum and maximum over the lanes, as a tree of halves (lane i with i + 8, then with i + 4, …).

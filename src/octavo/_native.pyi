@@ -217,7 +217,7 @@ class Runtime:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        bf16: bool,
+        kv_kind: int,
     ) -> None: ...
     @property
     def pool(self) -> ThreadPool: ...

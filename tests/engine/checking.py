@@ -11,7 +11,7 @@ import numpy.typing as npt
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch, Int32, StepResult
-from octavo.kv.layout import KvGroup, KvLayout
+from octavo.kv.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled, TokenLogprobs
@@ -25,7 +25,7 @@ VOCAB = 64
 
 def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
     groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
-    return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, element_bytes=2)
+    return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, dtype=KvDtype.BF16)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Experts
 from octavo.model.families import program
 from octavo.sample.native import NativeSampler
@@ -92,7 +92,7 @@ class Setting:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = False
     max_model_len: int = 400
-    kv_dtype: str = "fp16"
+    kv_dtype: KvDtype = KvDtype.FP16
     isa: str | None = None  # None: the best this machine has
     logits_slice: int | None = None
     drafter: str | None = None
@@ -185,7 +185,7 @@ def smallest_pool(layout: KvLayout, setting: Setting) -> int:
 @contextmanager
 def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, Recorder]]:
     compute = program(checkpoint.config)
-    layout = KvLayout.of(checkpoint.config, setting.block_size)
+    layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
     num_blocks = setting.num_blocks or 4 * smallest_pool(layout, setting)
     limits = SchedulerConfig(
         max_model_len=setting.max_model_len,
@@ -206,7 +206,6 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
-        kv_dtype=setting.kv_dtype,
         isa=setting.isa,
     )
     vocab = checkpoint.config.vocab_size
@@ -288,7 +287,7 @@ def drawn_setting(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
         max_model_len=longest,
-        kv_dtype=rng.choice(("fp16", "bf16")),
+        kv_dtype=rng.choice(list(KvDtype)),
         isa=rng.choice((None, None, None, "generic")),
         logits_slice=rng.choice((None, None, 8, 16)),
     )
@@ -309,7 +308,7 @@ def check_case(
     )
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:
-        layout = KvLayout.of(checkpoint.config, setting.block_size)
+        layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
         setting = replace(setting, num_blocks=smallest_pool(layout, setting))
     texts = [[rng.randrange(vocab) for _ in range(longest)] for _ in range(3)]
     requests = []

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute.batch import Batch
 from octavo.execute.native import NativeExecutor
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families
 
 Float32 = npt.NDArray[np.float32]
@@ -45,7 +45,7 @@ class Driver:
         logits_slice: int = MAX_TOKENS,
         seed: int = 0,
     ) -> None:
-        self.layout = KvLayout.of(checkpoint.config, block_size)
+        self.layout = KvLayout.of(checkpoint.config, block_size, KvDtype.of(kv_dtype))
         self.executor = NativeExecutor(
             checkpoint,
             families.program(checkpoint.config),
@@ -58,7 +58,6 @@ class Driver:
             max_blocks_per_seq=self.MAX_BLOCKS,
             threads=threads,
             isa=isa,
-            kv_dtype=kv_dtype,
         )
         rng = np.random.default_rng(seed)
         self.free = [int(block) for block in rng.permutation(num_blocks)]

@@ -282,7 +282,7 @@ def test_settings_are_refused_by_name() -> None:
     checkpoint = tiny.checkpoint(tiny.config())
     with pytest.raises(ValueError, match="unknown instruction set 'sse9'; this build has"):
         Driver(checkpoint, isa="sse9")
-    with pytest.raises(ValueError, match="KV dtype 'int3'"):
+    with pytest.raises(ValueError, match="kv_cache_dtype 'int3'"):
         Driver(checkpoint, kv_dtype="int3")
     with pytest.raises(ValueError, match="block_size is 24, not a multiple of 16"):
         Driver(checkpoint, block_size=24)

@@ -14,7 +14,7 @@ import pytest
 from octavo import checkpoint as checkpoints
 from octavo.execute.batch import Batch
 from octavo.execute.native import NativeExecutor
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ class Runner:
 
     def __init__(self, path: Path, tokens: int, chunk: int, kv_dtype: str = "auto") -> None:
         checkpoint = checkpoints.load(path)
-        layout = KvLayout.of(checkpoint.config)
+        layout = KvLayout.of(checkpoint.config, dtype=KvDtype.of(kv_dtype))
         blocks, groups = -(-tokens // layout.block_size), len(layout.groups)
         self.chunk = chunk
         self._tables = np.arange(groups * blocks, dtype=np.int32).reshape(groups, 1, blocks)
@@ -59,7 +59,6 @@ class Runner:
             logits_slice=chunk,
             max_seqs=1,
             max_blocks_per_seq=blocks,
-            kv_dtype=kv_dtype,
         )
 
     def extend(self, ids: Int32, start: int) -> Float:

@@ -88,7 +88,7 @@ class Drive:
         if isinstance(model, str):
             model = pull.resolve(model)
         checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
-        layout = KvLayout.of(checkpoint.config, config.block_size)
+        layout = config.layout_of(checkpoint.config)
         longest = max(_tokens(load, config) for load in loads)
         if longest > checkpoint.config.context_length:
             raise SettingsError(

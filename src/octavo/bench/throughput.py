@@ -133,7 +133,7 @@ def _row(
         prompt_len=load.prompt_len,
         output_len=load.output_len,
         context=load.prompt_len,
-        kv_cache_dtype=loaded.config.kv_cache_dtype,
+        kv_cache_dtype=loaded.engine.scheduler.kv.layout.dtype.value,
         repetitions=len(prefills),
         prefill_tok_s=prefill.mean,
         prefill_tok_s_deviation=prefill.deviation,

@@ -46,11 +46,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
     from octavo.engine.load import DoesNotFit, SettingsError, plan_cache
     from octavo.engine.memory import available_memory
-    from octavo.kv.layout import KvLayout
     from octavo.model.families import program
 
     config = checkpoint.config
-    layout = KvLayout.of(config, engine.block_size)
+    layout = engine.layout_of(config)
     try:
         parts = weigh(checkpoint, engine.isa)
         formats = weigh_formats(checkpoint, engine.isa)
@@ -113,7 +112,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "quantization": None
         if checkpoint.quantization is None
         else checkpoint.quantization._asdict(),
-        "kv_cache_dtype": "bf16" if engine.kv_cache_dtype == "auto" else engine.kv_cache_dtype,
+        "kv_cache_dtype": layout.dtype.value,
         "kv_bytes_per_token": layout.bytes_per_token,
         "kv_block_bytes": layout.block_bytes,
         "tokenizer": tokenizer.kind,

@@ -177,7 +177,8 @@ ENGINE_OPTIONS = [
         "--memory-utilization", "--gpu-memory-utilization", show_default="0.5",
     ),
     option(
-        "kv_cache_dtype", str | None, None, "Numbers in the KV cache: bf16, fp16 or auto (bf16).",
+        "kv_cache_dtype", str | None, None,
+        "Numbers in the KV cache: auto (bf16), bf16, fp16, int8 (1.9 × as many), int4 (3.5 ×).",
         _ENGINE, show_default="auto",
     ),
     option(

@@ -17,7 +17,8 @@ from octavo.engine.engine import Engine
 from octavo.engine.memory import available_memory
 from octavo.execute.batch import slice_rows
 from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
+from octavo.model.config import ModelConfig
 from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
@@ -48,7 +49,7 @@ class EngineConfig:
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
     memory_utilization: float = 0.5  # share of the memory available beside the weights
-    kv_cache_dtype: str = "auto"  # "auto" (bf16), "bf16" or "fp16"
+    kv_cache_dtype: str = "auto"  # "auto" (bf16), "bf16", "fp16", "int8" or "int4"
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     threads: int | None = None
@@ -69,10 +70,7 @@ class EngineConfig:
             raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
-        if self.kv_cache_dtype not in ("auto", "bf16", "fp16"):
-            raise ValueError(
-                f"kv_cache_dtype {self.kv_cache_dtype!r} is not supported; bf16 and fp16 are"
-            )
+        KvDtype.of(self.kv_cache_dtype)  # refuses
         if self.speculative_config is not None:
             speculation = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculation)
@@ -94,6 +92,9 @@ class EngineConfig:
         if speculation is None:
             return self.max_num_seqs
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + speculation.longest))
+
+    def layout_of(self, model: ModelConfig) -> KvLayout:
+        return KvLayout.of(model, self.block_size, KvDtype.of(self.kv_cache_dtype))
 
 
 class CachePlan(NamedTuple):
@@ -133,7 +134,8 @@ class LoadedEngine:
                 f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
                 f"{len(model.layers)} layers, weights {_size(self.weight_bytes)}",
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
-                f"kv cache: {_size(self.kv_cache_bytes)}, {self.num_blocks} blocks of "
+                f"kv cache: {_size(self.kv_cache_bytes)} of "
+                f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 f"batch: up to {self.config.max_num_seqs} sequences and "
@@ -262,7 +264,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
             speculation.drafter(), checkpoint.config.vocab_size, speculation.num_speculative_tokens
         )
     compute = program(checkpoint.config)
-    layout = KvLayout.of(checkpoint.config, config.block_size)
+    layout = config.layout_of(checkpoint.config)
     weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
     compute = program(checkpoint.config, plan.max_model_len)
@@ -287,7 +289,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=config.threads,
         isa=config.isa,
-        kv_dtype=config.kv_cache_dtype,
     )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer

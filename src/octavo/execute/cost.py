@@ -150,8 +150,10 @@ class CostModel:
         self._arithmetic = arithmetic or {}
         self._attention = attention
         self._block_bytes = layout.block_bytes
-        self._kv_token_bytes = 2 * config.num_kv_heads * config.head_dim * layout.element_bytes
-        self._attention_ops = 4 * config.num_heads * config.head_dim  # a key, for one query
+        self._kv_token_bytes = layout.token_bytes
+        # Of a key, for one query; of 8 bits, two products a number, as queries have 16.
+        products = 2 if attention is Arithmetic.INT8 else 1
+        self._attention_ops = 4 * config.num_heads * config.head_dim * products
         self._terms = self._count()
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))

@@ -16,14 +16,15 @@ from octavo.execute import lower
 from octavo.execute.batch import Batch, Int32, StepResult, slice_rows
 from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
 from octavo.model.program import Embed, Program
 
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
-KV_DTYPES = ("auto", "bf16", "fp16")
+# KvKind of kernels/kernels.h.
+_KV_KINDS = {KvDtype.FP16: 0, KvDtype.BF16: 1, KvDtype.INT8: 2, KvDtype.INT4: 3}
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
@@ -39,6 +40,14 @@ def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
         return Arithmetic.INT8
     bf16 = format is WeightFormat.BF16 and isa == "avx512_bf16"
     return Arithmetic.BF16 if bf16 else Arithmetic.FP32
+
+
+def attention_arithmetic(dtype: KvDtype, isa: str) -> Arithmetic:
+    """What a tier multiplies keys and values with."""
+    if dtype is KvDtype.BF16 and isa == "avx512_bf16":
+        return Arithmetic.BF16
+    codes = dtype in (KvDtype.INT8, KvDtype.INT4)
+    return Arithmetic.INT8 if codes and isa.startswith("avx512") else Arithmetic.FP32
 
 
 def _tier_name(isa: str | None) -> str:
@@ -78,12 +87,7 @@ class NativeExecutor:
         logits_slice: int | None = None,
         threads: int | None = None,
         isa: str | None = None,
-        kv_dtype: str = "auto",
     ) -> None:
-        if kv_dtype not in KV_DTYPES:
-            raise ValueError(f"KV dtype {kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
-        if layout.element_bytes != 2:
-            raise ValueError(f"KV elements of {layout.element_bytes} bytes; native has 2")
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
@@ -106,14 +110,13 @@ class NativeExecutor:
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
-            bf16=kv_dtype != "fp16",
+            kv_kind=_KV_KINDS[layout.dtype],
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
         self._regions = _Loading(runtime, checkpoint, program, layout).load()
         self.weight_bytes: int = runtime.weight_bytes
         weights = {role: checkpoint.weights[role] for role in program.weights}
-        bf16_attention = kv_dtype != "fp16" and self.isa == "avx512_bf16"
         self.costs = CostModel(
             program,
             layout,
@@ -121,7 +124,7 @@ class NativeExecutor:
             arithmetic={
                 role: arithmetic_of(weight.format, self.isa) for role, weight in weights.items()
             },
-            attention=Arithmetic.BF16 if bf16_attention else Arithmetic.FP32,
+            attention=attention_arithmetic(layout.dtype, self.isa),
         )
         self._runtime: _native.Runtime | None = runtime
 

@@ -9,9 +9,42 @@ all layers; Gemma 3 270M (15 window layers, 3 global) has six groups of three la
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from math import gcd
 
 from octavo.model.config import ModelConfig
+
+
+class KvDtype(StrEnum):
+    """The numbers of keys and values. int8 and int4 are codes with scales of their own for each
+    token and head, in the same block (kernels/kernels.h).
+    """
+
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+    INT4 = "int4"
+
+    @classmethod
+    def of(cls, name: str) -> KvDtype:
+        """``name`` may also be "auto" (bf16), or vLLM's "bfloat16" or "float16". Raises
+        `ValueError`.
+        """
+        try:
+            return cls({"auto": "bf16", "bfloat16": "bf16", "float16": "fp16"}.get(name, name))
+        except ValueError:
+            raise ValueError(
+                f"kv_cache_dtype {name!r} is not supported; auto, {', '.join(cls)} are"
+            ) from None
+
+    def token_bytes(self, head_dim: int) -> int:
+        """A token's key and value on one head, with their scales."""
+        match self:
+            case KvDtype.INT8:  # keys in whole words of four; two scales of two bytes
+                return -(-head_dim // 4) * 4 + head_dim + 4
+            case KvDtype.INT4:  # keys in whole words of eight; two scales and two least values
+                return -(-head_dim // 8) * 4 + head_dim // 2 + 8
+        return 4 * head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +61,7 @@ class KvLayout:
     block_size: int  # tokens a block
     num_kv_heads: int
     head_dim: int
-    element_bytes: int  # 2 for f16 and bf16
+    dtype: KvDtype
 
     @property
     def layers_per_group(self) -> int:
@@ -37,14 +70,12 @@ class KvLayout:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of ``block_size`` tokens of one group."""
-        return (
-            2
-            * self.layers_per_group
-            * self.num_kv_heads
-            * self.head_dim
-            * self.block_size
-            * self.element_bytes
-        )
+        return self.layers_per_group * self.block_size * self.token_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token's keys and values in one layer."""
+        return self.num_kv_heads * self.dtype.token_bytes(self.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,7 +90,7 @@ class KvLayout:
         raise KeyError(layer)
 
     @staticmethod
-    def of(config: ModelConfig, block_size: int = 16, element_bytes: int = 2) -> KvLayout:
+    def of(config: ModelConfig, block_size: int = 16, dtype: KvDtype = KvDtype.BF16) -> KvLayout:
         kinds: dict[int | None, list[int]] = {}
         for index, layer in enumerate(config.layers):
             kinds.setdefault(layer.window, []).append(index)
@@ -69,4 +100,4 @@ class KvLayout:
             for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] or 0)
             for start in range(0, len(layers), size)
         )
-        return KvLayout(groups, block_size, config.num_kv_heads, config.head_dim, element_bytes)
+        return KvLayout(groups, block_size, config.num_kv_heads, config.head_dim, dtype)

@@ -1,0 +1,274 @@
+// Attention on codes as they lie in the cache (the kinds I8 and I4), by dot products of unsigned
+// and signed bytes. Queries, and softmax weights times the scales of values, become whole numbers
+// of 16 bits: 256 * high + low, two signed bytes. Sums are exact, so that the order of their terms
+// and terms of weight 0 change nothing.
+#pragma once
+
+#include "attention_chunk.h"
+#include "kv_codes.h"
+
+#if defined(__AVX512VNNI__)
+
+namespace octavo::OCTAVO_TIER {
+
+// The largest whole number whose parts are signed bytes.
+inline constexpr float kLargestSplit = 127.0f * 256.0f + 127.0f;
+
+// x * inverse, rounded, in its two parts; |x * inverse| <= kLargestSplit. Returns the whole number.
+inline __m512i split(Vec x, float inverse, int8_t *high, int8_t *low) {
+    const __m512i whole = _mm512_cvtps_epi32((x * Vec::set(inverse)).v);
+    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(high), _mm512_cvtepi32_epi8(upper));
+    _mm_storeu_si128(reinterpret_cast<__m128i *>(low), _mm512_cvtepi32_epi8(whole));
+    return whole;
+}
+
+template <KvKind kind> struct Codes {
+    using Word = int32_t; // four signed bytes
+    using Stored = uint32_t;
+    static constexpr bool kDecoded = false;
+    static constexpr bool kCodes = true;
+    static constexpr int64_t kParts = kind == KvKind::I4 ? 2 : 1; // codes a byte
+    static constexpr int64_t kSums = 2 * kParts;                  // products with a stored word
+
+    static int64_t key_words(int64_t dim) { return key_bytes<kind>(dim) / 4; }
+
+    // A query: for each word of keys and each of its parts, the high and the low bytes; then, as
+    // floats, what a unit is worth, and all of the query times that.
+    static int64_t query_words(int64_t dim) { return key_words(dim) * kSums + 2; }
+    static void prepare(const float *q, float factor, Word *out, int64_t n) {
+        alignas(64) int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+        Vec top = Vec::set(0.0f);
+        Vec poison = top;
+        for (int64_t i = 0; i < n; i += kLanes) {
+            const Vec x = Vec::load(q + i);
+            top = max(top, {_mm512_abs_ps(x.v)});
+            poison = fma(x, Vec::set(0.0f), poison);
+        }
+        const float highest = largest(top);
+        const float inverse = highest > 0.0f ? kLargestSplit / highest : 0.0f;
+        const float unit = highest / kLargestSplit * factor + sum(poison);
+        __m512i total = _mm512_setzero_si512();
+        for (int64_t i = 0; i < n; i += kLanes)
+            total = _mm512_add_epi32(total, split(Vec::load(q + i), inverse, high + i, low + i));
+        const int64_t words = key_words(n);
+        for (int64_t i = 0; i < words * kParts; ++i) {
+            Word *to = out + i % words * kSums + i / words * 2;
+            std::memcpy(to, high + 4 * i, 4);
+            std::memcpy(to + 1, low + 4 * i, 4);
+        }
+        const float tail[] = {unit, unit * float(_mm512_reduce_add_epi32(total))};
+        std::memcpy(out + words * kSums, tail, sizeof tail);
+    }
+
+    // As attend_rows of the other arithmetics (attention.cpp): one chunk, by itself.
+    template <int64_t rows>
+    static void attend_rows(const AttentionShape &shape, const Word *q, const Chunk<Codes> &chunk,
+                            const Seen *seen, float *maximum, float *sums, float *scores);
+};
+
+template <KvKind kind> struct CodeOperand {
+    __m512i parts[Codes<kind>::kParts];
+
+    explicit CodeOperand(const uint32_t *p) {
+        parts[0] = _mm512_loadu_si512(p);
+        if constexpr (kind == KvKind::I4) {
+            const __m512i four_bits = _mm512_set1_epi8(15);
+            parts[1] = _mm512_and_si512(_mm512_srli_epi16(parts[0], 4), four_bits);
+            parts[0] = _mm512_and_si512(parts[0], four_bits);
+        }
+    }
+};
+
+// scores[r][t] = q row r · keys of tile first + t, for `width` tiles.
+template <KvKind kind, int64_t rows, int64_t width>
+void score_codes(const int32_t *q, int64_t words, const Chunk<Codes<kind>> &chunk, int64_t first,
+                 float *scores) {
+    using A = Codes<kind>;
+    const int64_t stride = words * A::kSums + 2;
+    __m512i high[rows][width], low[rows][width];
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t t = 0; t < width; ++t)
+            high[r][t] = low[r][t] = _mm512_setzero_si512();
+    }
+    for (int64_t i = 0; i < words; ++i) {
+        OCTAVO_UNROLLED
+        for (int64_t t = 0; t < width; ++t) {
+            const CodeOperand<kind> key(chunk.keys[first + t] + i * kLanes);
+            fetch(chunk.ahead.keys[first + t] + i * 64);
+            OCTAVO_UNROLLED
+            for (int64_t part = 0; part < A::kParts; ++part) {
+                OCTAVO_UNROLLED
+                for (int64_t r = 0; r < rows; ++r) {
+                    const int32_t *query = q + r * stride + i * A::kSums + 2 * part;
+                    high[r][t] = _mm512_dpbusd_epi32(high[r][t], key.parts[part],
+                                                     _mm512_set1_epi32(query[0]));
+                    low[r][t] = _mm512_dpbusd_epi32(low[r][t], key.parts[part],
+                                                    _mm512_set1_epi32(query[1]));
+                }
+            }
+        }
+    }
+    OCTAVO_UNROLLED
+    for (int64_t t = 0; t < width; ++t) {
+        const TileScales tile = load_scales<kind>(chunk.scales[first + t], 0);
+        OCTAVO_UNROLLED
+        for (int64_t r = 0; r < rows; ++r) {
+            float tail[2];
+            std::memcpy(tail, q + r * stride + words * A::kSums, sizeof tail);
+            const Vec total = fma({_mm512_cvtepi32_ps(high[r][t])}, Vec::set(256.0f),
+                                  {_mm512_cvtepi32_ps(low[r][t])});
+            fma(total, tile.scale * Vec::set(tail[0]), tile.least * Vec::set(tail[1]))
+                .store(scores + r * kChunk + (first + t) * kTokenTile);
+        }
+    }
+}
+
+// A row's weights of a chunk, four tokens a word: high and low bytes.
+struct CodeWeights {
+    int32_t words[kChunk / 4][2];
+    float unit;  // what one is worth
+    float least; // what codes of 0 would give
+};
+
+// Returns the highest score.
+template <KvKind kind>
+float code_weights(const AttentionShape &shape, const Chunk<Codes<kind>> &chunk,
+                   const float *scores, Seen seen, CodeWeights &out, float *lane_sums) {
+    Vec weight[kTilesPerChunk];
+    const float highest = exponentials(shape, scores, seen, weight);
+    (weight[0] + weight[1] + (weight[2] + weight[3])).store(lane_sums);
+    // Codes count from the middle of their range: what rounding does to a weight then matters less.
+    constexpr float kMiddle = kind == KvKind::I4 ? 8.0f : 128.0f;
+    Vec top = Vec::set(0.0f);
+    Vec middles = top;
+    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
+        if (t < seen.first_tile() || t >= seen.end_tile())
+            continue;
+        // Scales of unseen tokens may be anything.
+        const __mmask16 some = _mm512_cmp_ps_mask(weight[t].v, _mm512_setzero_ps(), _CMP_GT_OQ);
+        const TileScales tile = load_scales<kind>(chunk.scales[t], 1);
+        const Vec middle = fma(tile.scale, Vec::set(kMiddle), tile.least);
+        middles = {_mm512_mask3_fmadd_ps(weight[t].v, middle.v, middles.v, some)};
+        weight[t] = {_mm512_maskz_mul_ps(some, weight[t].v, tile.scale.v)};
+        top = max(top, weight[t]);
+    }
+    const float largest_weight = largest(top);
+    const float inverse = largest_weight > 1e-30f ? kLargestSplit / largest_weight : 0.0f;
+    int8_t high[kChunk], low[kChunk];
+    __m512i total = _mm512_setzero_si512();
+    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
+        total = _mm512_add_epi32(
+            total, split(weight[t], inverse, high + t * kTokenTile, low + t * kTokenTile));
+    }
+    for (int64_t i = 0; i < kChunk / 4; ++i) {
+        std::memcpy(&out.words[i][0], high + 4 * i, 4);
+        std::memcpy(&out.words[i][1], low + 4 * i, 4);
+    }
+    out.unit = largest_weight / kLargestSplit;
+    out.least = sum(middles) - out.unit * kMiddle * float(_mm512_reduce_add_epi32(total));
+    return highest;
+}
+
+// values[r] = weight[r][key] * value[key] summed over the keys of words [word, end) of the chunk,
+// for `width` vectors of the words of a row from `column` on.
+template <KvKind kind, int64_t rows, int64_t width>
+void weigh_codes(const CodeWeights *weights, const Chunk<Codes<kind>> &chunk, int64_t word,
+                 int64_t end, int64_t row_words, int64_t column, float *values, int64_t stride) {
+    using A = Codes<kind>;
+    constexpr int64_t kWordsPerTile = kTokenTile / 4;
+    __m512i high[rows][width][A::kParts], low[rows][width][A::kParts];
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v) {
+            OCTAVO_UNROLLED
+            for (int64_t part = 0; part < A::kParts; ++part)
+                high[r][v][part] = low[r][v][part] = _mm512_setzero_si512();
+        }
+    }
+    for (; word < end; ++word) {
+        const int64_t tile = word / kWordsPerTile;
+        const int64_t offset = word % kWordsPerTile * row_words + column;
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v) {
+            // A row's last vector goes on into what follows it in the block: lanes not stored.
+            const CodeOperand<kind> value(chunk.values[tile] + offset + v * kLanes);
+            fetch(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
+            OCTAVO_UNROLLED
+            for (int64_t r = 0; r < rows; ++r) {
+                const __m512i upper = _mm512_set1_epi32(weights[r].words[word][0]);
+                const __m512i lower = _mm512_set1_epi32(weights[r].words[word][1]);
+                OCTAVO_UNROLLED
+                for (int64_t part = 0; part < A::kParts; ++part) {
+                    high[r][v][part] =
+                        _mm512_dpbusd_epi32(high[r][v][part], value.parts[part], upper);
+                    low[r][v][part] =
+                        _mm512_dpbusd_epi32(low[r][v][part], value.parts[part], lower);
+                }
+            }
+        }
+    }
+    OCTAVO_UNROLLED
+    for (int64_t r = 0; r < rows; ++r) {
+        OCTAVO_UNROLLED
+        for (int64_t v = 0; v < width; ++v) {
+            const int64_t at = column + v * kLanes;
+            const auto lanes = __mmask16((1u << smaller(row_words - at, kLanes)) - 1);
+            OCTAVO_UNROLLED
+            for (int64_t part = 0; part < A::kParts; ++part) {
+                const __m512i total =
+                    _mm512_add_epi32(_mm512_slli_epi32(high[r][v][part], 8), low[r][v][part]);
+                const Vec value = fma({_mm512_cvtepi32_ps(total)}, Vec::set(weights[r].unit),
+                                      Vec::set(weights[r].least));
+                _mm512_mask_storeu_ps(values + r * stride + part * row_words + at, lanes, value.v);
+            }
+        }
+    }
+}
+
+// How many vectors wide a tile of `rows` rows is, with so many sums each, in 24 registers.
+constexpr int64_t code_width(int64_t rows, int64_t sums) {
+    return rows * sums * 4 <= 24 ? 4 : rows * sums * 2 <= 24 ? 2 : 1;
+}
+
+template <KvKind kind>
+template <int64_t rows>
+void Codes<kind>::attend_rows(const AttentionShape &shape, const Word *q, const Chunk<Codes> &chunk,
+                              const Seen *seen, float *maximum, float *sums, float *scores) {
+    const int64_t stride = shape.state_stride();
+    const int64_t words = key_words(shape.head_dim);
+    // What the rows see together: a row's weights of what it does not see are 0.
+    Seen all = seen[0];
+    all.end = seen[rows - 1].end;
+    constexpr int64_t kTiles = code_width(rows, 2);
+    int64_t tile = all.first_tile();
+    for (; tile + kTiles <= all.end_tile(); tile += kTiles)
+        score_codes<kind, rows, kTiles>(q, words, chunk, tile, scores);
+    for (; tile < all.end_tile(); ++tile)
+        score_codes<kind, rows, 1>(q, words, chunk, tile, scores);
+
+    CodeWeights weights[rows];
+    for (int64_t r = 0; r < rows; ++r) {
+        maximum[r] = code_weights<kind>(shape, chunk, scores + r * kChunk, seen[r], weights[r],
+                                        sums + r * stride);
+    }
+    const int64_t row_words = value_bytes<kind>(shape.head_dim);
+    const int64_t begin = all.begin / 4, end = (all.end + 3) / 4;
+    constexpr int64_t kColumns = code_width(rows, kSums);
+    int64_t column = 0;
+    for (; column + (kColumns - 1) * kLanes < row_words; column += kColumns * kLanes) {
+        weigh_codes<kind, rows, kColumns>(weights, chunk, begin, end, row_words, column,
+                                          sums + kLanes, stride);
+    }
+    for (; column < row_words; column += kLanes) {
+        weigh_codes<kind, rows, 1>(weights, chunk, begin, end, row_words, column, sums + kLanes,
+                                   stride);
+    }
+}
+
+} // namespace octavo::OCTAVO_TIER
+
+#endif

@@ -67,18 +67,29 @@ template <KvKind kind> struct Codes {
                             const Seen *seen, float *maximum, float *sums, float *scores);
 };
 
+// Sixteen words of codes; the second codes of bytes where there are two.
 template <KvKind kind> struct CodeOperand {
-    __m512i parts[Codes<kind>::kParts];
+    __m512i first, second;
 
-    explicit CodeOperand(const uint32_t *p) {
-        parts[0] = _mm512_loadu_si512(p);
-        if constexpr (kind == KvKind::I4) {
-            const __m512i four_bits = _mm512_set1_epi8(15);
-            parts[1] = _mm512_and_si512(_mm512_srli_epi16(parts[0], 4), four_bits);
-            parts[0] = _mm512_and_si512(parts[0], four_bits);
-        }
+    static CodeOperand load(const uint32_t *p) {
+        const __m512i words = _mm512_loadu_si512(p);
+        if constexpr (kind == KvKind::I8)
+            return {words, words};
+        const __m512i four_bits = _mm512_set1_epi8(15);
+        return {_mm512_and_si512(words, four_bits),
+                _mm512_and_si512(_mm512_srli_epi16(words, 4), four_bits)};
     }
 };
+
+// sum + codes * the four signed bytes at `bytes`, in every lane. As linear_avx512.h's dot: GCC 12
+// keeps its own intrinsic's sums in memory.
+inline void dot(__m512i &sum, __m512i codes, const int32_t *bytes) {
+#if defined(__clang__)
+    sum = _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(*bytes));
+#else
+    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*bytes));
+#endif
+}
 
 // scores[r][t] = q row r · keys of tile first + t, for `width` tiles.
 template <KvKind kind, int64_t rows, int64_t width>
@@ -94,19 +105,22 @@ void score_codes(const int32_t *q, int64_t words, const Chunk<Codes<kind>> &chun
             high[r][t] = low[r][t] = _mm512_setzero_si512();
     }
     for (int64_t i = 0; i < words; ++i) {
+        CodeOperand<kind> key[width];
         OCTAVO_UNROLLED
         for (int64_t t = 0; t < width; ++t) {
-            const CodeOperand<kind> key(chunk.keys[first + t] + i * kLanes);
+            key[t] = CodeOperand<kind>::load(chunk.keys[first + t] + i * kLanes);
             fetch(chunk.ahead.keys[first + t] + i * 64);
+        }
+        OCTAVO_UNROLLED
+        for (int64_t r = 0; r < rows; ++r) {
+            const int32_t *query = q + r * stride + i * A::kSums;
             OCTAVO_UNROLLED
-            for (int64_t part = 0; part < A::kParts; ++part) {
-                OCTAVO_UNROLLED
-                for (int64_t r = 0; r < rows; ++r) {
-                    const int32_t *query = q + r * stride + i * A::kSums + 2 * part;
-                    high[r][t] = _mm512_dpbusd_epi32(high[r][t], key.parts[part],
-                                                     _mm512_set1_epi32(query[0]));
-                    low[r][t] = _mm512_dpbusd_epi32(low[r][t], key.parts[part],
-                                                    _mm512_set1_epi32(query[1]));
+            for (int64_t t = 0; t < width; ++t) {
+                dot(high[r][t], key[t].first, query + 0);
+                dot(low[r][t], key[t].first, query + 1);
+                if constexpr (kind == KvKind::I4) {
+                    dot(high[r][t], key[t].second, query + 2);
+                    dot(low[r][t], key[t].second, query + 3);
                 }
             }
         }
@@ -177,54 +191,54 @@ float code_weights(const AttentionShape &shape, const Chunk<Codes<kind>> &chunk,
 template <KvKind kind, int64_t rows, int64_t width>
 void weigh_codes(const CodeWeights *weights, const Chunk<Codes<kind>> &chunk, int64_t word,
                  int64_t end, int64_t row_words, int64_t column, float *values, int64_t stride) {
-    using A = Codes<kind>;
     constexpr int64_t kWordsPerTile = kTokenTile / 4;
-    __m512i high[rows][width][A::kParts], low[rows][width][A::kParts];
+    // Of the first codes of bytes, and of the second.
+    __m512i high[rows][width], low[rows][width], high_2[rows][width], low_2[rows][width];
     OCTAVO_UNROLLED
     for (int64_t r = 0; r < rows; ++r) {
         OCTAVO_UNROLLED
-        for (int64_t v = 0; v < width; ++v) {
-            OCTAVO_UNROLLED
-            for (int64_t part = 0; part < A::kParts; ++part)
-                high[r][v][part] = low[r][v][part] = _mm512_setzero_si512();
-        }
+        for (int64_t v = 0; v < width; ++v)
+            high[r][v] = low[r][v] = high_2[r][v] = low_2[r][v] = _mm512_setzero_si512();
     }
     for (; word < end; ++word) {
         const int64_t tile = word / kWordsPerTile;
         const int64_t offset = word % kWordsPerTile * row_words + column;
+        CodeOperand<kind> value[width];
         OCTAVO_UNROLLED
         for (int64_t v = 0; v < width; ++v) {
             // A row's last vector goes on into what follows it in the block: lanes not stored.
-            const CodeOperand<kind> value(chunk.values[tile] + offset + v * kLanes);
+            value[v] = CodeOperand<kind>::load(chunk.values[tile] + offset + v * kLanes);
             fetch(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
+        }
+        OCTAVO_UNROLLED
+        for (int64_t r = 0; r < rows; ++r) {
+            const int32_t *weight = weights[r].words[word];
             OCTAVO_UNROLLED
-            for (int64_t r = 0; r < rows; ++r) {
-                const __m512i upper = _mm512_set1_epi32(weights[r].words[word][0]);
-                const __m512i lower = _mm512_set1_epi32(weights[r].words[word][1]);
-                OCTAVO_UNROLLED
-                for (int64_t part = 0; part < A::kParts; ++part) {
-                    high[r][v][part] =
-                        _mm512_dpbusd_epi32(high[r][v][part], value.parts[part], upper);
-                    low[r][v][part] =
-                        _mm512_dpbusd_epi32(low[r][v][part], value.parts[part], lower);
+            for (int64_t v = 0; v < width; ++v) {
+                dot(high[r][v], value[v].first, weight + 0);
+                dot(low[r][v], value[v].first, weight + 1);
+                if constexpr (kind == KvKind::I4) {
+                    dot(high_2[r][v], value[v].second, weight + 0);
+                    dot(low_2[r][v], value[v].second, weight + 1);
                 }
             }
         }
     }
     OCTAVO_UNROLLED
     for (int64_t r = 0; r < rows; ++r) {
+        const Vec unit = Vec::set(weights[r].unit), least = Vec::set(weights[r].least);
         OCTAVO_UNROLLED
         for (int64_t v = 0; v < width; ++v) {
             const int64_t at = column + v * kLanes;
             const auto lanes = __mmask16((1u << smaller(row_words - at, kLanes)) - 1);
-            OCTAVO_UNROLLED
-            for (int64_t part = 0; part < A::kParts; ++part) {
-                const __m512i total =
-                    _mm512_add_epi32(_mm512_slli_epi32(high[r][v][part], 8), low[r][v][part]);
-                const Vec value = fma({_mm512_cvtepi32_ps(total)}, Vec::set(weights[r].unit),
-                                      Vec::set(weights[r].least));
-                _mm512_mask_storeu_ps(values + r * stride + part * row_words + at, lanes, value.v);
-            }
+            const auto put = [&](__m512i upper, __m512i lower, float *to) {
+                const __m512i total = _mm512_add_epi32(_mm512_slli_epi32(upper, 8), lower);
+                const Vec value = fma({_mm512_cvtepi32_ps(total)}, unit, least);
+                _mm512_mask_storeu_ps(to, lanes, value.v);
+            };
+            put(high[r][v], low[r][v], values + r * stride + at);
+            if constexpr (kind == KvKind::I4)
+                put(high_2[r][v], low_2[r][v], values + r * stride + row_words + at);
         }
     }
 }
@@ -243,7 +257,7 @@ void Codes<kind>::attend_rows(const AttentionShape &shape, const Word *q, const 
     // What the rows see together: a row's weights of what it does not see are 0.
     Seen all = seen[0];
     all.end = seen[rows - 1].end;
-    constexpr int64_t kTiles = code_width(rows, 2);
+    constexpr int64_t kTiles = code_width(rows, kSums);
     int64_t tile = all.first_tile();
     for (; tile + kTiles <= all.end_tile(); tile += kTiles)
         score_codes<kind, rows, kTiles>(q, words, chunk, tile, scores);

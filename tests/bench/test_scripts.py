@@ -76,3 +76,19 @@ def test_the_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert once.startswith(b"<?xml")
     plot.main()
     assert out.read_bytes() == once, "the same figures, the same file"
+
+
+def test_load_time_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_time = script("load_time", monkeypatch)
+    model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    options = ["--model", f"tiny={model}", "--rounds", "2", "--json"]
+    monkeypatch.setattr(sys, "argv", ["load_time.py", *options])
+    load_time.main()
+    (row,) = json.loads(capsys.readouterr().out)
+    assert row["model"] == "tiny"
+    assert row["file_mb"] == model.stat().st_size / 1e6
+    assert 0 < row["seconds"] <= row["worst_seconds"]
+    assert 0 < row["weights_mb"] < row["peak_mb"]
+    assert 0 < row["added_share"] < row["peak_share"]

@@ -3,7 +3,8 @@
 // A product of bytes is vpmaddubsw (unsigned by signed, pairs summed in saturating 16 bits), then
 // vpmaddwd. Sums of pairs are at most 2 · 15 · 127 for 4-bit numbers, 2 · 31 · 127 for 5-bit and
 // 2 · 63 · 127 for 6-bit, so eight, four and two of them fit 16 bits. 8-bit numbers go in as their
-// absolute value, their sign moved to the activation: 2 · 128 · 127 fits.
+// absolute value, their sign moved to the activation: 2 · 128 · 127 fits. Codes go in as the numbers
+// they stand for, of 5 or 8 bits.
 #pragma once
 
 #include "linear_prepare_avx2.h"

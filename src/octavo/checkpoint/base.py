@@ -208,8 +208,8 @@ class Checkpoint:
 
     ``path`` is a GGUF file or a Hugging Face folder, ``file_bytes`` what its weights' files take.
 
-    ``release`` gives memory back once the weights have been repacked: the file's pages, and what
-    loading left behind. The weights stay readable, from the file again.
+    ``release`` gives memory back when weights have been repacked, as often as is wanted: the file's
+    pages, and what loading left behind. The weights stay readable, from the file again.
     """
 
     path: Path

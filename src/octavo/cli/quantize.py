@@ -84,7 +84,7 @@ def command(
         typer.Option(
             "--symmetric/--asymmetric",
             help="Scales alone, or zeros too (GGUF: Q4_0 or Q4_1).",
-            show_default="zeros too at 4 bits",
+            show_default="zeros too at 4 bits but in compressed-tensors",
         ),
     ] = None,
     format: Annotated[
@@ -146,7 +146,9 @@ def command(
     if (chosen is Format.GGUF) != (out.suffix == ".gguf"):
         raise typer.BadParameter(f"--format {chosen.value} and -o {out} do not go together")
     number = int(bits.value)
-    plain = symmetric if symmetric is not None else number == 8 and chosen is not Format.AWQ
+    plain = symmetric
+    if plain is None:  # what most engines have kernels for
+        plain = number == 8 or chosen is Format.COMPRESSED_TENSORS
     try:
         scheme = scheme_of(chosen, number, None if size == -1 else size, plain)
     except ValueError as error:

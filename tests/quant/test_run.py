@@ -1,0 +1,321 @@
+"""A run from start to end: resumed after an interruption, refused where it must be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from octavo.checkpoint import load
+from octavo.checkpoint.base import Weight
+from octavo.cli import app
+from octavo.quant import state as states
+from octavo.quant.calibrate import CalibrationError, samples
+from octavo.quant.quantizer import Quantizer, Report
+from octavo.quant.run import WORK, quantize
+from octavo.quant.state import QuantizeError
+from oracle.tiny_folders import talking_folder
+from quant.quantizing import SAMPLES, logits_of, make, qwen3_folder, recipe, weights_of
+
+GGUF = Path(__file__).parent.parent / "oracle" / "tiny-llama-legacy.gguf"  # of two layers
+
+
+class Stop(BaseException):
+    """Like Ctrl-C."""
+
+
+def digests(path: Path) -> dict[str, str]:
+    files = [path] if path.is_file() else sorted(path.iterdir())
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def stop_at(layer: int, role: str) -> Any:
+    def progress(report: Report) -> None:
+        if (report.layer, report.role) == (layer, role) and not report.last:
+            raise Stop
+
+    return progress
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+@pytest.mark.parametrize("role", ["attn_q", "ffn_down"])
+def test_a_resumed_run_gives_the_same_bytes(method: str, role: str, tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    make(source, tmp_path / "whole", method=method)
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", method=method, progress=stop_at(1, role))
+    assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
+    assert not (tmp_path / "out" / "config.json").exists()
+    seen: list[Report] = []
+    make(source, tmp_path / "out", method=method, progress=seen.append)
+    assert {report.layer for report in seen if report.role} == {1}  # the first is not done again
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_resumed_gguf_is_the_same_file(tmp_path: Path) -> None:
+    how: dict[str, Any] = {"method": "gptq", "format": "gguf"}
+    make(GGUF, tmp_path / "whole.gguf", **how)
+    with pytest.raises(Stop):
+        make(GGUF, tmp_path / "out.gguf", progress=stop_at(1, "ffn_up"), **how)
+    assert not (tmp_path / "out.gguf").exists()
+    make(GGUF, tmp_path / "out.gguf", **how)
+    assert (tmp_path / "out.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"out.gguf", "whole.gguf"}
+
+
+def test_writing_can_fail_and_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(GGUF, tmp_path / "whole")
+    real = states.State.load
+
+    def full(self: states.State, layer: int) -> Any:
+        if layer == 1:
+            raise OSError(28, "No space left on device")
+        return real(self, layer)
+
+    monkeypatch.setattr(states.State, "load", full)
+    with pytest.raises(OSError, match="No space"):
+        make(GGUF, tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*.safetensors*"))
+    monkeypatch.undo()
+    seen: list[Report] = []
+    make(GGUF, tmp_path / "out", progress=seen.append)
+    assert not any(report.role for report in seen)
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_other_settings_do_not_go_on(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
+    with pytest.raises(QuantizeError, match=r'method "gptq" → "awq"'):
+        make(source, tmp_path / "out", method="awq")
+    with pytest.raises(QuantizeError, match="symmetric"):
+        make(source, tmp_path / "out", method="gptq", symmetric=True)
+    chosen, format = recipe("gptq")
+    with pytest.raises(QuantizeError, match="calibration"):
+        quantize(load(source), chosen, format, tmp_path / "out", SAMPLES + 1, lambda report: None)
+    make(source, tmp_path / "out", method="gptq")
+
+
+def test_another_model_does_not_go_on(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
+    with pytest.raises(QuantizeError, match="model"):
+        make(GGUF, tmp_path / "out")
+
+
+def test_damaged_work_is_named(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", progress=stop_at(1, "attn_q"))
+    layer = tmp_path / "out" / WORK / "layer-0000.npz"
+    layer.write_bytes(layer.read_bytes()[:1000])
+    with pytest.raises(QuantizeError, match=r"layer-0000\.npz: is damaged"):
+        make(source, tmp_path / "out")
+
+
+def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
+    def again(report: Report) -> None:
+        make(GGUF, tmp_path / "out")
+
+    with pytest.raises(QuantizeError, match="another process"):
+        make(GGUF, tmp_path / "out", progress=again)
+
+
+def test_places_that_are_somebody_elses(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("dear")
+    with pytest.raises(QuantizeError, match="holds no interrupted run"):
+        make(GGUF, tmp_path / "mine")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(QuantizeError, match="no folder"):
+        make(GGUF, tmp_path / "file")
+    (tmp_path / "old.gguf").write_text("")
+    with pytest.raises(QuantizeError, match="exists already"):
+        make(GGUF, tmp_path / "old.gguf", format="gguf")
+    make(GGUF, tmp_path / "out")
+    with pytest.raises(QuantizeError, match="holds no interrupted run"):
+        make(GGUF, tmp_path / "out")
+    (tmp_path / "empty").mkdir()
+    make(GGUF, tmp_path / "empty")
+
+
+def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda path: type("", (), {"free": 1000}))
+    with pytest.raises(QuantizeError, match="MiB are free"):
+        make(GGUF, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_groups_that_do_not_divide(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(QuantizeError, match="group size 64 does not divide the 96 inputs"):
+        make(source, tmp_path / "out", group=64)
+    assert not (tmp_path / "out").exists()
+
+
+def spoilt(role: str, where: int, value: float, path: Path) -> Any:
+    """A checkpoint with one weight that is no number, or enormous."""
+    checkpoint = load(path)
+    weight = checkpoint.weights[role]
+    values = weights_of(checkpoint)[role].copy()
+    values.flat[where] = value
+    from octavo.checkpoint.base import WeightFormat
+
+    bad = Weight(weight.name, WeightFormat.F32, weight.shape, values.view(np.uint8).reshape(-1))
+    return replace(checkpoint, weights=checkpoint.weights | {role: bad})
+
+
+def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    chosen, format = recipe("gptq")
+
+    def run(checkpoint: Any) -> None:
+        quantize(checkpoint, chosen, format, tmp_path / "out", SAMPLES, lambda report: None)
+
+    with pytest.raises(QuantizeError, match=r"layers\.1\.mlp\.up_proj.*no numbers"):
+        run(spoilt("layers.1.ffn_up", 5, np.nan, source))
+    # Weights that are finite and make values that are not.
+    other = tmp_path / "other"
+    with pytest.raises(QuantizeError, match=r"layers\.0\.ffn_gate: its inputs.*not all finite"):
+        quantize(
+            spoilt("layers.0.ffn_norm", 3, 3e38, source), chosen, format, other, SAMPLES,
+            lambda report: None,
+        )  # fmt: skip
+
+
+def test_texts_to_calibrate_with() -> None:
+    checkpoint = load(GGUF)
+    with pytest.raises(CalibrationError, match="0 tokens to calibrate with, fewer than 16"):
+        samples(checkpoint.tokenizer, "", 4, 32, "nothing.txt")
+    text = "abc " * 400
+    ids = checkpoint.tokenizer.encode(text)
+    found = samples(checkpoint.tokenizer, text, 4, 32)
+    assert found.shape == (4, 32)
+    assert samples(checkpoint.tokenizer, text, 4, 10**6).shape[0] == 1
+    start = ids[: len(ids) - len(checkpoint.tokenizer.encode(text, add_special_tokens=False))]
+    assert all(row[: len(start)].tolist() == start for row in found)
+
+
+def test_looking_needs_a_text() -> None:
+    chosen, _ = recipe("awq")
+    with pytest.raises(QuantizeError, match="needs a calibration text"):
+        Quantizer(load(GGUF), chosen, None, lambda role, values: values)
+
+
+# ── GGUF ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "kind"), [(4, True, "Q4_0"), (4, False, "Q4_1"), (8, True, "Q8_0")]
+)
+@pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
+def test_gguf(bits: int, symmetric: bool, kind: str, method: str, tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    make(GGUF, out, method=method, format="gguf", bits=bits, symmetric=symmetric)
+    before, after = load(GGUF), load(out)
+    assert after.config == before.config
+    for role, weight in after.weights.items():
+        layer = role.startswith("layers.") and len(weight.shape) == 2
+        assert weight.format.name == (kind if layer else before.weights[role].format.name), role
+        if not layer and len(weight.shape) == 2:
+            assert np.array_equal(weight.data, before.weights[role].data)
+    error = np.abs(logits_of(after) - logits_of(before)).mean() / logits_of(before).std()
+    assert error < (0.05 if bits == 8 else 0.25)
+    old, new = dict(keys(GGUF)), dict(keys(out))
+    assert {key for key in old if old[key] != new.get(key)} <= {
+        "general.file_type", "general.quantization_version",
+    }  # fmt: skip
+
+
+def keys(path: Path) -> list[tuple[str, bytes]]:
+    from octavo.quant.gguf_writer import _spans
+
+    return _spans(path)
+
+
+def test_gguf_is_written_from_gguf_only(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(QuantizeError, match="written from GGUF files"):
+        make(source, tmp_path / "out.gguf", format="gguf")
+
+
+# ── The command ─────────────────────────────────────────────────────────────────────────────────
+
+
+def command(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    source = talking_folder(tmp_path / "source")
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    result = command(
+        source, "--method", "gptq", "--group-size", "-1", "--calibration", text, "--seq-len", 64,
+        "--json", "-o", tmp_path / "out",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    facts = json.loads(result.stdout)
+    assert facts["format"] == "gptq"
+    assert facts["bits"] == 4
+    assert 0.5 < facts["bytes_per_weight"] < 2.0
+    assert load(tmp_path / "out").quantization is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--group-size", "48"], "neither -1 nor a multiple of 32"),
+        (["--bits", "5"], "'5'"),
+        (["--format", "awq", "--bits", "8"], "4 bits only"),
+        (["--format", "awq", "--symmetric"], "asymmetric"),
+        (["--format", "gguf"], "do not go together"),
+        (["--method", "magic"], "magic"),
+        (["--calibration", "nowhere.txt"], "nowhere.txt"),
+    ],
+)
+def test_wrong_use(arguments: list[str], message: str, tmp_path: Path) -> None:
+    result = command(GGUF, *arguments, "-o", tmp_path / "out")
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    script = (
+        "import os, signal; from octavo.quant import state; real = state.State.save\n"
+        "def save(self, layer, result):\n"
+        "    real(self, layer, result)\n"
+        "    if layer == 0: os.kill(os.getpid(), signal.SIGINT)\n"
+        "state.State.save = save\n"
+        "from octavo.cli import main; main()"
+    )
+    arguments = ["quantize", str(source), "--method", "rtn", "--group-size", "32"]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments, "-o", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert done.returncode == 130, done.stderr
+    assert "the same command goes on from there" in done.stderr
+    assert (tmp_path / "out" / WORK / "layer-0000.npz").exists()
+    result = command(*arguments[1:], "-o", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    make(source, tmp_path / "whole")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

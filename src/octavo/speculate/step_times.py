@@ -19,7 +19,7 @@ _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's d
 _WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
 _FADING = 32, 0.8  # after so many steps an observation counts for so much
 _FAINT = 0.5  # observations below which a size is as good as never seen
-_STALE = 128  # steps after which a size must be seen again to be compared with
+_ENOUGH = 2.0  # observations of a size for others to be compared with it
 _HOPE = 0.1  # a size unlike all seen of late is taken to be better by this, so that it is tried
 _NEAR = 1.25  # times as large, or as small
 
@@ -38,7 +38,6 @@ class StepTimes:
         self._token: float | None = None
         self._corrections = [0.0] * len(KNOTS)  # logarithms
         self._seen = [0.0] * len(KNOTS)  # observations, fading
-        self._last = [-_STALE - 1] * len(KNOTS)  # the step that a size was seen in
         self._common = 0.0
         self.noise = 0.0  # mean error of predictions, as a share of what was predicted
         self._steps = 0
@@ -77,7 +76,6 @@ class StepTimes:
         self._common += _COMMON_GAIN * error
         self.noise += _NOISE_GAIN * (abs(error) - self.noise)
         self._seen[at] += 1
-        self._last[at] = self._steps
         self._steps += 1
         every, share = _FADING
         if self._steps % every == 0:
@@ -94,8 +92,8 @@ class StepTimes:
         return self.predict(num_tokens) * (1 - _HOPE / (1 + seen))
 
     def stale(self, num_tokens: int) -> bool:
-        """Whether a size has not been seen of late."""
-        return self._steps - self._last[_nearest(num_tokens)] > _STALE
+        """Whether a size has hardly been seen of late: it is no measure for others then."""
+        return self._seen[_nearest(num_tokens)] < _ENOUGH
 
     def sizes(self, low: int, high: int) -> Iterator[int]:
         """The sizes in (low, high] worth comparing."""

@@ -14,6 +14,7 @@ from octavo.cli import app
 from octavo.cli.inspect import part_of
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.native import NativeExecutor
+from oracle.tiny_folders import quantized_folder
 
 
 def inspect(*arguments: str) -> dict[str, Any]:
@@ -93,6 +94,38 @@ def test_gemma(gemma3_path: Path) -> None:
 )
 def test_parts(role: str, part: str) -> None:
     assert part_of(role) == part
+
+
+def test_quantized(tmp_path: Path) -> None:
+    path = quantized_folder("gptqmodel-dynamic", tmp_path / "m")
+    facts = inspect(str(path))
+    assert facts["quantization"] == {
+        "method": "gptq",
+        "layout": "gptq",
+        "bits": [4, 8],
+        "group_sizes": [-1, 32],
+        "symmetric": True,
+        "activation_order": False,
+        "activations": None,
+    }
+    formats = {(each["stored"], each["group_size"]): each for each in facts["formats"]}
+    # One matrix of 96 x 64 in four bits with scales of 16 bits and zeros of 4 for 32 inputs, and
+    # g_idx; and its rows in memory, where scales have 32 bits and zeros 8.
+    gate = formats["gptq-int4", 32]
+    assert (gate["tensors"], gate["parameters"], gate["held"]) == (1, 96 * 64, "I4")
+    assert gate["stored_bytes"] == 96 * 64 // 2 + 96 * 2 * 5 // 2 + 64 * 4
+    assert gate["held_bytes_per_weight"] == gate["held_bytes"] / gate["parameters"]
+    assert formats["gptq-int8", -1]["tensors"] == 5
+    assert sum(each["stored_bytes"] for each in facts["formats"]) == facts["stored_bytes"]
+    assert sum(each["held_bytes"] for each in facts["formats"]) == facts["weights_bytes"]
+    ordered = quantized_folder("gptqmodel-order", tmp_path / "n")
+    text = CliRunner().invoke(app, ["inspect", str(ordered)]).stdout
+    assert "quantized   gptq (gptq), 4 bits, a scale for 32 inputs, symmetric, activation" in text
+    assert "I4, a scale for 32 inputs, in activation order" in text
+    folder = quantized_folder("llmcompressor-w8a8", tmp_path / "o")
+    text = CliRunner().invoke(app, ["inspect", str(folder)]).stdout
+    assert "one scale a row, symmetric, activations int8, quantized when they are used" in text
+    assert inspect(str(folder))["formats"][0]["stored"] == "compressed-tensors-int8"
 
 
 def test_predicted_bytes_are_the_allocated_ones(smollm2_path: Path, gemma3_path: Path) -> None:

@@ -448,6 +448,7 @@ def record(name: str) -> None:
     HERE.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as temporary:
         source, made = Path(temporary) / "base", Path(temporary) / "made"
+        os.chdir(temporary)  # some packages write logs where they run
         base(source, list(MODELS).index(name), dtype, config, name in BORROWING)
         matrices = quantize(source, made)
         target.mkdir()
@@ -459,6 +460,7 @@ def record(name: str) -> None:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+        os.chdir(HERE)
     # What is not quantized, as the package wrote it.
     written = load_file(target / "model.safetensors")
     for key, parameter in model.named_parameters():

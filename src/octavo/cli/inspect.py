@@ -244,9 +244,9 @@ def as_text(facts: dict[str, Any]) -> str:
         f"{_mib(facts['weights_bytes']):>12}"
         f"{_per_weight(facts)}",
         "",
-        f"{'formats':<16}{'tensors':>10}{'stored':>12}{'held':>12}{'bytes a weight':>16}  held as",
+        f"{'formats':<24}{'tensors':>8}{'stored':>12}{'held':>12}{'bytes a weight':>16}  held as",
         *(
-            f"{each['stored']:<16}{each['tensors']:>10,}{_mib(each['stored_bytes']):>12}"
+            f"{each['stored']:<24}{each['tensors']:>8,}{_mib(each['stored_bytes']):>12}"
             f"{_mib(each['held_bytes']):>12}{_per_weight(each)}  {_held(each)}"
             for each in facts["formats"]
         ),

@@ -22,7 +22,7 @@ from octavo.quant.grid import Float32, Quantized, bf16
 from octavo.quant.hf_model import Place, hf_config, less_one, places, row_order
 from octavo.quant.layouts import Layout, Tensor, bf16_bits
 from octavo.quant.safetensors_writer import SafetensorsWriter
-from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
+from octavo.quant.state import LayerResult, State, write_whole
 
 # Of a source's configuration, what says how its weights were stored.
 _OF_STORAGE = ("quantization_config", "compression_config")
@@ -38,8 +38,6 @@ class FolderTarget:
         self.config = checkpoint.config
         self.layout = layout
         self.from_folder = checkpoint.path.is_dir()
-        if self.config.family in ("mixtral", "qwen3moe"):
-            raise QuantizeError(f"sparse experts ({self.config.family}) cannot be quantized yet")
         if self.from_folder:
             self.values = HfFolder(checkpoint.path).json(CONFIG)
         else:

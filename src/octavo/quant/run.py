@@ -47,6 +47,11 @@ def quantize(
     Raises `QuantizeError`, or `OSError` where there is no writing; the finished layers stay for the
     next run.
     """
+    if any(layer.experts for layer in checkpoint.config.layers):
+        raise QuantizeError(
+            f"{checkpoint.path}: has sparse experts ({checkpoint.config.family}), which "
+            "octavo quantize does not support"
+        )
     target: FolderTarget | GgufTarget
     if format is Format.GGUF:
         target = GgufTarget(checkpoint, recipe.scheme.kind)

@@ -1,0 +1,223 @@
+"""Octavo's quantizers beside the published ones: the same model, text, bits and groups.
+
+    python benchmarks/quantizers.py make      --model smollm2=PATH     # this repository
+    python benchmarks/quantizers.py reference --model smollm2=PATH     # llmcompressor 0.14, torch
+    python benchmarks/quantizers.py report    --model smollm2=PATH [--json FILE]
+
+``make`` writes the calibration text's token ids and quantizes with rtn, GPTQ and AWQ; ``reference``
+runs in an environment that has llm-compressor (https://github.com/vllm-project/llm-compressor), on
+the same ids and the same fp32 weights, with its GPTQ and AWQ at their defaults; ``--only NAME`` for
+one of them. ``report`` takes each result's weights as they are stored, computes in fp32 on a text
+that nobody was calibrated on (`octavo fidelity`'s), and compares with the source. What exists is
+kept: remove it from the folder (``--cache``, build/quantizers) to make it again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from _models import models
+
+Float32 = npt.NDArray[np.float32]
+CACHE = Path(__file__).resolve().parent.parent / "build" / "quantizers"
+BITS, GROUP = 4, 64
+KINDS = {"asym": False, "sym": True}  # of scales: with zeros, or alone
+OURS = ("rtn", "gptq", "awq")
+THEIRS = ("gptq", "awq")
+WINDOW = 512  # tokens compared at a time
+ROWS = 64  # positions whose distributions are held
+
+
+def make(path: Path, cache: Path, count: int, length: int, only: list[str]) -> None:
+    from octavo import checkpoint as checkpoints
+    from octavo.quant.calibrate import default_text, samples
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.quantizer import Method, Recipe
+    from octavo.quant.run import quantize
+
+    checkpoint = checkpoints.load(path)
+    ids = samples(checkpoint.tokenizer, default_text(), count, length)
+    np.save(cache / "ids.npy", ids)
+    for method in OURS:
+        for kind, symmetric in KINDS.items():
+            # AWQ's own layout is asymmetric; the symmetric one goes where llm-compressor's does.
+            format = Format.COMPRESSED_TENSORS if symmetric else Format.GPTQ
+            name = f"octavo-{method}-{kind}"
+            out = cache / name
+            if (only and name not in only) or (out / "config.json").exists():
+                continue
+            began = time.monotonic()
+            recipe = Recipe(Method(method), scheme_of(format, BITS, GROUP, symmetric))
+            quantize(checkpoint, recipe, format, out, ids, lambda report: None)
+            (out / "seconds").write_text(f"{time.monotonic() - began:.0f}")
+            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+
+
+def reference(path: Path, cache: Path, only: list[str]) -> None:
+    import torch
+    import transformers
+    from datasets import Dataset
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.awq import AWQModifier
+    from llmcompressor.modifiers.gptq import GPTQModifier
+
+    modifiers = {"gptq": GPTQModifier, "awq": AWQModifier}
+    ids = np.load(cache / "ids.npy")
+    data = Dataset.from_dict(
+        {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
+    )
+    for method in THEIRS:
+        for kind, symmetric in KINDS.items():
+            name = f"llm-compressor-{method}-{kind}"
+            out = cache / name
+            if (only and name not in only) or (out / "config.json").exists():
+                continue
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                str(path.parent),
+                gguf_file=path.name,
+                dtype=torch.float32,
+                quantization_config=transformers.GgufConfig(dequantize=True),
+            )
+            model.config.quantization_config = None
+            weights = {"num_bits": BITS, "type": "int", "symmetric": symmetric}
+            weights |= {"strategy": "group", "group_size": GROUP}
+            groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+            began = time.monotonic()
+            oneshot(
+                model=model,
+                dataset=data,
+                recipe=modifiers[method](config_groups=groups, ignore=["lm_head"]),
+                num_calibration_samples=len(ids),
+                max_seq_length=ids.shape[1],
+                shuffle_calibration_samples=False,
+            )
+            seconds = time.monotonic() - began
+            model.save_pretrained(out, save_compressed=True)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(
+                str(path.parent), gguf_file=path.name
+            )
+            tokenizer.save_pretrained(out)
+            (out / "seconds").write_text(f"{seconds:.0f}")
+            print(f"{name}: {seconds:.0f} s", flush=True)
+
+
+def log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
+    x = logits.astype(np.float64)
+    x -= x.max(axis=-1, keepdims=True)
+    x -= np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    return x
+
+
+def hidden_of(path: Path, windows: list[npt.NDArray[np.int32]]) -> tuple[list[Float32], Float32]:
+    """What the head is multiplied with at every position, and the head."""
+    from octavo import checkpoint as checkpoints
+    from octavo.execute import reference as executor
+    from octavo.model import families
+    from octavo.model.program import Logits
+    from octavo.quant.blocks import dequantize
+
+    checkpoint = checkpoints.load(path)
+    program = families.program(checkpoint.config)
+    head = program.ops[-1]
+    assert isinstance(head, Logits)
+    assert not head.softcap
+    weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
+    rows = []
+    for window in windows:
+        values: executor.Values = {}
+        executor.run(program.ops[:-1], program.config, weights, values, window[None])
+        rows.append(values[head.x][0])
+    return rows, weights[head.weight]
+
+
+def logits_in_pieces(hidden: list[Float32], head: Float32) -> Iterator[Float32]:
+    for rows in hidden:
+        for start in range(0, len(rows), ROWS):
+            yield rows[start : start + ROWS] @ head.T
+
+
+def report(path: Path, cache: Path, file: str | None) -> None:
+    from octavo import checkpoint as checkpoints
+    from octavo.quant.fidelity import default_text
+
+    tokenizer = checkpoints.load(path).tokenizer
+    ids = np.array(tokenizer.encode(default_text()), np.int32)
+    windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+    source = hidden_of(path, windows)
+    results: list[dict[str, Any]] = []
+    for out in sorted(cache.iterdir()):
+        if not (out / "config.json").exists():
+            continue
+        found = hidden_of(out, windows)
+        kl, agree = [], []
+        for a, b in zip(logits_in_pieces(*source), logits_in_pieces(*found), strict=True):
+            p, q = log_softmax(a), log_softmax(b)
+            kl += (np.exp(p) * (p - q)).sum(axis=1).tolist()
+            agree += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
+        seconds = out / "seconds"
+        results.append(
+            {
+                "name": out.name,
+                "mean_kl_nats": float(np.mean(kl)),
+                "standard_error": float(np.std(kl, ddof=1) / np.sqrt(len(kl))),
+                "p99_kl_nats": float(np.quantile(kl, 0.99)),
+                "top1_agreement_percent": 100 * float(np.mean(agree)),
+                "seconds": int(seconds.read_text()) if seconds.exists() else None,
+                "positions": len(kl),
+            }
+        )
+        base = {r["name"].rpartition("-")[2]: r["mean_kl_nats"] for r in results
+                if r["name"].startswith("octavo-rtn")}  # fmt: skip
+        print(results[-1]["name"], f"{results[-1]['mean_kl_nats']:.4f}", flush=True)
+    print(f"\n{'':26}{'mean KL':>9}{'± s.e.':>8}{'p99':>7}{'top-1 %':>9}{'of rtn':>8}{'s':>7}")
+    for r in results:
+        rounded = base.get(r["name"].rpartition("-")[2])
+        ratio = "" if rounded is None else f"{r['mean_kl_nats'] / rounded:.2f}"
+        print(
+            f"{r['name']:26}{r['mean_kl_nats']:9.4f}{r['standard_error']:8.4f}"
+            f"{r['p99_kl_nats']:7.2f}{r['top1_agreement_percent']:9.2f}{ratio:>8}"
+            f"{r['seconds'] if r['seconds'] is not None else '':>7}"
+        )
+    if file:
+        Path(file).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("what", nargs="*", help="make, reference or report")
+    parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="folder for results")
+    parser.add_argument("--only", action="append", default=[], help="one result, by its name")
+    parser.add_argument("--samples", type=int, default=16, help="pieces of the text")
+    parser.add_argument("--seq-len", type=int, default=512, help="tokens of each")
+    parser.add_argument("--json", help="file for the report")
+    args = parser.parse_args()
+    if unknown := set(args.what) - {"make", "reference", "report"}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    chosen = models(args.model)
+    for name, path in chosen.items():
+        if args.model is None and name != "smollm2":
+            continue  # the other has a head too large to hold twice
+        cache = args.cache / name
+        cache.mkdir(parents=True, exist_ok=True)
+        for what in args.what or ["make", "report"]:
+            if what == "make":
+                make(path, cache, args.samples, args.seq_len, args.only)
+            elif what == "reference":
+                reference(path, cache, args.only)
+            else:
+                report(path, cache, args.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

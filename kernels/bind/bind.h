@@ -7,4 +7,5 @@ void bind_runtime(nanobind::module_ &m);
 void bind_machine_limits(nanobind::module_ &m);
 void bind_linear(nanobind::module_ &m);
 void bind_merges(nanobind::module_ &m);
+void bind_quantize(nanobind::module_ &m);
 void bind_sampler(nanobind::module_ &m);

@@ -7,6 +7,7 @@ NB_MODULE(_native, m) {
     bind_machine_limits(m);
     bind_linear(m);
     bind_merges(m);
+    bind_quantize(m);
     bind_runtime(m);
     bind_sampler(m);
 }

@@ -62,6 +62,33 @@ inline void read_grouped_lane(const GroupParts<const uint8_t> &from, int64_t lan
     }
 }
 
+// The bits of the largest magnitude of a row's scales, leaving out those of groups that are all
+// zero: files give these any scale, and the largest of a column says how exactly the others are
+// held.
+template <Format F>
+inline uint32_t largest_used_scale(const uint8_t *row, int64_t k, int64_t group) {
+    const int64_t count = (k + group - 1) / group;
+    const uint8_t *zeros = row + 4 * count, *stream = zeros + count;
+    const auto is_zero = [&](int64_t i) {
+        const int64_t end = (i + 1) * group < k ? (i + 1) * group : k;
+        for (int64_t at = i * group; at < end; at += kGroup) {
+            uint8_t values[kGroup];
+            read_stream<F>(stream + at / kGroup * format_info(F).block_bytes, values);
+            for (const uint8_t value : values)
+                if (value != zeros[i])
+                    return false;
+        }
+        return true;
+    };
+    uint32_t largest = 0; // magnitudes' bits order like the numbers, NaN above all
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = load_as<uint32_t>(row + i * 4) & 0x7fffffffu;
+        if (bits > largest && !is_zero(i))
+            largest = bits;
+    }
+    return largest;
+}
+
 template <Format F>
 inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, int64_t group,
                                uint8_t *dst) {
@@ -73,19 +100,18 @@ inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, i
     for (int64_t i = 0; i < count; ++i)
         std::memset(dst + kLine + i * kRecord + 2 * kLanes, grouped_traits(F).centre, kLanes);
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const uint8_t *scales = src + lane * row, *zeros = scales + 4 * count;
-        uint32_t largest = 0; // bits of a magnitude: they order like the numbers, NaN above all
-        for (int64_t i = 0; lane < columns && i < count; ++i) {
-            const uint32_t bits = load_as<uint32_t>(scales + i * 4) & 0x7fffffffu;
-            largest = bits > largest ? bits : largest;
-        }
-        const float up = column_scale(load_as<float>(&largest));
-        store_as(dst + lane * 4, up);
+        store_as(dst + lane * 4, 1.0f);
         if (lane >= columns)
             continue;
+        const uint8_t *scales = src + lane * row, *zeros = scales + 4 * count;
+        const uint32_t largest = largest_used_scale<F>(scales, k, group);
+        const float up = column_scale(load_as<float>(&largest));
+        store_as(dst + lane * 4, up);
         for (int64_t i = 0; i < count; ++i) {
             uint8_t *record = dst + kLine + i * kRecord;
-            store_as(record + lane * 2, float_to_half(load_as<float>(scales + i * 4) * up));
+            const bool used = (load_as<uint32_t>(scales + i * 4) & 0x7fffffffu) <= largest;
+            const float scale = used ? load_as<float>(scales + i * 4) : 0.0f;
+            store_as(record + lane * 2, float_to_half(scale * up));
             record[2 * kLanes + lane] = zeros[i];
         }
         const uint8_t *stream = zeros + count;

@@ -29,6 +29,19 @@ def merge_cuts(
     usable: npt.NDArray[np.uint8],
 ) -> npt.NDArray[np.int32]: ...
 
+# bind/quantize.cpp
+
+def quantize(
+    data: npt.NDArray[np.uint8],
+    source: int,
+    rows: int,
+    k: int,
+    format: int,
+    group: int = 0,
+    symmetric: bool = False,
+    pool: ThreadPool | None = None,
+) -> npt.NDArray[np.uint8]: ...
+
 # bind/sampler.cpp
 
 class SamplerState:

@@ -49,6 +49,8 @@ bool all_finite(const float *x, int64_t count) {
 
 struct Range {
     float low, high;
+
+    float magnitude() const { return std::max(std::fabs(low), std::fabs(high)); }
 };
 
 Range range_of(const float *x, int64_t count) {
@@ -92,7 +94,7 @@ bool quantize_grouped(const float *x, int64_t k, int bits, int64_t group, bool s
         const Range range = range_of(x + begin, end - begin);
         float zero = static_cast<float>(1 << (bits - 1)), scale;
         if (symmetric) {
-            scale = round_scale(2.0f * std::max(-range.low, range.high) / levels);
+            scale = round_scale(2.0f * range.magnitude() / levels);
         } else {
             const float low = std::min(range.low, 0.0f), high = std::max(range.high, 0.0f);
             scale = round_scale((high - low) / levels);
@@ -133,7 +135,7 @@ bool quantize_block(Format format, const float *x, uint8_t *to) {
     uint8_t numbers[kBlock];
     float d, m = 0;
     if (format == Format::Q8_0) {
-        d = std::max(-range.low, range.high) / 127.0f;
+        d = range.magnitude() / 127.0f;
         const float by = inverse(d);
         for (int64_t i = 0; i < kBlock; ++i) {
             const float magnitude = std::fabs(x[i] * by);

@@ -23,8 +23,8 @@ bool can_quantize(Format source, Format format);
 
 // Rounds `rows` rows of k weights (whole blocks; `group` and `symmetric` are for grouped formats)
 // into rows of `format`, one after another. Returns -1, or the first row that holds an infinity or
-// a NaN, or whose scale is beyond fp16 in a GGUF format; that row and those below it are not
-// written.
+// a NaN, or whose scales are beyond fp32, in a GGUF format beyond fp16; that row and those below it
+// are not written.
 int64_t quantize_rows(Format source, const std::byte *src, int64_t rows, int64_t k, Format format,
                       int64_t group, bool symmetric, std::byte *dst);
 

@@ -7,44 +7,9 @@
 namespace octavo {
 namespace {
 
-// Sums of the products of a group by pairs of inputs, in 16 bits, R rows by half the lanes.
-template <Format F, int R>
-inline void grouped_narrow_dots(const GroupParts<const uint8_t> &part, int64_t lane,
-                                const ActivationGroup *x, __m256i (&narrow)[R]) {
-    if constexpr (F == Format::I4) {
-        narrow_dots<Format::Q4_0, R>({part.quants, part.quants, nullptr, nullptr}, lane, x, narrow);
-        return;
-    }
-    const __m256i low0 = load_bytes(part.quants + lane * 4);
-    const __m256i low1 = load_bytes(part.quants + 64 + lane * 4);
-    const __m256i high = load_bytes(part.high + lane * 4);
-    const __m256i two = _mm256_set1_epi8(3), third = _mm256_set1_epi8(4);
-    // Shifts within 16 bits move bits across bytes; the masks drop those that came from next door.
-    const auto add_quads = [&]<int I>() {
-        const __m256i early = I <= 2 ? _mm256_slli_epi16(high, 2 - I) : _mm256_srli_epi16(high, 1);
-        const __m256i first = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low0, 2 * I), two),
-                                              _mm256_and_si256(early, third));
-        const __m256i second =
-            _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low1, 2 * I), two),
-                            _mm256_and_si256(_mm256_srli_epi16(high, I + 2), third));
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            const int8_t *q = x[r].quants + I * 4;
-            const __m256i p = _mm256_maddubs_epi16(first, broadcast(q));
-            narrow[r] = I == 0 ? p : _mm256_add_epi16(narrow[r], p);
-            narrow[r] =
-                _mm256_add_epi16(narrow[r], _mm256_maddubs_epi16(second, broadcast(q + 16)));
-        }
-    };
-    add_quads.template operator()<0>();
-    add_quads.template operator()<1>();
-    add_quads.template operator()<2>();
-    add_quads.template operator()<3>();
-}
-
 // R rows by half of a column block, beginning at `lane`.
 template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int64_t lane) {
-    constexpr int kCentre = grouped_traits(F).centre;
+    constexpr int kCentre = kCentreOf<F>;
     const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
@@ -57,8 +22,7 @@ template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int6
     const __m256i copy_even = _mm256_add_epi8(_mm256_set1_epi64x(0x0504050401000100), upper);
     const __m256i copy_odd = _mm256_add_epi8(_mm256_set1_epi64x(0x0706070603020302), upper);
     Records records(tile.weights, tile.group);
-    if (lane == 0)
-        prefetch_records<R>(tile.weights, quants);
+    const Prefetching<F, R> prefetching(tile.weights, quants);
     __m256 sums[R];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -74,8 +38,8 @@ template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int6
         for (; g < end; g += 2, x += 2 * height, quants += 2 * kQuantsStep<F>) {
             const ActivationGroup *next = x + height;
             __m256i even[R], odd[R];
-            grouped_narrow_dots<F, R>(grouped_parts<F>(quants, 0), lane, x, even);
-            grouped_narrow_dots<F, R>(grouped_parts<F>(quants, 1), lane, next, odd);
+            narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants), lane, x, even);
+            narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants + kQuantsStep<F>), lane, next, odd);
             const uint8_t *record = records.next(), *record_odd = records.next();
             const __m256i scale =
                 pair_lanes(_mm256_cvtps_epi32(load_halves(record + lane * 2)),
@@ -97,10 +61,8 @@ template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int6
                 sum = _mm256_add_epi32(sum, _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
                 totals[r] = _mm256_add_epi32(totals[r], sum);
             }
-            if (lane == 0) {
-                prefetch_quants<F, R>(quants);
-                prefetch_quants<F, R>(quants + kQuantsStep<F>);
-            }
+            if (lane == 0)
+                prefetching.template step<2>(quants);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
@@ -120,8 +82,7 @@ template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     Records records(tile.weights, tile.group);
-    if (lane == 0)
-        prefetch_records<R>(tile.weights, quants);
+    const Prefetching<F, R> prefetching(tile.weights, quants);
     __m256 sums[R][H];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -176,7 +137,7 @@ template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64
                 sums[r][h] = _mm256_fmadd_ps(min, _mm256_set1_ps(x[r].scaled_sum), sums[r][h]);
         }
         if (lane == 0)
-            prefetch_quants<F, R>(quants);
+            prefetching.template step<1>(quants);
     }
 #pragma GCC unroll 8
     for (int h = 0; h < H; ++h) {

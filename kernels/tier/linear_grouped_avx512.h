@@ -7,32 +7,8 @@
 namespace octavo {
 namespace {
 
-template <> struct Quads<Format::I3> {
-    __m512i low0, low1, high;
-
-    Quads(const uint8_t *group_quants, const uint8_t *group_high)
-        : low0(_mm512_loadu_si512(group_quants)), low1(_mm512_loadu_si512(group_quants + 64)),
-          high(_mm512_loadu_si512(group_high)) {}
-
-    // Shifts within 16 bits move bits across bytes; the masks drop those that came from next door.
-    template <int I> void get(__m512i &first, __m512i &second) const {
-        const __m512i two = _mm512_set1_epi8(3), third = _mm512_set1_epi8(4);
-        const __m512i early = I <= 2 ? _mm512_slli_epi16(high, 2 - I) : _mm512_srli_epi16(high, 1);
-        first = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(low0, 2 * I), two),
-                                _mm512_and_si512(early, third));
-        second = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(low1, 2 * I), two),
-                                 _mm512_and_si512(_mm512_srli_epi16(high, I + 2), third));
-    }
-};
-
-// The format whose quants lie the same.
-template <Format F>
-constexpr Format kQuantsOf = F == Format::I8   ? Format::Q8_0
-                             : F == Format::I4 ? Format::Q4_0
-                                               : F;
-
 template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
-    constexpr int kCentre = grouped_traits(F).centre;
+    constexpr int kCentre = kCentreOf<F>;
     const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
@@ -45,7 +21,7 @@ template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
         return kCentre == 8 ? minus_8 : _mm512_srai_epi32(minus_8, 1);
     };
     Records records(tile.weights, tile.group);
-    prefetch_records<R>(tile.weights, quants);
+    const Prefetching<F, R> prefetching(tile.weights, quants);
     __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -60,8 +36,8 @@ template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
             totals[r] = _mm512_setzero_si512();
         // Past an odd number of groups comes one of zeros.
         for (; g < end; g += 2, x += 2 * height, quants += 2 * kQuantsStep<F>) {
-            const GroupParts<const uint8_t> even = grouped_parts<F>(quants, 0);
-            const GroupParts<const uint8_t> odd = grouped_parts<F>(quants, 1);
+            const GroupParts<const uint8_t> even = grouped_parts(quants);
+            const GroupParts<const uint8_t> odd = grouped_parts(quants + kQuantsStep<F>);
             const ActivationGroup *next = x + height;
             __m512i dots[R], dots_odd[R];
 #pragma GCC unroll 8
@@ -95,8 +71,7 @@ template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
                 for (int r = 0; r < R; ++r)
                     add_pairs(totals[r], min, &next[r].fixed_pair);
             }
-            prefetch_quants<F, R>(quants);
-            prefetch_quants<F, R>(quants + kQuantsStep<F>);
+            prefetching.template step<2>(quants);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -121,7 +96,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile) {
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
     Records records(tile.weights, tile.group);
-    prefetch_records<R>(tile.weights, quants);
+    const Prefetching<F, R> prefetching(tile.weights, quants);
     __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -131,7 +106,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
             dots[r] = _mm512_slli_epi32(broadcast(&x[r].minus_8), 4);
-        multiply_group<kQuantsOf<F>, R>(grouped_parts<F>(quants, 0), x, dots, dots);
+        multiply_group<kQuantsOf<F>, R>(grouped_parts(quants), x, dots, dots);
         const uint8_t *record = records.next();
         const __m512 scale = load_halves(record);
 #pragma GCC unroll 8
@@ -149,7 +124,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile) {
             for (int r = 0; r < R; ++r)
                 sums[r][0] = _mm512_fmadd_ps(min, _mm512_set1_ps(x[r].scaled_sum), sums[r][0]);
         }
-        prefetch_quants<F, R>(quants);
+        prefetching.template step<1>(quants);
     }
     const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
 #pragma GCC unroll 8

@@ -7,24 +7,9 @@
 namespace octavo {
 namespace {
 
-// The numbers of a group, quad by quad, as read_quads.
-template <Format F>
-inline void read_grouped_quads(const GroupParts<const uint8_t> &part, uint8_t (&values)[8][64]) {
-    if constexpr (F == Format::I8)
-        read_quads<Format::Q8_0>(part.quants, nullptr, values);
-    else if constexpr (F == Format::I4)
-        read_quads<Format::Q4_0>(part.quants, nullptr, values);
-    else
-        for (int q = 0; q < 8; ++q)
-            for (int64_t at = 0; at < 64; ++at)
-                values[q][at] =
-                    static_cast<uint8_t>((part.quants[q / 4 * 64 + at] >> q % 4 * 2 & 3) |
-                                         (part.high[at] >> q & 1) << 2);
-}
-
 template <Format F, int R>
 inline void grouped_fixed_tile(const Tile &tile, float (&sums)[R][kLanes]) {
-    constexpr int kCentre = grouped_traits(F).centre;
+    constexpr int kCentre = kCentreOf<F>;
     const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
     const int64_t groups = tile.k / kGroup;
     Records records(tile.weights, tile.group);
@@ -34,7 +19,7 @@ inline void grouped_fixed_tile(const Tile &tile, float (&sums)[R][kLanes]) {
         for (int64_t g = begin; g < end; ++g) {
             const uint8_t *record = records.next();
             uint8_t values[8][64];
-            read_grouped_quads<F>(grouped_parts<F>(quants, g), values);
+            read_quads<kQuantsOf<F>>(quants + g * kQuantsStep<F>, nullptr, values);
             int32_t scale[kLanes], min[kLanes];
             for (int64_t lane = 0; lane < kLanes; ++lane) {
                 scale[lane] = static_cast<int16_t>(
@@ -73,7 +58,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile, float (&sums)[
     for (int64_t g = 0; g < tile.k / kGroup; ++g) {
         const uint8_t *record = records.next();
         uint8_t values[8][64];
-        read_grouped_quads<Format::I8>(grouped_parts<Format::I8>(quants, g), values);
+        read_quads<Format::Q8_0>(quants + g * kQuantsStep<Format::I8>, nullptr, values);
         float scale[kLanes], min[kLanes];
         bool has_min = false;
         for (int64_t lane = 0; lane < kLanes; ++lane) {

@@ -26,42 +26,6 @@ template <Format F> inline void read_stream(const uint8_t *stream, uint8_t *valu
     }
 }
 
-template <Format F>
-inline void write_grouped_lane(const uint8_t *values, int64_t lane, const GroupParts<uint8_t> &to) {
-    if constexpr (F == Format::I8) {
-        write_lane<Format::Q8_0>(values, lane, to.quants, nullptr);
-    } else if constexpr (F == Format::I4) {
-        write_lane<Format::Q4_0>(values, lane, to.quants, nullptr);
-    } else {
-        for (int64_t j = 0; j < 4; ++j) {
-            unsigned low[2] = {0, 0}, high = 0;
-            for (int64_t q = 0; q < 8; ++q) {
-                low[q / 4] |= (values[q * 4 + j] & 3u) << q % 4 * 2;
-                high |= (values[q * 4 + j] >> 2 & 1u) << q;
-            }
-            to.quants[lane * 4 + j] = static_cast<uint8_t>(low[0]);
-            to.quants[64 + lane * 4 + j] = static_cast<uint8_t>(low[1]);
-            to.high[lane * 4 + j] = static_cast<uint8_t>(high);
-        }
-    }
-}
-
-template <Format F>
-inline void read_grouped_lane(const GroupParts<const uint8_t> &from, int64_t lane,
-                              uint8_t *values) {
-    if constexpr (F == Format::I8) {
-        read_lane<Format::Q8_0>(from.quants, nullptr, lane, values);
-    } else if constexpr (F == Format::I4) {
-        read_lane<Format::Q4_0>(from.quants, nullptr, lane, values);
-    } else {
-        for (int64_t i = 0; i < kGroup; ++i) {
-            const int64_t at = lane * 4 + i % 4, q = i / 4;
-            const int low = from.quants[q / 4 * 64 + at] >> q % 4 * 2 & 3;
-            values[i] = static_cast<uint8_t>(low | (from.high[at] >> q & 1) << 2);
-        }
-    }
-}
-
 // The bits of the largest magnitude of a row's scales, leaving out those of groups that are all
 // zero: files give these any scale, and the largest of a column says how exactly the others are
 // held.
@@ -98,7 +62,7 @@ inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, i
     // A padding column has scale zero and the neutral zero.
     std::memset(dst, 0, static_cast<size_t>(grouped_block_bytes<F>(k, group)));
     for (int64_t i = 0; i < count; ++i)
-        std::memset(dst + kLine + i * kRecord + 2 * kLanes, grouped_traits(F).centre, kLanes);
+        std::memset(dst + kLine + i * kRecord + 2 * kLanes, kCentreOf<F>, kLanes);
     for (int64_t lane = 0; lane < kLanes; ++lane) {
         store_as(dst + lane * 4, 1.0f);
         if (lane >= columns)
@@ -118,7 +82,7 @@ inline void pack_grouped_block(const uint8_t *src, int64_t columns, int64_t k, i
         for (int64_t g = 0; g < k / kGroup; ++g) {
             uint8_t values[kGroup];
             read_stream<F>(stream + g * kStreamBytes, values);
-            write_grouped_lane<F>(values, lane, grouped_parts<F>(quants, g));
+            write_lane<kQuantsOf<F>>(values, lane, quants + g * kQuantsStep<F>, nullptr);
         }
     }
 }
@@ -134,7 +98,7 @@ inline void dequantize_grouped_lane(const uint8_t *block, int64_t lane, int64_t 
         const float scale = half_to_float(load_as<uint16_t>(record + lane * 2)) * down;
         const int zero = record[2 * kLanes + lane];
         uint8_t values[kGroup];
-        read_grouped_lane<F>(grouped_parts<F>(quants, g), lane, values);
+        read_lane<kQuantsOf<F>>(quants + g * kQuantsStep<F>, nullptr, lane, values);
         for (int64_t i = 0; i < kGroup; ++i)
             out[g * kGroup + i] = scale * static_cast<float>(values[i] - zero);
     }

@@ -182,6 +182,11 @@ ENGINE_OPTIONS = [
         _ENGINE, show_default="auto",
     ),
     option(
+        "quantization", str | None, None,
+        "Round a float checkpoint to 8 or 4 bits while loading: int8 or int4.", _ENGINE,
+        "--quantization", "-q", show_default="as stored",
+    ),
+    option(
         "block_size", int | None, None, "Tokens in a KV cache block, a multiple of 16.", _ENGINE,
         show_default="16", min=16,
     ),

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple
 import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.checkpoint.rounding import QUANTIZATIONS, rounded, summary
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.memory import available_memory
 from octavo.execute.batch import slice_rows
+from octavo.execute.cpu import usable_cpus
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
@@ -55,6 +57,7 @@ class EngineConfig:
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
+    quantization: str | None = None  # "int8" or "int4": round a float checkpoint while loading
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
 
     def __post_init__(self) -> None:
@@ -71,6 +74,11 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
+                "checkpoint, and a quantized one is recognised by itself"
+            )
         if self.speculative_config is not None:
             speculation = SpeculativeConfig.of(self.speculative_config)
             object.__setattr__(self, "speculative_config", speculation)
@@ -126,13 +134,18 @@ class LoadedEngine:
     def report(self) -> str:
         """The start report: one line a fact."""
         model = self.checkpoint.config
-        speculation = self.config.speculation
+        speculation, quantization = self.config.speculation, self.config.quantization
         stop = sorted(self.checkpoint.tokenizer.eos_token_ids)
         shown = ", ".join(f"{self.checkpoint.tokenizer.token_text(i)!r} ({i})" for i in stop)
         return "\n".join(
             (
                 f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
                 f"{len(model.layers)} layers, weights {_size(self.weight_bytes)}",
+                *(
+                    [f"quantization: {summary(self.checkpoint, quantization)}"]
+                    if quantization
+                    else ()
+                ),
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
                 f"kv cache: {_size(self.kv_cache_bytes)} of "
                 f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
@@ -263,6 +276,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         speculator = Speculator(
             speculation.drafter(), checkpoint.config.vocab_size, speculation.num_speculative_tokens
         )
+    if config.quantization is not None:
+        threads = config.threads or usable_cpus()[0]
+        checkpoint = rounded(checkpoint, config.quantization, threads)
     compute = program(checkpoint.config)
     layout = config.layout_of(checkpoint.config)
     weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())

@@ -44,10 +44,8 @@ def defined(
     """Scales, zeros and numbers of [rows, groups, inputs], scales being normal fp16 numbers."""
     levels, one = np.float32(2**bits - 1), (..., np.newaxis)
     low, high = np.minimum(blocks.min(axis=2), 0), np.maximum(blocks.max(axis=2), 0)
-    if symmetric:
-        scales = np.float32(2) * np.maximum(-low, high) / levels
-    else:
-        scales = (high - low) / levels
+    spread = np.float32(2) * np.maximum(-low, high) if symmetric else high - low
+    scales = spread / levels
     scales = scales.astype(np.float16).astype(np.float32)
     middle = np.full_like(scales, 2 ** (bits - 1))
     zeros = middle if symmetric else np.rint(-low / scales).clip(0, levels)

@@ -3,8 +3,8 @@
 // A product of bytes is vpmaddubsw (unsigned by signed, pairs summed in saturating 16 bits), then
 // vpmaddwd. Sums of pairs are at most 2 · 15 · 127 for 4-bit numbers, 2 · 31 · 127 for 5-bit and
 // 2 · 63 · 127 for 6-bit, so eight, four and two of them fit 16 bits. 8-bit numbers go in as their
-// absolute value, their sign moved to the activation: 2 · 128 · 127 fits. Codes go in as the numbers
-// they stand for, of 5 or 8 bits.
+// absolute value, their sign moved to the activation: 2 · 128 · 127 fits. Codes go in as the
+// numbers they stand for, of 5 or 8 bits.
 #pragma once
 
 #include "linear_prepare_avx2.h"
@@ -512,6 +512,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
         prefetch_group<F, R>(tile.weights, g);
         x += height;
     }
+    prefetch_padding<F, R>(tile.weights, groups);
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < H; ++h)
             write_half(tile, r, lane + h * kHalf, sums[r][h]);

@@ -555,6 +555,7 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
         }
         prefetch_group<F, R>(tile.weights, g);
     }
+    prefetch_padding<F, R>(tile.weights, groups);
     write_tile<R, 1>(tile, sums);
 }
 

@@ -207,6 +207,15 @@ template <Format F, int R> inline void prefetch_group(const uint8_t *column_bloc
         prefetch(ahead + at);
 }
 
+// The same where a column block ends, for the padding of its last chunk: without it as many bytes
+// of the next column block would not have been fetched (measured with 2 groups of 20: 30 GB/s for
+// 41).
+template <Format F, int R>
+inline void prefetch_padding(const uint8_t *column_block, int64_t groups) {
+    for (int64_t g = groups; g % traits(F).chunk_groups() != 0; ++g)
+        prefetch_group<F, R>(column_block, g);
+}
+
 // A cell of quantized activations: a group of one row, and what the formats' inner loops add for
 // it.
 struct alignas(kLine) ActivationGroup {

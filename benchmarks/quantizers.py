@@ -75,6 +75,7 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
     data = Dataset.from_dict(
         {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
     )
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
     for method in THEIRS:
         for kind, symmetric in KINDS.items():
             name = f"llm-compressor-{method}-{kind}"
@@ -94,6 +95,7 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
             began = time.monotonic()
             oneshot(
                 model=model,
+                processor=tokenizer,
                 dataset=data,
                 recipe=modifiers[method](config_groups=groups, ignore=["lm_head"]),
                 num_calibration_samples=len(ids),
@@ -102,9 +104,6 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
             )
             seconds = time.monotonic() - began
             model.save_pretrained(out, save_compressed=True)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(
-                str(path.parent), gguf_file=path.name
-            )
             tokenizer.save_pretrained(out)
             (out / "seconds").write_text(f"{seconds:.0f}")
             print(f"{name}: {seconds:.0f} s", flush=True)

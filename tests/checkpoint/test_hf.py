@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -416,7 +417,7 @@ def mutate(count: int, path: Path) -> None:
                 if isinstance(place, dict) and rng.random() < 0.2:
                     del place[key]
                 else:
-                    place[key] = rng.choice(WEIRD)
+                    place[key] = deepcopy(rng.choice(WEIRD))
                 break
         victim.write_text(json.dumps(values))
         try:

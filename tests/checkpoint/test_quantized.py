@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,11 @@ def test_gptq_without_g_idx_and_with_a_config_of_its_own(tmp_path: Path) -> None
     del config["quant_method"], config["checkpoint_format"]
     (path / "quantize_config.json").write_text(json.dumps(config))
     assert_same(load(path), matrices)
+    (path / "model.safetensors").rename(path / "gptq_model-4bit-32g.safetensors")
+    assert_same(load(path), matrices)
+    (path / "gptq_model-4bit-32g.safetensors").rename(path / "other.safetensors")
+    assert "has neither model.safetensors nor" in refused(path)
+    (path / "other.safetensors").rename(path / "model.safetensors")
     config["bits"] = 2
     (path / "quantize_config.json").write_text(json.dumps(config))
     assert refused(path).startswith(f"{path}/quantize_config.json: bits is 2, which is not supp")
@@ -385,3 +391,32 @@ def test_compressed_tensors_groups_differ(tmp_path: Path) -> None:
     assert checkpoint.quantization is not None
     assert checkpoint.quantization.layout == "int-quantized, pack-quantized"
     assert checkpoint.quantization.bits == (4, 8)
+
+
+@pytest.mark.parametrize(("family", "ending"), [("mixtral", r"w\d"), ("qwen3moe", r"\w+_proj")])
+@pytest.mark.parametrize("ordered", [False, True])
+def test_experts(family: str, ending: str, ordered: bool, tmp_path: Path) -> None:
+    """Every expert's matrices are modules of their own; routers stay as they are."""
+    path = folder(family, tmp_path / "m", bf16=True)
+    rng = np.random.default_rng(0)
+
+    def change(name: str, values: Any) -> Any:
+        if not re.fullmatch(rf"model\.layers\..*experts\.\d\.{ending}\.weight", name):
+            return None
+        order = rng.permutation(values.shape[1]) if ordered else None
+        made = quantized(values, 4, 32, order=order)
+        return made, writer.gptq(made)
+
+    matrices = rewrite(path, change, gptq_config(4, 32))
+    weights = load(path).weights
+    found = {
+        weight.name.replace(".qweight", ".weight"): writer.numbers(weight).values
+        for weight in weights.values()
+        if weight.format.grouped
+    }
+    assert found.keys() == matrices.keys()
+    assert all(np.array_equal(found[name], made.values) for name, made in matrices.items())
+    assert {w.format for r, w in weights.items() if "ffn_gate_inp" in r} == {WeightFormat.F32}
+    some = weights["layers.1.ffn_down_exps.3"]
+    assert some.format is WeightFormat.I4
+    assert some.group == min(32, some.shape[1])

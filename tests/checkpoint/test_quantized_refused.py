@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import resource
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,7 @@ def changed_values(values: Any, rng: random.Random) -> None:
         elif isinstance(values, dict) and rng.random() < 0.1:
             values[rng.choice(["bits", "dynamic", "format", "strategy", "x"])] = values.pop(key)
         else:
-            values[key] = rng.choice(WEIRD)
+            values[key] = deepcopy(rng.choice(WEIRD))
         return
 
 
@@ -260,13 +261,13 @@ def changed_header(header: dict[str, Any], rng: random.Random) -> None:
             entry["shape"][-1] *= 2
 
 
-def mutate(count: int, path: Path) -> tuple[int, int]:
+def mutate(count: int, path: Path, seed: int = 0) -> tuple[int, int]:
     """Configurations, headers and bytes of quantized folders: loaded and read, or refused by name.
     How many were loaded, and how many refused.
     """
     sources = [small(kind, path / kind) for kind in ("gptq", "awq", "ct", "int")]
     sources += [quantized_folder(name, path / name) for name in QUANTIZED]
-    rng = random.Random(count)
+    rng = random.Random(seed)
     loaded = 0
     for _ in range(count):
         source = rng.choice(sources)

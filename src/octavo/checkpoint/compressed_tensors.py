@@ -158,13 +158,15 @@ class CompressedTensors(Layout):
         if zeros.dtype == np.int8:
             if zeros.size == 1:
                 zeros = np.broadcast_to(zeros.reshape(1, 1), (n, 1))
-            if zeros.shape not in ((n, groups), (n,)):
+            if zeros.shape == (n,):
+                zeros = zeros.reshape(n, 1)
+            if zeros.shape != (n, groups):
                 self.refuse_shape(module, "weight_zero_point", [n, groups])
             if bits < 8 and (zeros < -int(half)).any() | (zeros >= int(half)).any():
                 self.stored.refuse(
                     self.name(module, "weight_zero_point"), f"is not of {bits}-bit numbers"
                 )
-            return lambda first, last: zeros.reshape(n, -1)[first:last].view(np.uint8) + half
+            return lambda first, last: zeros[first:last].view(np.uint8) + half
         if zeros.shape != packed:
             self.refuse_shape(module, "weight_zero_point", list(packed))
         return lambda first, last: words_columns(zeros.T, bits, first, last).T

@@ -56,13 +56,12 @@ class HfWeights:
 
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        if folder.has(WEIGHTS):
-            self.files = {WEIGHTS: SafetensorsFile(folder.path / WEIGHTS)}
-            self.place = dict.fromkeys(self.files[WEIGHTS].tensors, WEIGHTS)
-        elif folder.has(INDEX):
+        if not folder.has(WEIGHTS) and folder.has(INDEX):
             self._open_shards(self._index())
-        else:
-            self._fail_without_weights()
+            return
+        name = WEIGHTS if folder.has(WEIGHTS) else self._other_name()
+        self.files = {name: SafetensorsFile(folder.path / name)}
+        self.place = dict.fromkeys(self.files[name].tensors, name)
 
     def weight(self, name: str) -> Weight:
         return self.files[self.place[name]].weight(name)
@@ -124,6 +123,13 @@ class HfWeights:
         if missing := sorted(places.keys() - found.keys()):
             self.folder.fail(INDEX, f"lists tensors that no file has: {listed(missing)}")
         self.place = found
+
+    def _other_name(self) -> str:
+        """The only safetensors file, as AutoGPTQ named it after bits and group size."""
+        names = sorted(path.name for path in self.folder.path.glob("*.safetensors"))
+        if len(names) != 1 or not names[0].startswith("gptq_model"):
+            self._fail_without_weights()
+        return names[0]
 
     def _fail_without_weights(self) -> NoReturn:
         here = sorted(path.name for path in self.folder.path.iterdir() if path.is_file())

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from checkpoint.quantized_writer import numbers
+from octavo import LLM, SamplingParams
 from octavo.checkpoint import load
 from oracle.test_families import TIERS, assert_close, run
 from oracle.tiny_folders import QUANTIZED, quantized_folder
@@ -50,3 +51,19 @@ def test_logits(name: str, isa: str, tmp_path: Path) -> None:
     assert_close(got[-len(expected) :], expected, DYNAMIC)
     # Same bits however it is cut, and on however many threads.
     assert np.array_equal(run(checkpoint, isa, ids, [len(ids)], threads=2), got)
+
+
+@pytest.mark.parametrize("name", ["gptqmodel-order", "autoawq", "llmcompressor-w8a8"])
+def test_generate(name: str, tmp_path: Path) -> None:
+    """Through the whole engine: what may follow the recorded tokens, and how likely."""
+    _, ids, expected = reference(name)
+    last = expected[-1].astype(np.float64)
+    logprobs = last - last.max() - np.log(np.exp(last - last.max()).sum())
+    with LLM(quantized_folder(name, tmp_path / name), kv_cache_memory_bytes=1 << 20) as llm:
+        params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=20)
+        output = llm.generate(ids, params, use_tqdm=False)[0].outputs[0]
+    assert output.logprobs is not None
+    found = output.logprobs[0]
+    assert len(found) >= 20
+    difference = [abs(found[token].logprob - logprobs[token]) for token in found]
+    assert max(difference) < DYNAMIC[1] * expected.std()

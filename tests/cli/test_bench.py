@@ -230,6 +230,10 @@ class TestProfile:
     def test_wrong_use(self, options: tuple[str, ...], message: str) -> None:
         assert message in run("profile", LLAMA, *options, code=2).stderr
 
+    def test_plain_steps_only(self) -> None:
+        options = ("--speculative-config", '{"method": "ngram"}')
+        assert "without it" in run("profile", LLAMA, *options, code=1).stderr
+
 
 def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     end = outer["ts"] + outer["dur"]

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from octavo.bench.drive import Drive, Load
 from octavo.bench.limits import Limits, Progress, highest
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig
+from octavo.engine.load import EngineConfig, SettingsError
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import OpCost, Rates
 from octavo.execute.native import RegionTime
@@ -117,6 +117,8 @@ def profile(
 
     ``limits`` None: measured quickly before and after. Raises what `Drive.load` does.
     """
+    if config.speculation is not None:
+        raise SettingsError("speculation changes what a step is: a profile is taken without it")
     progress("loading the model")
     drive = Drive.load(model, config, [load])
     try:

@@ -141,7 +141,8 @@ class Scheduler:
         # Whoever is to show that it is not at fault does so without drafts.
         if proposer is not None and self.decoding and room > 0 and not self._suspects:
             num_tokens = self.config.max_num_batched_tokens - budget
-            drafts = self._fit(proposer.propose(self.decoding, num_tokens, room), room)
+            drafts = proposer.propose(self.decoding, num_tokens, room)
+            drafts = self._fit(drafts, room) if any(drafts) else None
         self._scheduled = self._builder.build(self.decoding, chunks, drafts)
         return self._scheduled
 

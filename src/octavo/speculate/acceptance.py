@@ -11,6 +11,7 @@ _MEMORY = 256.0  # trials of a position remembered
 _OWN_WEIGHT = 4.0  # trials that a sequence's being like the others counts for
 _OWN_MEMORY = 32.0
 _CERTAIN = 0.98
+_NEGLIGIBLE = 0.05  # no row costs so little
 
 
 class Own:
@@ -39,15 +40,22 @@ class Acceptance:
         self._right = [[0.0] * longest for _ in range(NUM_CLASSES)]
         self._tried = [[0.0] * longest for _ in range(NUM_CLASSES)]
         self._rates = [[_FIRST_GUESS] * longest for _ in range(NUM_CLASSES)]
+        self._outdated: set[int] = set()  # classes whose rates are to be made anew
 
     def gains(self, evidence: int, own: Own, length: int) -> list[float]:
-        """Of each of a draft's tokens, the probability that it becomes output."""
+        """Of each of a draft's tokens, the probability that it becomes output; the first ones, as
+        long as there is one to speak of.
+        """
+        if evidence in self._outdated:
+            self._update(evidence)
         right = own.right.get(evidence, 0.0)
         weight = _OWN_WEIGHT + own.tried.get(evidence, 0.0)
         gains: list[float] = []
         so_far = 1.0
         for rate in self._rates[evidence][:length]:
             so_far *= min(_CERTAIN, (_OWN_WEIGHT * rate + right) / weight)
+            if so_far < _NEGLIGIBLE:
+                break
             gains.append(so_far)
         return gains
 
@@ -56,7 +64,6 @@ class Acceptance:
         or wrong; beyond, nothing is known.
         """
         right, tried = self._right[evidence], self._tried[evidence]
-        rates = self._rates[evidence]
         hits = trials = 0
         for at, (guess, token) in enumerate(zip(draft, run, strict=False)):
             trials += 1
@@ -69,6 +76,11 @@ class Acceptance:
             right[at] += 1
             hits += 1
         own.add(evidence, hits, trials)
+        self._outdated.add(evidence)
+
+    def _update(self, evidence: int) -> None:
+        right, tried, rates = self._right[evidence], self._tried[evidence], self._rates[evidence]
         rate = _FIRST_GUESS
         for at in range(len(rates)):
             rate = rates[at] = (right[at] + _WEIGHT * rate) / (tried[at] + _WEIGHT)
+        self._outdated.discard(evidence)

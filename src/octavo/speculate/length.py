@@ -20,8 +20,8 @@ def worthwhile(times: StepTimes, num_sequences: int, num_tokens: int, most: int)
         return False
     least = _worth(times) * num_sequences / times.predict(num_tokens)
     return any(
-        num_sequences + size - num_tokens > least * times.hoped(size)
-        for size in times.sizes(num_tokens, num_tokens + most)
+        num_sequences + size - num_tokens > least * seconds
+        for size, seconds in times.hoped(num_tokens, num_tokens + most)
     )
 
 
@@ -42,11 +42,11 @@ def choose(
     best = _worth(times) * len(gains) / times.predict(num_tokens)
     taken, done = 0, 0
     expected = float(len(gains))
-    for size in times.sizes(num_tokens, num_tokens + len(ranked)):
+    for size, seconds in times.hoped(num_tokens, num_tokens + len(ranked)):
         while done < size - num_tokens:
             expected += ranked[done][0]
             done += 1
-        speed = expected / times.hoped(size)
+        speed = expected / seconds
         if speed > best:
             best, taken = speed, done
     counts = [0] * len(gains)

@@ -18,8 +18,9 @@ from octavo.speculate.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
-_IDLE_SHARE = 0.005  # of the time, for drafting that comes to nothing
+_IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing
 _LONGEST_REST = 64  # steps
+_UNWORTHY = 8  # steps to rest where even right guesses would not pay
 
 
 class _Known:
@@ -67,7 +68,7 @@ class Speculator:
         self._numbers = count()
         self._asked: dict[Seq, _Asked] = {}
         self._now = now
-        self._started = 0.0  # when the drafter was asked last
+        self._began = 0.0  # when drafting began, less what happens once a sequence
         self._rest = 0  # steps without asking
 
     @property
@@ -81,6 +82,7 @@ class Speculator:
         drafter = self._drafter
         if drafter is None:
             return [[]] * len(decoding)
+        self._began = self._now()
         most = min(room, len(decoding) * self._longest)
         if self._pinned is None:
             if self._rest > 0:
@@ -89,6 +91,7 @@ class Speculator:
             if num_tokens == len(decoding) and self.times.stale(num_tokens):
                 return [[]] * len(decoding)  # what drafts are worth is what they bring beside none
             if not worthwhile(self.times, len(decoding), num_tokens, most):
+                self._rest = _UNWORTHY
                 return [[]] * len(decoding)
         try:
             drafts = self._ask(drafter, decoding)
@@ -97,6 +100,9 @@ class Speculator:
             return [[]] * len(decoding)
         if self._pinned is not None:
             return [list(draft.token_ids) for draft in drafts]
+        if not self._asked:
+            self._rest = self._pause(num_tokens)
+            return [[]] * len(decoding)
         gains = [
             self._acceptance.gains(draft.evidence, self._known[seq].own, len(draft.token_ids))
             if draft.token_ids
@@ -116,13 +122,14 @@ class Speculator:
             known = self._known.get(seq)
             if known is None:
                 known = self._known[seq] = _Known(next(self._numbers))
+                before = self._now()
                 drafter.start(known.number, seq.token_ids, seq.owner.request.cache_salt)
+                self._began += self._now() - before
             elif known.num_tokens < len(seq.token_ids):
                 drafter.extend(known.number, seq.token_ids[known.num_tokens :])
             known.num_tokens = len(seq.token_ids)
             numbers.append(known.number)
             counts.append(min(self._longest, seq.num_to_come - 1))
-        self._started = self._now()
         answers = drafter.propose(numbers, counts)
         if len(answers) != len(numbers):
             raise ValueError(f"{len(answers)} drafts for {len(numbers)} sequences")
@@ -170,7 +177,7 @@ class Speculator:
 
     def _pause(self, num_tokens: int) -> int:
         """Steps to wait after drafting in vain, so that it costs next to nothing."""
-        spent = self._now() - self._started
+        spent = self._now() - self._began
         return min(_LONGEST_REST, int(spent / (_IDLE_SHARE * self.times.predict(num_tokens))))
 
     def _give_up(self, error: Exception) -> None:

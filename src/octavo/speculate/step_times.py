@@ -5,23 +5,31 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from math import exp, hypot, log
+from typing import NamedTuple
 
 # Sizes that are told apart: each one where a token more may matter, then ever fewer.
 KNOTS = [
     *range(1, 21), *range(22, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16),
-    *range(288, 513, 32), *range(576, 1025, 64), *range(1152, 2049, 128), *range(2304, 4097, 256),
-    *range(4608, 8193, 512),
+    *range(288, 513, 32), *range(576, 1025, 64),
 ]  # fmt: skip
 _LEAST_GAIN = 0.05  # how far an observation of a size moves what is known of it at least
 _COMMON_GAIN = 0.1  # and of all sizes: the machine got slower or faster
 _NOISE_GAIN = 0.03
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
 _WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
-_FADING = 32, 0.8  # after so many steps an observation counts for so much
+_EVERY, _FADING = 32, 0.8  # after so many steps an observation counts for so much
 _FAINT = 0.5  # observations below which a size is as good as never seen
+_SETTLED = 4.0  # observations from which on one more is no news for other sizes
 _ENOUGH = 2.0  # observations of a size for others to be compared with it
 _HOPE = 0.1  # a size unlike all seen of late is taken to be better by this, so that it is tried
 _NEAR = 1.25  # times as large, or as small
+
+
+class _Knot(NamedTuple):
+    """Of a size, as it was tabulated last."""
+
+    around: float  # the correction that other sizes suggest
+    hoped: float  # seconds
 
 
 class StepTimes:
@@ -42,6 +50,7 @@ class StepTimes:
         self.noise = 0.0  # mean error of predictions, as a share of what was predicted
         self._steps = 0
         self._small_steps = 0
+        self._table: list[_Knot] = []  # empty: to be made anew
 
     @property
     def known(self) -> bool:
@@ -65,10 +74,11 @@ class StepTimes:
                 self._reading = seconds
                 self._seen = [0.0] * len(KNOTS)
                 self._common = 0.0
+                self._table = []
         if not self.known:
             self._token = seconds / num_tokens
         at = _nearest(num_tokens)
-        expected = self._log(num_tokens)
+        expected = log(self.predict(num_tokens))
         error = min(max(log(seconds) - expected, -_LARGEST_ERROR), _LARGEST_ERROR)
         correction = expected + error - self._base(num_tokens)
         gain = max(_LEAST_GAIN, 1 / (self._seen[at] + 1))
@@ -76,31 +86,37 @@ class StepTimes:
         self._common += _COMMON_GAIN * error
         self.noise += _NOISE_GAIN * (abs(error) - self.noise)
         self._seen[at] += 1
+        if self._seen[at] < _SETTLED:
+            self._table = []
+        elif self._table:
+            hope = _HOPE / (1 + self._seen[at])
+            self._table[at] = self._table[at]._replace(hoped=self.predict(KNOTS[at]) * (1 - hope))
         self._steps += 1
-        every, share = _FADING
-        if self._steps % every == 0:
-            self._seen = [seen * share for seen in self._seen]
+        if self._steps % _EVERY == 0:
+            self._seen = [seen * _FADING for seen in self._seen]
+            self._table = []
 
     def predict(self, num_tokens: int) -> float:
         """Seconds. Only where ``known``."""
-        return exp(self._log(num_tokens))
-
-    def hoped(self, num_tokens: int) -> float:
-        """Seconds, better than expected for a size unlike all that were tried of late."""
-        low, high = bisect_left(KNOTS, num_tokens / _NEAR), bisect_right(KNOTS, num_tokens * _NEAR)
-        seen = max(self._seen[low:high], default=0.0)
-        return self.predict(num_tokens) * (1 - _HOPE / (1 + seen))
+        at = _nearest(num_tokens)
+        seen = self._seen[at]
+        around = self._look_up()[at].around
+        correction = (seen * self._corrections[at] + around) / (seen + 1)
+        return exp(self._base(num_tokens) + correction)
 
     def stale(self, num_tokens: int) -> bool:
         """Whether a size has hardly been seen of late: it is no measure for others then."""
         return self._seen[_nearest(num_tokens)] < _ENOUGH
 
-    def sizes(self, low: int, high: int) -> Iterator[int]:
-        """The sizes in (low, high] worth comparing."""
+    def hoped(self, low: int, high: int) -> Iterator[tuple[int, float]]:
+        """The sizes in (low, high] worth comparing, and their seconds: better than expected for a
+        size unlike all that were tried of late. They may be some steps old.
+        """
+        table = self._look_up()
         for at in range(bisect_left(KNOTS, low + 1), len(KNOTS)):
             if KNOTS[at] > high:
                 return
-            yield KNOTS[at]
+            yield KNOTS[at], table[at].hoped
 
     def _base(self, num_tokens: int) -> float:
         """The logarithm without the size's own correction."""
@@ -109,26 +125,36 @@ class StepTimes:
         reading = self._reading if self._reading is not None else token * 8
         return log(hypot(reading, token * num_tokens)) + self._common
 
-    def _log(self, num_tokens: int) -> float:
-        at = _nearest(num_tokens)
-        seen = self._seen[at]
-        around = self._around(at)
-        correction = (seen * self._corrections[at] + around) / (seen + 1)
-        return self._base(num_tokens) + correction
+    def _look_up(self) -> list[_Knot]:
+        if not self._table:
+            self._table = self._tabulate()
+        return self._table
 
-    def _around(self, at: int) -> float:
-        """What other sizes say: linear between the nearest ones seen, level beyond them."""
-        low, high = at - 1, at + 1
-        while low >= 0 and self._seen[low] < _FAINT:
-            low -= 1
-        while high < len(KNOTS) and self._seen[high] < _FAINT:
-            high += 1
-        if low < 0:
-            return self._corrections[high] if high < len(KNOTS) else 0.0
-        if high == len(KNOTS):
-            return self._corrections[low]
-        share = log(KNOTS[at] / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
-        return self._corrections[low] + share * (self._corrections[high] - self._corrections[low])
+    def _tabulate(self) -> list[_Knot]:
+        """What other sizes say of each: linear between the nearest ones seen, level beyond them."""
+        known = [at for at, seen in enumerate(self._seen) if seen >= _FAINT]
+        table: list[_Knot] = []
+        for at, size in enumerate(KNOTS):
+            after = bisect_right(known, at)
+            before = bisect_left(known, at) - 1
+            if not known or known == [at]:
+                around = 0.0
+            elif before < 0:
+                around = self._corrections[known[after]]
+            elif after == len(known):
+                around = self._corrections[known[before]]
+            else:
+                low, high = known[before], known[after]
+                share = log(size / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
+                around = self._corrections[low] + share * (
+                    self._corrections[high] - self._corrections[low]
+                )
+            seen = self._seen[at]
+            correction = (seen * self._corrections[at] + around) / (seen + 1)
+            near = bisect_left(KNOTS, size / _NEAR), bisect_right(KNOTS, size * _NEAR)
+            hope = _HOPE / (1 + max(self._seen[slice(*near)]))
+            table.append(_Knot(around, exp(self._base(size) + correction) * (1 - hope)))
+        return table
 
 
 def _nearest(num_tokens: int) -> int:

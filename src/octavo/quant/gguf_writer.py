@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.checkpoint.files import map_file
-from octavo.checkpoint.gguf import GgufFile
+from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.loader import role as role_of
 from octavo.quant.grid import Float32, Kind, Quantized
 from octavo.quant.state import LayerResult, QuantizeError, State
@@ -51,7 +51,7 @@ class GgufTarget:
             )
         self.checkpoint = checkpoint
         self.kind = kind
-        self.file = GgufFile(checkpoint.path)
+        self.file = open_gguf(checkpoint.path)
 
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector as readers of the file will have it: fp32."""
@@ -135,12 +135,8 @@ class GgufTarget:
             "general.file_type": _FILE_TYPES[self.kind],
             "general.quantization_version": 2,
         }
-        dropped = ("split.no", "split.count", "split.tensors.count")
-        kept = [
-            span
-            for key, span in _spans(self.checkpoint.path)
-            if key not in own | dict.fromkeys(dropped)
-        ]
+        dropped = {*own, "split.no", "split.count", "split.tensors.count"}
+        kept = [span for key, span in _spans(self.file.path) if key not in dropped]
         new = [_string(key) + pack("<II", _UINT32, value) for key, value in own.items()]
         return b"".join([*kept, *new]), len(kept) + len(new)
 
@@ -165,7 +161,7 @@ def _string(text: str) -> bytes:
 
 
 def _spans(path: Path) -> list[tuple[str, bytes]]:
-    """Each key of a file that `GgufFile` has accepted, with its bytes."""
+    """Each key of a file that has been checked already, with its bytes."""
     view = map_file(path, _HEADER, "GGUF")
     (count,) = unpack_from("<Q", view, _HEADER - 8)
     at, found = _HEADER, []

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -88,7 +88,8 @@ class Grid(NamedTuple):
             values = self.step * (codes - self.zero)
         return values
 
-    def part(self, index: tuple[slice | int, ...]) -> Grid:
+    def part(self, index: Any) -> Grid:
+        """Of some rows and groups, or with another dimension."""
         low = None if self.low is None else self.low[index]
         return Grid(self.step[index], self.zero[index], low)
 
@@ -226,7 +227,7 @@ def _parts(rows: int) -> Iterator[slice]:
 
 def _loss(scheme: Scheme, blocks: Float32, grid: Grid, importance: Float32) -> Float32:
     """[out, groups]"""
-    each = grid.part((slice(None), slice(None), np.newaxis))  # type: ignore[arg-type]
+    each = grid.part((slice(None), slice(None), np.newaxis))
     error = each.values(each.codes(blocks, scheme)) - blocks
     if importance.ndim == 2:
         found: Float32 = np.einsum("ogi,ogi,gi->og", error, error, importance)
@@ -244,6 +245,6 @@ def round_to_nearest(
     size = scheme.size(inputs)
     blocks = weights.reshape(out, -1, size)
     grid = fit(scheme, blocks, importance)
-    each = grid.part((slice(None), slice(None), np.newaxis))  # type: ignore[arg-type]
+    each = grid.part((slice(None), slice(None), np.newaxis))
     codes = each.codes(blocks, scheme).reshape(out, inputs)
     return quantized(scheme, codes, grid, np.arange(inputs) // size)

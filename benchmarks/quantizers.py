@@ -75,7 +75,7 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
     data = Dataset.from_dict(
         {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
     )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(cache / "octavo-rtn-asym"))
     for method in THEIRS:
         for kind, symmetric in KINDS.items():
             name = f"llm-compressor-{method}-{kind}"

@@ -2,9 +2,9 @@
 
 All samples go through one layer at a time. GPTQ stops at every shared input of it: the inputs'
 second moments are taken, the matrices that read them quantized, and what follows is computed with
-the quantized ones, so that later matrices make up for earlier errors. AWQ looks at a layer's inputs
-with the layer as it was, then scales, clips and rounds it; round-to-nearest looks at nothing. Held
-at a time: the samples' hidden states, one layer in fp32, and what its work needs.
+the quantized ones, so that later matrices make up for earlier errors. AWQ, which makes up for
+nothing, looks at the inputs that the model has as it was, as its authors do; round-to-nearest looks
+at nothing. Held at a time: the samples' hidden states, one layer in fp32, and what its work needs.
 """
 
 from __future__ import annotations
@@ -132,7 +132,9 @@ class Quantizer:
             weights = _Weights(self.weights, layer)
             if index < first:
                 if hidden:
-                    self._follow(hidden, layer, weights.with_result(state.load(index)))
+                    if self.recipe.method is Method.GPTQ:
+                        weights.become(state.load(index))
+                    self._follow(hidden, layer, weights)
                 progress(Report(index, len(self.layers), "", None, last=True))
                 continue
             work = {Method.RTN: self._rtn, Method.GPTQ: self._gptq, Method.AWQ: self._awq}
@@ -205,12 +207,12 @@ class Quantizer:
             moments |= dict.fromkeys(shared.roles, of)
         firsts = {shared.roles[0] for shared in layer.inputs}
         for values in hidden:
-            reference.run(
+            self._run(
                 layer.ops,
-                self.config,
                 weights,
-                dict(values),
-                seen=lambda op, x: moments[op.weight].add(x) if op.weight in firsts else None,
+                values,
+                (),
+                lambda op, x: moments[op.weight].add(x) if op.weight in firsts else None,
             )
         for role in firsts:
             _finite(moments[role], role)
@@ -219,7 +221,6 @@ class Quantizer:
             result = LayerResult(*awq(self.recipe.scheme, layer, own, moments, self.stored))
         for role in layer.matrices:
             tell(role, None)
-        self._follow(hidden, layer, weights.with_result(result))
         return result
 
     # ── Hidden states ───────────────────────────────────────────────────────────────────────────
@@ -260,9 +261,10 @@ class Quantizer:
         weights: Mapping[str, Float32],
         values: reference.Values,
         rest: tuple[Op, ...],
+        seen: reference.Seen | None = None,
     ) -> None:
         """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
-        reference.run(ops, self.config, weights, values)
+        reference.run(ops, self.config, weights, values, seen=seen)
         wanted = live(rest, frozenset({"x"}))
         for name in values.keys() - wanted:
             del values[name]
@@ -301,11 +303,10 @@ class _Weights(Mapping[str, Float32]):
     def __len__(self) -> int:
         return len(self._layer.weights)
 
-    def with_result(self, result: LayerResult) -> _Weights:
-        """As the layer has become."""
+    def become(self, result: LayerResult) -> None:
+        """What the layer has been rounded to."""
         self.changed |= {role: matrix.values() for role, matrix in result.matrices.items()}
         self.changed |= result.vectors
-        return self
 
 
 class _Teller:

@@ -18,6 +18,7 @@ from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer
 from octavo.cli import app
 from octavo.engine.load import SettingsError
+from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.quant import fidelity
 from octavo.quant.blocks import dequantize
@@ -316,11 +317,30 @@ def test_against_itself_as_served_exactly_nothing_is_lost(talking: Path) -> None
     assert "decode_tokens_per_second" not in row
 
 
-def test_what_a_setting_loses(talking: Path) -> None:
-    common = ("--reference", "served", "--no-speed", "--no-kernels", *SMALL)
-    row = rows(str(talking), "--against", str(talking), "--kv-cache-dtype", "fp16", *common)
-    assert row["settings"]["kv_cache_dtype"] == "fp16"
-    assert 0 < row["kl_mean"] < 1e-3
+@pytest.mark.parametrize(
+    ("setting", "value", "most"),
+    [
+        ("kv_cache_dtype", "fp16", 1e-3),
+        ("kv_cache_dtype", "int8", 1e-3),
+        ("kv_cache_dtype", "int4", 0.1),
+        ("quantization", "int8", 0.01),
+        ("quantization", "int4", 1.0),
+    ],
+)
+def test_what_a_setting_loses(talking: Path, setting: str, value: str, most: float) -> None:
+    common = ("--reference", "served", "--no-speed", *SMALL)
+    option = "--" + setting.replace("_", "-")
+    row = rows(str(talking), "--against", str(talking), option, value, *common)
+    assert row["settings"][setting] == value
+    assert 0 < row["kl_mean"] < most
+    assert row["kernels"]["faults"] == []  # of the weights as they are held
+    assert row["bytes_per_weight"] == 2.0
+    held = {"int8": (1.0, 1.3), "int4": (0.5, 1.3)}.get(value, (2.0, 2.1))
+    if setting == "quantization":
+        assert held[0] < row["held_bytes_per_weight"] < held[1]
+    else:
+        plain = KvLayout.of(load(talking).config).bytes_per_token
+        assert (row["kv_bytes_per_token"] < plain) is (value != "fp16")
 
 
 def test_several_models_make_a_table_and_a_plot(talking: Path, noisy: Path, tmp_path: Path) -> None:

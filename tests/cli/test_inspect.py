@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from checkpoint.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
 from octavo.checkpoint import load
 from octavo.cli import app
 from octavo.cli.inspect import part_of
@@ -49,6 +50,20 @@ def test_smollm2(smollm2_path: Path) -> None:
 def test_the_dtype_asked_for_is_the_one_shown(smollm2_path: Path) -> None:
     assert inspect(str(smollm2_path))["kv_cache_dtype"] == "bf16"
     assert inspect(str(smollm2_path), "--kv-cache-dtype", "fp16")["kv_cache_dtype"] == "fp16"
+
+
+def test_a_split_model_by_any_of_its_files(tmp_path: Path) -> None:
+    file = tiny_llama()
+    for name, type in (("blk.0.ffn_up.weight", MXFP4), ("blk.1.ffn_down.weight", IQ4_NL)):
+        tensor = file.tensor(name)
+        tensor.type, tensor.data = type, None
+    paths = write_split(split(file, [4, 8, 0]), tmp_path)
+    facts = inspect(str(paths[1]))
+    assert facts["path"] == str(paths[0])
+    assert facts["file_bytes"] == sum(path.stat().st_size for path in paths)
+    formats = facts["parts"]["ffn"]["formats"]
+    assert formats["MXFP4"] == 64 * 17
+    assert formats["IQ4_NL"] == 64 * 18
 
 
 def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:

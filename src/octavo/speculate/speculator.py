@@ -18,8 +18,9 @@ from octavo.speculate.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
-_IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing
-_LONGEST_REST = 64  # steps
+_IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
+_SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
+_LONGEST_REST = 32  # steps
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay
 
 
@@ -70,6 +71,7 @@ class Speculator:
         self._now = now
         self._began = 0.0  # when drafting began, less what happens once a sequence
         self._rest = 0  # steps without asking
+        self._useful = 1.0  # share of the asking that led to drafts, of late
 
     @property
     def num_known(self) -> int:
@@ -101,7 +103,7 @@ class Speculator:
         if self._pinned is not None:
             return [list(draft.token_ids) for draft in drafts]
         if not self._asked:
-            self._rest = self._pause(num_tokens)
+            self._pause(num_tokens)
             return [[]] * len(decoding)
         gains = [
             self._acceptance.gains(draft.evidence, self._known[seq].own, len(draft.token_ids))
@@ -111,7 +113,9 @@ class Speculator:
         ]
         counts = choose(self.times, gains, num_tokens, room)
         if not any(counts):
-            self._rest = self._pause(num_tokens)
+            self._pause(num_tokens)
+        else:
+            self._useful += 0.1 * (1 - self._useful)
         return [list(draft.token_ids[:n]) for draft, n in zip(drafts, counts, strict=True)]
 
     def _ask(self, drafter: Drafter, decoding: list[Seq]) -> list[Draft]:
@@ -175,10 +179,12 @@ class Speculator:
         except Exception as error:
             self._give_up(error)
 
-    def _pause(self, num_tokens: int) -> int:
-        """Steps to wait after drafting in vain, so that it costs next to nothing."""
+    def _pause(self, num_tokens: int) -> None:
+        """Rest after drafting in vain, so that it costs next to nothing."""
+        self._useful *= 0.9
+        share = _IDLE_SHARE * min(1.0, 0.1 + 0.9 * self._useful / _SELDOM)
         spent = self._now() - self._began
-        return min(_LONGEST_REST, int(spent / (_IDLE_SHARE * self.times.predict(num_tokens))))
+        self._rest = min(_LONGEST_REST, int(spent / (share * self.times.predict(num_tokens))))
 
     def _give_up(self, error: Exception) -> None:
         self.failures += 1

@@ -18,6 +18,7 @@ from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer
 from octavo.cli import app
 from octavo.engine.load import SettingsError
+from octavo.execute.native import held_bytes
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.quant import fidelity
@@ -335,11 +336,12 @@ def test_what_a_setting_loses(talking: Path, setting: str, value: str, most: flo
     assert 0 < row["kl_mean"] < most
     assert row["kernels"]["faults"] == []  # of the weights as they are held
     assert row["bytes_per_weight"] == 2.0
-    if setting == "quantization":  # what is held has been looked at, not what is stored
-        assert (row["kernels"]["columns"] > 0) is (value == "int4")
-    else:
-        plain = KvLayout.of(load(talking).config).bytes_per_token
-        assert (row["kv_bytes_per_token"] < plain) is (value != "fp16")
+    model = load(talking)
+    plain = sum(held_bytes(weight) for weight in model.weights.values())
+    assert (row["held_bytes"] == plain) is (setting != "quantization")
+    sixteen = KvLayout.of(model.config).bytes_per_token
+    narrower = setting == "kv_cache_dtype" and value != "fp16"
+    assert (row["kv_bytes_per_token"] < sixteen) is narrower
 
 
 def test_several_models_make_a_table_and_a_plot(talking: Path, noisy: Path, tmp_path: Path) -> None:

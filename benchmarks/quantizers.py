@@ -69,13 +69,32 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
     from llmcompressor import oneshot
     from llmcompressor.modifiers.awq import AWQModifier
     from llmcompressor.modifiers.gptq import GPTQModifier
+    from safetensors.torch import save_file
 
+    # Its AWQ pins memory for an accelerator, and fails where there is none.
+    torch.Tensor.pin_memory = lambda self, *_: self
     modifiers = {"gptq": GPTQModifier, "awq": AWQModifier}
     ids = np.load(cache / "ids.npy")
     data = Dataset.from_dict(
         {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(cache / "octavo-rtn-asym"))
+    source = cache.with_name(cache.name + "-source")  # llm-compressor wants a folder's config
+    if not source.exists():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            str(path.parent),
+            gguf_file=path.name,
+            dtype=torch.float32,
+            quantization_config=transformers.GgufConfig(dequantize=True),
+        )
+        model.config.quantization_config = None
+        model.config.save_pretrained(source)
+        save_file(
+            {k: v for k, v in model.state_dict().items() if k != "lm_head.weight"},
+            source / "model.safetensors",
+            {"format": "pt"},
+        )
+        tokenizer.save_pretrained(source)
     for method in THEIRS:
         for kind, symmetric in KINDS.items():
             name = f"llm-compressor-{method}-{kind}"
@@ -83,12 +102,8 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
             if (only and name not in only) or (out / "config.json").exists():
                 continue
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                str(path.parent),
-                gguf_file=path.name,
-                dtype=torch.float32,
-                quantization_config=transformers.GgufConfig(dequantize=True),
+                str(source), dtype=torch.float32
             )
-            model.config.quantization_config = None
             weights = {"num_bits": BITS, "type": "int", "symmetric": symmetric}
             weights |= {"strategy": "group", "group_size": GROUP}
             groups = {"group_0": {"targets": ["Linear"], "weights": weights}}

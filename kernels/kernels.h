@@ -55,7 +55,7 @@ struct RowKernels {
 // rows: a Walsh-Hadamard transform of each group of dimensions (as many as the largest power of two
 // that divides head_dim) spreads the few large ones over all, and queries and results are rotated
 // too (QuaRot: Ashkboos et al., 2024, section 4). Where a tier has dot products of bytes, queries
-// and weighted scales are rounded to 16 bits of a row's or chunk's largest, and sums are exact.
+// (of their largest) and weighted scales (of the chunk's) are rounded to 16 bits; sums are exact.
 inline constexpr int64_t kTokenTile = 16; // tokens in the lanes of a tile of keys
 inline constexpr int64_t kChunk = 64;
 

@@ -14,14 +14,28 @@ namespace octavo::OCTAVO_TIER {
 // The largest whole number whose parts are signed bytes.
 inline constexpr float kLargestSplit = 127.0f * 256.0f + 127.0f;
 
-// x * inverse, rounded, in its two parts; |x * inverse| <= kLargestSplit. Returns the whole number.
-inline __m512i split(Vec x, float inverse, int8_t *high, int8_t *low) {
-    const __m512i whole = _mm512_cvtps_epi32((x * Vec::set(inverse)).v);
-    const __m512i upper = _mm512_srai_epi32(_mm512_add_epi32(whole, _mm512_set1_epi32(128)), 8);
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(high), _mm512_cvtepi32_epi8(upper));
-    _mm_storeu_si128(reinterpret_cast<__m128i *>(low), _mm512_cvtepi32_epi8(whole));
-    return whole;
-}
+// Whole numbers of up to kLargestSplit in their parts. Their order is that of saturating packs: of
+// four vectors, word 4i + k has the bytes of numbers 4i … 4i + 3 of vector k.
+struct Split {
+    __m512i high, low;
+    __m512i sums; // sums of the numbers are sums of these lanes
+
+    explicit Split(const Vec (&x)[4]) {
+        const __m512i ab = _mm512_packs_epi32(whole(x[0]), whole(x[1]));
+        const __m512i cd = _mm512_packs_epi32(whole(x[2]), whole(x[3]));
+        high = _mm512_packs_epi16(upper(ab), upper(cd));
+        const __m512i byte = _mm512_set1_epi16(255);
+        low = _mm512_packus_epi16(_mm512_and_si512(ab, byte), _mm512_and_si512(cd, byte));
+        const __m512i one = _mm512_set1_epi16(1);
+        sums = _mm512_add_epi32(_mm512_madd_epi16(ab, one), _mm512_madd_epi16(cd, one));
+    }
+
+  private:
+    static __m512i whole(Vec x) { return _mm512_cvtps_epi32(x.v); }
+    static __m512i upper(__m512i x) {
+        return _mm512_srai_epi16(_mm512_add_epi16(x, _mm512_set1_epi16(128)), 8);
+    }
+};
 
 template <KvKind kind> struct Codes {
     using Word = int32_t; // four signed bytes
@@ -37,7 +51,7 @@ template <KvKind kind> struct Codes {
     // floats, what a unit is worth, and all of the query times that.
     static int64_t query_words(int64_t dim) { return key_words(dim) * kSums + 2; }
     static void prepare(const float *q, float factor, Word *out, int64_t n) {
-        alignas(64) int8_t high[kMaxHeadDim], low[kMaxHeadDim];
+        int8_t high[kMaxHeadDim], low[kMaxHeadDim];
         Vec top = Vec::set(0.0f);
         Vec poison = top;
         for (int64_t i = 0; i < n; i += kLanes) {
@@ -49,8 +63,20 @@ template <KvKind kind> struct Codes {
         const float inverse = highest > 0.0f ? kLargestSplit / highest : 0.0f;
         const float unit = highest / kLargestSplit * factor + sum(poison);
         __m512i total = _mm512_setzero_si512();
-        for (int64_t i = 0; i < n; i += kLanes)
-            total = _mm512_add_epi32(total, split(Vec::load(q + i), inverse, high + i, low + i));
+        for (int64_t i = 0; i < n; i += 4 * kLanes) {
+            Vec x[4];
+            for (int64_t k = 0; k < 4; ++k) {
+                const int64_t at = i + k * kLanes;
+                x[k] = at < n ? Vec::load(q + at) * Vec::set(inverse) : Vec::set(0.0f);
+            }
+            const Split parts(x);
+            total = _mm512_add_epi32(total, parts.sums);
+            for (int64_t word = 0; word < 16; ++word) {
+                const int64_t at = i + word % 4 * kLanes + word / 4 * 4;
+                std::memcpy(high + at, reinterpret_cast<const int32_t *>(&parts.high) + word, 4);
+                std::memcpy(low + at, reinterpret_cast<const int32_t *>(&parts.low) + word, 4);
+            }
+        }
         const int64_t words = key_words(n);
         for (int64_t i = 0; i < words * kParts; ++i) {
             Word *to = out + i % words * kSums + i / words * 2;
@@ -67,6 +93,11 @@ template <KvKind kind> struct Codes {
                             const Seen *seen, float *maximum, float *sums, float *scores);
 };
 
+// Codes of a chunk are few enough for the nearest cache.
+inline void fetch_near(const void *p) {
+    __builtin_prefetch(p, 0, 3);
+}
+
 // Sixteen words of codes; the second codes of bytes where there are two.
 template <KvKind kind> struct CodeOperand {
     __m512i first, second;
@@ -81,13 +112,13 @@ template <KvKind kind> struct CodeOperand {
     }
 };
 
-// sum + codes * the four signed bytes at `bytes`, in every lane. As linear_avx512.h's dot: GCC 12
-// keeps its own intrinsic's sums in memory.
-inline void dot(__m512i &sum, __m512i codes, const int32_t *bytes) {
-#if defined(__clang__)
-    sum = _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(*bytes));
+// sum += codes * four signed bytes, lane by lane. As in linear_avx512.h, written out because GCC 12
+// would keep its own intrinsic's sums in memory.
+inline void dot(__m512i &sum, __m512i codes, __m512i bytes) {
+#ifdef __SANITIZE_ADDRESS__
+    sum = _mm512_dpbusd_epi32(sum, codes, bytes);
 #else
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(codes), "m"(*bytes));
+    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(bytes));
 #endif
 }
 
@@ -109,18 +140,20 @@ void score_codes(const int32_t *q, int64_t words, const Chunk<Codes<kind>> &chun
         OCTAVO_UNROLLED
         for (int64_t t = 0; t < width; ++t) {
             key[t] = CodeOperand<kind>::load(chunk.keys[first + t] + i * kLanes);
-            fetch(chunk.ahead.keys[first + t] + i * 64);
+            fetch_near(chunk.ahead.keys[first + t] + i * 64);
         }
         OCTAVO_UNROLLED
         for (int64_t r = 0; r < rows; ++r) {
             const int32_t *query = q + r * stride + i * A::kSums;
+            const __m512i upper = _mm512_set1_epi32(query[0]);
+            const __m512i lower = _mm512_set1_epi32(query[1]);
             OCTAVO_UNROLLED
             for (int64_t t = 0; t < width; ++t) {
-                dot(high[r][t], key[t].first, query + 0);
-                dot(low[r][t], key[t].first, query + 1);
+                dot(high[r][t], key[t].first, upper);
+                dot(low[r][t], key[t].first, lower);
                 if constexpr (kind == KvKind::I4) {
-                    dot(high[r][t], key[t].second, query + 2);
-                    dot(low[r][t], key[t].second, query + 3);
+                    dot(high[r][t], key[t].second, _mm512_set1_epi32(query[2]));
+                    dot(low[r][t], key[t].second, _mm512_set1_epi32(query[3]));
                 }
             }
         }
@@ -140,49 +173,64 @@ void score_codes(const int32_t *q, int64_t words, const Chunk<Codes<kind>> &chun
     }
 }
 
-// A row's weights of a chunk, four tokens a word: high and low bytes.
+// A row's weights of a chunk, four tokens a word, as Split has them.
 struct CodeWeights {
-    int32_t words[kChunk / 4][2];
+    int32_t high[kChunk / 4];
+    int32_t low[kChunk / 4];
     float unit;  // what one is worth
     float least; // what codes of 0 would give
 };
 
+// The scales of the values that a row sees of a chunk, and 0 of the others, which may be anything.
+template <KvKind kind> struct ValueScales {
+    // Codes count from the middle of their range: what rounding does to a weight then matters less.
+    static constexpr float kMiddle = kind == KvKind::I4 ? 8.0f : 128.0f;
+
+    Vec scale[kTilesPerChunk]; // in units
+    Vec middle[kTilesPerChunk];
+    float unit; // the largest scale has kLargestSplit of them
+
+    ValueScales(const Chunk<Codes<kind>> &chunk, Seen seen) {
+        Vec top = Vec::set(0.0f);
+        for (int64_t t = 0; t < kTilesPerChunk; ++t) {
+            scale[t] = middle[t] = Vec::set(0.0f);
+            if (t < seen.first_tile() || t >= seen.end_tile())
+                continue;
+            const int64_t low = larger(seen.begin - t * kTokenTile, 0);
+            const int64_t high = smaller(seen.end - t * kTokenTile, kTokenTile);
+            const auto lanes = __mmask16((1u << high) - (1u << low));
+            const TileScales tile = load_scales<kind>(chunk.scales[t], 1);
+            scale[t].v = _mm512_maskz_mov_ps(lanes, tile.scale.v);
+            middle[t].v =
+                _mm512_maskz_mov_ps(lanes, fma(tile.scale, Vec::set(kMiddle), tile.least).v);
+            top = max(top, scale[t]);
+        }
+        const float highest = largest(top);
+        const Vec inverse = Vec::set(highest > 1e-30f ? kLargestSplit / highest : 0.0f);
+        unit = highest / kLargestSplit;
+        for (Vec &each : scale)
+            each = each * inverse;
+    }
+};
+
 // Returns the highest score.
 template <KvKind kind>
-float code_weights(const AttentionShape &shape, const Chunk<Codes<kind>> &chunk,
+float code_weights(const AttentionShape &shape, const ValueScales<kind> &scales,
                    const float *scores, Seen seen, CodeWeights &out, float *lane_sums) {
     Vec weight[kTilesPerChunk];
     const float highest = exponentials(shape, scores, seen, weight);
     (weight[0] + weight[1] + (weight[2] + weight[3])).store(lane_sums);
-    // Codes count from the middle of their range: what rounding does to a weight then matters less.
-    constexpr float kMiddle = kind == KvKind::I4 ? 8.0f : 128.0f;
-    Vec top = Vec::set(0.0f);
-    Vec middles = top;
+    Vec middles = Vec::set(0.0f);
     for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-        if (t < seen.first_tile() || t >= seen.end_tile())
-            continue;
-        // Scales of unseen tokens may be anything.
-        const __mmask16 some = _mm512_cmp_ps_mask(weight[t].v, _mm512_setzero_ps(), _CMP_GT_OQ);
-        const TileScales tile = load_scales<kind>(chunk.scales[t], 1);
-        const Vec middle = fma(tile.scale, Vec::set(kMiddle), tile.least);
-        middles = {_mm512_mask3_fmadd_ps(weight[t].v, middle.v, middles.v, some)};
-        weight[t] = {_mm512_maskz_mul_ps(some, weight[t].v, tile.scale.v)};
-        top = max(top, weight[t]);
+        middles = fma(weight[t], scales.middle[t], middles);
+        weight[t] = weight[t] * scales.scale[t];
     }
-    const float largest_weight = largest(top);
-    const float inverse = largest_weight > 1e-30f ? kLargestSplit / largest_weight : 0.0f;
-    int8_t high[kChunk], low[kChunk];
-    __m512i total = _mm512_setzero_si512();
-    for (int64_t t = 0; t < kTilesPerChunk; ++t) {
-        total = _mm512_add_epi32(
-            total, split(weight[t], inverse, high + t * kTokenTile, low + t * kTokenTile));
-    }
-    for (int64_t i = 0; i < kChunk / 4; ++i) {
-        std::memcpy(&out.words[i][0], high + 4 * i, 4);
-        std::memcpy(&out.words[i][1], low + 4 * i, 4);
-    }
-    out.unit = largest_weight / kLargestSplit;
-    out.least = sum(middles) - out.unit * kMiddle * float(_mm512_reduce_add_epi32(total));
+    const Split parts(weight);
+    _mm512_storeu_si512(out.high, parts.high);
+    _mm512_storeu_si512(out.low, parts.low);
+    out.unit = scales.unit;
+    out.least = sum(fma({_mm512_cvtepi32_ps(parts.sums)},
+                        Vec::set(-ValueScales<kind>::kMiddle * out.unit), middles));
     return highest;
 }
 
@@ -208,18 +256,20 @@ void weigh_codes(const CodeWeights *weights, const Chunk<Codes<kind>> &chunk, in
         for (int64_t v = 0; v < width; ++v) {
             // A row's last vector goes on into what follows it in the block: lanes not stored.
             value[v] = CodeOperand<kind>::load(chunk.values[tile] + offset + v * kLanes);
-            fetch(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
+            fetch_near(chunk.ahead.values[tile] + (offset + v * kLanes) * 4);
         }
         OCTAVO_UNROLLED
         for (int64_t r = 0; r < rows; ++r) {
-            const int32_t *weight = weights[r].words[word];
+            const int64_t at = word % kWordsPerTile * kTilesPerChunk + tile;
+            const __m512i upper = _mm512_set1_epi32(weights[r].high[at]);
+            const __m512i lower = _mm512_set1_epi32(weights[r].low[at]);
             OCTAVO_UNROLLED
             for (int64_t v = 0; v < width; ++v) {
-                dot(high[r][v], value[v].first, weight + 0);
-                dot(low[r][v], value[v].first, weight + 1);
+                dot(high[r][v], value[v].first, upper);
+                dot(low[r][v], value[v].first, lower);
                 if constexpr (kind == KvKind::I4) {
-                    dot(high_2[r][v], value[v].second, weight + 0);
-                    dot(low_2[r][v], value[v].second, weight + 1);
+                    dot(high_2[r][v], value[v].second, upper);
+                    dot(low_2[r][v], value[v].second, lower);
                 }
             }
         }
@@ -265,8 +315,11 @@ void Codes<kind>::attend_rows(const AttentionShape &shape, const Word *q, const 
         score_codes<kind, rows, 1>(q, words, chunk, tile, scores);
 
     CodeWeights weights[rows];
+    ValueScales<kind> scales(chunk, seen[0]);
     for (int64_t r = 0; r < rows; ++r) {
-        maximum[r] = code_weights<kind>(shape, chunk, scores + r * kChunk, seen[r], weights[r],
+        if (r > 0 && (seen[r].begin != seen[r - 1].begin || seen[r].end != seen[r - 1].end))
+            scales = ValueScales<kind>(chunk, seen[r]);
+        maximum[r] = code_weights<kind>(shape, scales, scores + r * kChunk, seen[r], weights[r],
                                         sums + r * stride);
     }
     const int64_t row_words = value_bytes<kind>(shape.head_dim);

@@ -66,6 +66,17 @@ def test_a_split_model_by_any_of_its_files(tmp_path: Path) -> None:
     assert formats["IQ4_NL"] == 64 * 18
 
 
+def test_codes_hold_more_tokens(smollm2_path: Path) -> None:
+    tokens = {
+        dtype: inspect(str(smollm2_path), "--kv-cache-memory", "64MiB", "--kv-cache-dtype", dtype)[
+            "here"
+        ]["tokens"]
+        for dtype in ("bf16", "int8", "int4")
+    }
+    assert tokens["int8"] >= 1.9 * tokens["bf16"]
+    assert tokens["int4"] >= 3.5 * tokens["bf16"]
+
+
 def test_what_does_not_fit_is_said(smollm2_path: Path) -> None:
     arguments = (str(smollm2_path), "--kv-cache-memory", "8MiB", "--max-model-len", "8K")
     assert "needs" in inspect(*arguments)["here"]["does_not_fit"]

@@ -89,6 +89,23 @@ def test_the_work_space_holds_the_experts_slots(experts: Experts, max_tokens: in
     assert taken <= work_bytes(compute, max_tokens, 0)
 
 
+def test_the_start_report_gives_codes_more_tokens(smollm2_path: Path) -> None:
+    def tokens(kv_cache_dtype: str) -> int:
+        config = EngineConfig(
+            kv_cache_dtype=kv_cache_dtype, kv_cache_memory_bytes=32 * MIB, threads=1
+        )
+        loaded = load_engine(smollm2_path, config)
+        loaded.engine.close()
+        line = next(line for line in loaded.report().splitlines() if line.startswith("kv cache"))
+        assert f" of {'bf16' if kv_cache_dtype == 'auto' else kv_cache_dtype}," in line
+        assert f": {loaded.capacity_tokens} tokens" in line
+        return loaded.capacity_tokens
+
+    bf16 = tokens("auto")
+    assert tokens("int8") >= 1.9 * bf16
+    assert tokens("int4") >= 3.5 * bf16
+
+
 def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:
     windows = (Layer(Rope(10000.0, 16, False), window=100),) * 2
     model = tiny.config("gemma3", context_length=1 << 27, layers=windows)

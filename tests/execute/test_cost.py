@@ -14,7 +14,7 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Experts
 from octavo.model.families import program
 from octavo.model.program import ExpertLinear, Linear, Logits, Op, PagedAttention, RmsNorm
@@ -161,13 +161,20 @@ def test_every_kind_of_arithmetic_has_its_peak() -> None:
     rates = Rates(1e18, 1e9, int8_ops_per_second=4e9, bf16_ops_per_second=2e9)
     linear = dict.fromkeys(compute.weights, Arithmetic.INT8)
     model = CostModel(compute, layout, arithmetic=linear, attention=Arithmetic.BF16)
-    for op, cost in zip(compute.ops, model.by_op(batch([(40, 8)], 8)), strict=True):
+    step = batch([(40, 8)], 8)
+    for op, cost in zip(compute.ops, model.by_op(step), strict=True):
         peak = 1e9
         if isinstance(op, Linear | Logits):
             peak = 4e9
         elif isinstance(op, PagedAttention):
             peak = 2e9
         assert cost.seconds(rates) == pytest.approx(cost.ops / peak)
+    # Of 8 bits: two products of bytes a number, and half the bytes to read.
+    codes = CostModel(compute, KvLayout.of(config, dtype=KvDtype.INT8), attention=Arithmetic.INT8)
+    for op, cost, other in zip(compute.ops, codes.by_op(step), model.by_op(step), strict=True):
+        if isinstance(op, PagedAttention):
+            assert cost.ops == 2 * other.ops
+            assert cost.kv_bytes < other.kv_bytes / 1.5
     assert [Rates(1, 3).peak(kind) for kind in Arithmetic] == [3, 3, 3]
     with pytest.raises(ValueError, match="positive"):
         Rates(int8_ops_per_second=0)

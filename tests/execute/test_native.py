@@ -13,7 +13,7 @@ from execute.driving import Driver
 from octavo.checkpoint.base import CheckpointError, WeightFormat
 from octavo.execute.cost import Arithmetic
 from octavo.execute.native import NativeExecutor, arithmetic_of
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families
 from octavo.model.config import Layer, ModelConfig, Rope
 
@@ -110,16 +110,19 @@ def test_stored_formats(family: str, format: WeightFormat, bound: float) -> None
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_cache_dtypes(isa: str) -> None:
-    """Two numbers of 8 bits' and 11 bits' precision; bf16 where nothing is said."""
+    """Numbers of 8 bits' and 11 bits' precision; codes of 8 and 4 bits; bf16 where nothing is
+    said.
+    """
     config = tiny.config()
     checkpoint = tiny.checkpoint(config)
     tokens = tokens_of(config, 60)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
     expected = reference.run(families.program(config), weights, tokens, kv=np.float64)
-    fp16, bf16, auto = (
+    fp16, bf16, auto, int8, int4 = (
         Driver(checkpoint, isa=supported(isa), kv_dtype=kv_dtype).run(tokens)
-        for kv_dtype in ("fp16", "bf16", "auto")
+        for kv_dtype in ("fp16", "bf16", "auto", "int8", "int4")
     )
+    assert 5e-3 < error(int8, expected) < 2e-1 < error(int4, expected) < 2
     assert error(fp16, expected) < 5e-3 < error(bf16, expected) < 1e-1
     assert np.array_equal(bf16, auto)
 
@@ -165,10 +168,11 @@ def test_slices_of_logits_are_those_of_all_at_once(format: WeightFormat) -> None
             result.logits_from(first)
 
 
-def test_copied_blocks_continue_a_fork() -> None:
+@pytest.mark.parametrize("kv_dtype", KvDtype)
+def test_copied_blocks_continue_a_fork(kv_dtype: KvDtype) -> None:
     """A fork that copies its half-filled block goes on with the same bits; chains copy in order."""
     config = tiny.config()
-    driver = Driver(tiny.checkpoint(config), threads=2)
+    driver = Driver(tiny.checkpoint(config), threads=2, kv_dtype=kv_dtype)
     tokens = tokens_of(config, 24)
     expected = driver.run(tokens)
     parent, fork = driver.start(tokens), driver.start(tokens)
@@ -186,9 +190,10 @@ def test_copied_blocks_continue_a_fork() -> None:
     assert np.array_equal(np.array(parent.logits), expected)
 
 
-def test_blocks_leave_and_come_back() -> None:
+@pytest.mark.parametrize("kv_dtype", KvDtype)
+def test_blocks_leave_and_come_back(kv_dtype: KvDtype) -> None:
     config = tiny.config("gemma3")
-    driver = Driver(tiny.checkpoint(config))
+    driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype)
     tokens = tokens_of(config, 40)
     expected = driver.run(tokens)
     sequence = driver.start(tokens)
@@ -208,7 +213,7 @@ def test_blocks_leave_and_come_back() -> None:
         driver.executor.import_blocks(used[:2].copy(), data[:1])
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kv_dtype", KvDtype)
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_recycled_blocks_hold_changes_nothing(isa: str, kv_dtype: str) -> None:
     """NaN that recycled blocks hold is never read, at either end of a window."""
@@ -219,7 +224,7 @@ def test_what_recycled_blocks_hold_changes_nothing(isa: str, kv_dtype: str) -> N
     expected = driver.run(tokens)
     assert np.isfinite(expected).all()
     every = np.arange(400, dtype=np.int32)
-    rubbish = np.full((400, driver.layout.block_bytes), 0xFF, np.uint8)  # NaN in both kinds
+    rubbish = np.full((400, driver.layout.block_bytes), 0xFF, np.uint8)  # NaN, or scales of NaN
     driver.executor.import_blocks(every, rubbish)
     assert np.array_equal(driver.run(tokens), expected)
     driver.executor.import_blocks(every, rubbish)
@@ -410,8 +415,11 @@ def test_a_closed_executor_says_so() -> None:
         driver.executor.execute(batch)
 
 
-def test_bytes_are_as_planned() -> None:
-    driver = Driver(tiny.checkpoint(tiny.config("gemma3")))
+@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (18, 32), (20, 48), (66, 16)])
+def test_bytes_are_as_planned(head_dim: int, block_size: int, kv_dtype: KvDtype) -> None:
+    config = tiny.config("gemma3", head_dim=head_dim)
+    driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype, block_size=block_size)
     assert driver.executor.kv_bytes == 400 * driver.layout.block_bytes
     assert driver.executor.kv_bytes == driver.executor._open.arena_bytes
 

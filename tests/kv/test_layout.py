@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
 
 
@@ -42,3 +42,20 @@ def test_gemma_layers_make_six_groups_of_three() -> None:
     assert layout.place(5) == (0, 0)
     with pytest.raises(KeyError):
         layout.place(18)
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+def test_codes_hold_more_tokens_in_the_same_memory(head_dim: int) -> None:
+    def block(dtype: KvDtype) -> int:
+        return KvLayout.of(model([None] * 4, head_dim=head_dim), dtype=dtype).block_bytes
+
+    assert block(KvDtype.BF16) == block(KvDtype.FP16) >= 1.9 * block(KvDtype.INT8)
+    assert block(KvDtype.BF16) >= 3.5 * block(KvDtype.INT4)
+
+
+def test_names_of_dtypes() -> None:
+    assert KvDtype.of("auto") is KvDtype.of("bfloat16") is KvDtype.of("bf16") is KvDtype.BF16
+    assert KvDtype.of("float16") is KvDtype.FP16
+    for name in ("fp8", "int", ""):
+        with pytest.raises(ValueError, match=r"not supported; auto, bf16, fp16, int8, int4 are"):
+            KvDtype.of(name)

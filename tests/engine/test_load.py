@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from execute import tiny
-from octavo.checkpoint.base import WeightFormat
+from octavo.checkpoint.base import CheckpointError, WeightFormat
 from octavo.engine.load import (
     CachePlan,
     DoesNotFit,
@@ -22,6 +22,7 @@ from octavo.engine.load import (
     work_bytes,
 )
 from octavo.execute.lower import lower
+from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Experts, Layer, Rope
@@ -172,6 +173,25 @@ def test_settings_that_cannot_be_honoured_are_no_internal_error(
 ) -> None:
     with pytest.raises(SettingsError, match=message):
         load_engine(smollm2_path, EngineConfig(kv_cache_memory_bytes=16 * MIB, **values))
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_float_weights_are_rounded_when_asked(quantization: str) -> None:
+    """What is planned, held and reported is what was rounded; quantized checkpoints are refused."""
+    path = Path(__file__).parents[1] / "oracle" / "tiny-gemma3-caps.gguf"
+    config = EngineConfig(kv_cache_memory_bytes=MIB, max_num_seqs=2, threads=1)
+    plain = load_engine(path, config)
+    loaded = load_engine(path, replace(config, quantization=quantization))
+    assert "quantization" not in plain.report()
+    assert f"quantization: {quantization}, rounded to nearest while loading" in loaded.report()
+    assert loaded.weight_bytes < 0.75 * plain.weight_bytes
+    executor = loaded.engine.executor
+    assert isinstance(executor, NativeExecutor)
+    assert executor.weight_bytes == loaded.weight_bytes
+    plain.engine.close()
+    loaded.engine.close()
+    with pytest.raises(CheckpointError, match=f"{quantization} is for float weights, and tensor"):
+        load_engine(path.with_name("tiny-llama-k.gguf"), replace(config, quantization=quantization))
 
 
 def test_a_real_model_is_loaded_and_answers(smollm2_path: Path) -> None:

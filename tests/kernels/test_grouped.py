@@ -82,3 +82,26 @@ def test_refusals() -> None:
         _native.packed_bytes(WeightFormat.I8, 4, 48, group=32)
     with pytest.raises(ValueError, match="size does not fit"):
         _native.dequantize(np.zeros(17, np.uint8), WeightFormat.I4, 1, 32, group=32)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_the_scale_of_a_group_of_zeros_costs_the_others_nothing(format: WeightFormat) -> None:
+    """Files give such groups any scale, and the largest says how exactly the others are held."""
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((20, 128)).astype(np.float32)
+    data = tiny.quantize_grouped(values, format, 32).reshape(20, -1)
+    weight = Weight("w", format, values.shape, data.reshape(-1), group=32)  # the same bytes
+    bits, rest = format - WeightFormat.I8 + 8, 20  # scales and zeros of four groups
+    zero = np.full((20, 32), 1, np.uint8)
+    stream = np.unpackbits(zero[..., None], axis=2, bitorder="little", count=bits).reshape(20, -1)
+    data[:, 18] = 1
+    data[:, rest + 8 * bits : rest + 12 * bits] = np.packbits(stream, axis=1, bitorder="little")
+    x = rng.standard_normal((3, 128)).astype(np.float32)
+    outs = []
+    for scale in (0.0, 1e6):
+        data[:, 8:12] = np.full((20, 1), scale, np.float32).view(np.uint8)
+        assert (tiny.dequantize(weight)[:, 64:96] == 0).all()
+        held = _native.dequantize(data.reshape(-1), format, 20, 128, group=32)
+        np.testing.assert_array_equal(held, tiny.dequantize(weight).astype(np.float32))
+        outs.append(_native.linear(data.reshape(-1), format, 20, x, group=32))
+    np.testing.assert_array_equal(*outs)

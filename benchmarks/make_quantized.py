@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 
 HIDDEN, FFN, LAYERS, KV, VOCAB, GROUP = 2048, 8192, 16, 512, 32000, 128
 LINEARS = {
@@ -95,7 +95,9 @@ def main() -> None:
     }
     (args.folder / "config.json").write_text(json.dumps(config, indent=2))
     vocab = {chr(0x21 + index): index for index in range(VOCAB)}
-    Tokenizer(models.BPE(vocab, [])).save(str(args.folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE(vocab, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(args.folder / "tokenizer.json"))
 
 
 if __name__ == "__main__":

@@ -454,7 +454,8 @@ void test_attention(const Tier &tier) {
                 double wanted = 0.0;
                 for (size_t i = 0; i < scores.size(); ++i)
                     wanted += scores[i] / total * values[size_t(first) + i][size_t(d)];
-                // Errors of rounded weights are independent, so their squares add up.
+                // Errors of rounded weights are independent, so their squares add up. With codes,
+                // queries and weights of 16 bits are off by some 2^-17 of the largest.
                 double squares = 0.0;
                 for (size_t i = 0; i < scores.size(); ++i) {
                     const double off = values[size_t(first) + i][size_t(d)] - wanted;
@@ -462,7 +463,7 @@ void test_attention(const Tier &tier) {
                 }
                 expect(tier, "attention", out[size_t(t * stride + g * dim + d)], wanted,
                        1e-5 + (pairs   ? 0x1p-6 * std::sqrt(squares)
-                               : codes ? 5e-4
+                               : codes ? 2e-3
                                        : 0.0));
             }
         }

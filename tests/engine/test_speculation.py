@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from engine.checking import CheckingExecutor, build
+from engine.checking import CheckingExecutor, FakeSampler, build
 from engine.drafting import Coin, Oracle
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
@@ -27,6 +27,7 @@ from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import FinishReason, Outcome, Request
 from octavo.schedule.scheduler import Scheduler
+from octavo.schedule.sequence import Sequence
 from octavo.speculate.speculator import Speculator
 
 MODEL = ModelConfig(
@@ -250,3 +251,28 @@ def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
     assert record.outcome is Outcome.FINISHED
     assert record.finish_reasons == [FinishReason.LENGTH]
     assert record.completion_tokens == 20
+
+
+class Excessive(Speculator):
+    """Proposes far more than there is room for, whatever it is told."""
+
+    def propose(self, decoding: list[Sequence], num_tokens: int, room: int) -> list[list[int]]:
+        return [[1] * 100 for _ in decoding]
+
+
+def test_the_scheduler_cuts_drafts_to_what_is_left() -> None:
+    """Of the request, the budget, the rows and the blocks; the executor checks every batch."""
+    engine = build(
+        num_blocks=9, max_num_seqs=3, max_num_batched_tokens=24, max_logits_rows=20, vocab=2
+    )
+    engine.speculator = Excessive(Oracle("right", FakeSampler()), 64)
+    for name in "abc":
+        params = SamplingParams(max_tokens=25, seed=ord(name), ignore_eos=True)
+        engine.add_request(Request(request_id=name, prompt_token_ids=[1] * 20, params=params))
+    lengths = dict.fromkeys("abc", 0)
+    while engine.has_work():
+        for delta in engine.step():
+            lengths[delta.request_id] += len(delta.token_ids)
+        engine.check_integrity()
+    assert set(lengths.values()) == {25}
+    assert engine.stats().accepted_tokens > 0

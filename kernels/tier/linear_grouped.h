@@ -4,15 +4,15 @@
 //
 //   up       a line of 16 fp32 powers of two 2^f, by which a lane's scales are multiplied
 //   records  for each group of `group` inputs 16 fp16 scales d · 2^f, then 16 bytes of zeros
-//   quants   from a whole line on, for each 32 inputs (an even number of times): I3 as in Q3_K, I4
-//   as
-//            in Q4_0, I8 as in Q8_0
+//   quants   from a whole line on, for each 32 inputs (an even number of times): I3 as in Q3_K,
+//            I4 as in Q4_0, I8 as in Q8_0
 //
 // so that a scale is stored once whatever `group` is, and both parts are read forward. With f from
 // the column's largest scale, as for the fixed-point formats, fp16 and bf16 scales are held
 // exactly, but for those some 2^27 times smaller than the largest (such as fp16's subnormals beside
 // its largest numbers), which round to multiples of 2^-38 of it. fp32 scales round to 11 bits:
-// 2^-12 of each, at most. A scale that is no number makes its whole column NaN.
+// 2^-12 of each, at most. A scale that is no number makes its whole column NaN; the scale of a group
+// whose numbers are all its zero is held as 0.
 //
 // With q' = q − centre (4, 8 or 128) and M = (centre − zero) · d, w = d · q' + M. I3 and I4 are
 // summed in fixed point: D is rint of the held scale, and the min term

@@ -11,8 +11,8 @@
 // the column's largest scale, as for the fixed-point formats, fp16 and bf16 scales are held
 // exactly, but for those some 2^27 times smaller than the largest (such as fp16's subnormals beside
 // its largest numbers), which round to multiples of 2^-38 of it. fp32 scales round to 11 bits:
-// 2^-12 of each, at most. A scale that is no number makes its whole column NaN; the scale of a group
-// whose numbers are all its zero is held as 0.
+// 2^-12 of each, at most. A scale that is no number makes its whole column NaN. The scale of a
+// group whose numbers are all its zero is held as 0.
 //
 // With q' = q − centre (4, 8 or 128) and M = (centre − zero) · d, w = d · q' + M. I3 and I4 are
 // summed in fixed point: D is rint of the held scale, and the min term

@@ -209,6 +209,25 @@ def test_drafts_preempt_nobody() -> None:
         assert engine.stats().draft_tokens > 100
 
 
+def test_drafts_go_without_blocks_rather_than_take_anothers() -> None:
+    """Through a window of 8 a sequence holds 3 blocks of 4 written one by one; a draft wants more
+    than the 8 blocks have for two.
+    """
+    engine = build(windows=(8,), block_size=4, num_blocks=8, max_logits_rows=64)
+    oracle = Oracle("wrong", engine.sampler)  # type: ignore[arg-type]
+    engine.speculator = oracle.speculator = Speculator(oracle, 64, 20)
+    for name in "ab":
+        params = SamplingParams(max_tokens=60, seed=ord(name), ignore_eos=True)
+        engine.add_request(Request(request_id=name, prompt_token_ids=[1] * 6, params=params))
+    together = 0
+    while engine.has_work():
+        together += len(engine.scheduler.decoding) == 2
+        engine.step()
+    assert together > 40
+    assert engine.stats().preemptions == 0
+    assert engine.stats().draft_tokens > 100
+
+
 @pytest.mark.parametrize("kind", ["raises", "outside", "missing"])
 def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     kind: str, caplog: pytest.LogCaptureFixture

@@ -177,6 +177,12 @@ def test_gptq_without_g_idx_and_with_a_config_of_its_own(tmp_path: Path) -> None
     assert refused(path).startswith(f"{path}/quantize_config.json: bits is 2, which is not supp")
 
 
+def test_a_configuration_that_was_left_over(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    (path / "quantize_config.json").write_text(json.dumps(gptq_config(4, 32)))
+    assert load(path).quantization is None
+
+
 def test_gptq_modules_may_differ(tmp_path: Path) -> None:
     """GPTQModel's ``dynamic``: other bits and groups, and modules left as they are."""
     path = folder("llama", tmp_path / "m")

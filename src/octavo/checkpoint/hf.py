@@ -84,7 +84,7 @@ def load_folder(path: Path) -> Checkpoint:
         _chat_template(folder),
         release=lambda: _release(stored),
         file_bytes=stored.file_bytes,
-        quantization=None if tensors.layout is None else tensors.layout.quantization,
+        quantization=tensors.quantization,
     )
 
 

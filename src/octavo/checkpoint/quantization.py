@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from octavo.checkpoint.awq import Awq
-from octavo.checkpoint.base import Weight
+from octavo.checkpoint.base import Quantization, Weight
 from octavo.checkpoint.compressed_tensors import CompressedTensors
 from octavo.checkpoint.gptq import Gptq
 from octavo.checkpoint.hf_config import Section
@@ -47,6 +47,11 @@ class ModelTensors:
                 self.modules[f"{module}.weight"] = Module(module, tensors)
         quantized = {name for m in self.modules.values() for name in m.tensors.values()}
         self.names = [name for name in self.names if name not in quantized] + list(self.modules)
+
+    @property
+    def quantization(self) -> Quantization | None:
+        """None if no module is quantized, whatever a file that was left over says."""
+        return self.layout.quantization if self.layout is not None and self.modules else None
 
     def weight(self, name: str, n: int, k: int) -> Weight:
         """``n`` and ``k``: what a quantized module must be."""

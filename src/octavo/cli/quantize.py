@@ -95,8 +95,6 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            exists=True,
-            dir_okay=False,
             help="Text to look at; the more it is like what the model will read, the better.",
             show_default="the Python language reference",
         ),
@@ -160,6 +158,8 @@ def command(
         scales is ScalesName.mse,
         damping,
     )
+    if calibration is not None and not calibration.is_file():
+        raise typer.BadParameter(f"no such file: {calibration}", param_hint="--calibration")
     checkpoint = load(resolve(model))
     if note := _already_quantized(checkpoint):
         print(note, file=sys.stderr)

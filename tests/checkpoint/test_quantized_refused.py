@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from checkpoint import quantized_writer as writer
-from checkpoint.quantized_writer import gptq_config, quantize_all, quantized, refused
+from checkpoint.quantized_writer import gptq_config, quantize_all, quantized, refused, words
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from oracle.tiny_folders import QUANTIZED, folder, quantized_folder
@@ -211,6 +211,42 @@ def test_groups_that_no_kernel_takes(tmp_path: Path) -> None:
     path = folder("llama", tmp_path / "m")
     quantize_all(path, gptq_config(4, 16), lambda x: (m := quantized(x, 4, 16), writer.gptq(m)))
     assert "scales' has groups of 16 inputs, not a multiple of 32" in refused(path)
+
+
+def test_packed_numbers_of_bits_that_only_plain_groups_may_have(tmp_path: Path) -> None:
+    """int-quantized numbers may have 5 bits, each in a byte; there is no packing of 5."""
+
+    def five(x: Any) -> Any:
+        made = quantized(x, 5, -1, symmetric=True)
+        return made, {"weight_packed": words(made.q, 5), "weight_scale": made.scales}
+
+    path = folder("llama", tmp_path / "m")
+    config = writer.ct_config(5, -1, symmetric=True, layout="int-quantized")
+    quantize_all(path, config, five)
+    message = refused(path)
+    assert "model.safetensors: tensor '" in message
+    assert "weight_packed' is there, but no group's format is pack-quantized" in message
+
+
+def test_packed_numbers_are_of_packed_groups_bits(tmp_path: Path) -> None:
+    """A plain group beside a packed one: its bits are none that packed numbers may have."""
+
+    def eight(x: Any) -> Any:
+        return (m := quantized(x, 8, 32)), writer.pack_quantized(m)
+
+    path = folder("llama", tmp_path / "m")
+    group = CT["config_groups"]["group_0"]
+    plain = writer.ct_config(8, -1, symmetric=False, layout="int-quantized")
+    config = CT | {
+        "format": "mixed-precision",
+        "config_groups": {
+            "group_0": group | {"format": "pack-quantized"},
+            "group_1": plain["config_groups"]["group_0"] | {"format": "int-quantized"},
+        },
+    }
+    quantize_all(path, config, eight)
+    assert "weight_packed' has shape" in (message := refused(path))
+    assert message.endswith("of 4-bit numbers")
 
 
 # ── Hostile files ───────────────────────────────────────────────────────────────────────────────

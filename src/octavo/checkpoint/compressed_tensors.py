@@ -60,6 +60,7 @@ class CompressedTensors(Layout):
             keys.fail("config_groups is empty")
         whole = keys.text("format", "dense")
         layouts, settings, symmetric, order, activations = set(), [], True, False, None
+        packed = []
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
@@ -70,10 +71,14 @@ class CompressedTensors(Layout):
             layouts.add(layout)
             activations = _activations(group) or activations
             weights = group.object("weights")
-            settings.append(_setting(weights, layout))
+            setting = _setting(weights, layout)
+            settings.append(setting)
+            if layout in PACKED:
+                packed.append(setting)
             symmetric &= weights.flag("symmetric", True)
             order |= weights.values.get("actorder") in ("group", "dynamic", True)
         self.settings = distinct(keys, settings)
+        self.packed = list(dict.fromkeys(packed))  # settings of packed groups
         super().__init__(
             stored,
             Quantization(
@@ -96,7 +101,12 @@ class CompressedTensors(Layout):
         if "weight" in module.tensors:
             self.stored.refuse(module.tensors["weight"], "is there beside its packed form")
         packed = self.array(module, "weight_packed", "I32")
-        sizes = {s.bits: -(-k * s.bits // 32) for s in self.settings}
+        if not self.packed:
+            formats = ", ".join(PACKED)
+            self.stored.refuse(
+                self.name(module, "weight_packed"), f"is there, but no group's format is {formats}"
+            )
+        sizes = {s.bits: -(-k * s.bits // 32) for s in self.packed}
         bits = next((b for b, size in sizes.items() if packed.shape == (n, size)), None)
         if bits is None:
             needed = " or ".join(f"{[n, size]} of {b}-bit numbers" for b, size in sizes.items())

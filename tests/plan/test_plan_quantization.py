@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from bench.test_limits import made_up
+from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
@@ -28,7 +30,7 @@ from octavo.plan.quantization import (
     prefill_batch,
 )
 from octavo.plan.schemes import scheme
-from oracle.tiny_folders import FAMILIES, talking_folder
+from oracle.tiny_folders import FAMILIES, folder, talking_folder
 
 # As published; the parameters are what transformers 5.24 counts of each.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -217,8 +219,8 @@ def test_experts_are_read_as_they_are_hit(tmp_path: Path) -> None:
 
 
 def test_what_a_file_has_and_the_engine_holds(tmp_path: Path) -> None:
-    folder = talking_folder(tmp_path / "talking")
-    checkpoint = load(folder)
+    path = talking_folder(tmp_path / "talking")
+    checkpoint = load(path)
     talking = Subject.of(checkpoint)
     stored = as_stored(talking)
     assert stored is not None
@@ -227,10 +229,23 @@ def test_what_a_file_has_and_the_engine_holds(tmp_path: Path) -> None:
     )
     own = held(talking, stored)
     assert own is not None
-    loaded = load_engine(folder, EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_seqs=8))
+    loaded = load_engine(path, EngineConfig(kv_cache_memory_bytes=4 << 20, max_num_seqs=8))
     assert sum(own.values()) == loaded.weight_bytes
     loaded.engine.close()
-    assert as_stored(Subject.of_config(folder / "config.json")) is None
+    assert as_stored(Subject.of_config(path / "config.json")) is None
+
+
+def test_a_quantized_file_takes_what_its_tensors_take(tmp_path: Path) -> None:
+    """fp16 scales and packed zeros, not the wider ones that rows are read as."""
+    path = folder("llama", tmp_path / "m")
+    quantize_all(path, gptq_config(4, 32), lambda x: (m := quantized(x, 4, 32), gptq(m)))
+    stored = as_stored(Subject.of(load(path)))
+    assert stored is not None
+    tensors = load_file(path / "model.safetensors")
+    for part, name in (("attn_q", "self_attn.q_proj"), ("ffn_down", "mlp.down_proj")):
+        size = sum(x.nbytes for key, x in tensors.items() if f"layers.0.{name}." in key)
+        assert stored.sizes[f"layers.0.{part}"] == size
+    assert stored.sizes["output_norm"] == 4 * 32
 
 
 def test_a_format_that_does_not_fit_names_the_matrix(tmp_path: Path) -> None:

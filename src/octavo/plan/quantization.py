@@ -132,14 +132,17 @@ def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
 
 
 def as_stored(subject: Subject) -> Stored | None:
-    """The weights as the file has them, vectors in F32 as everywhere here."""
+    """The weights as the file has them, not as they are read; vectors in F32 as everywhere here."""
     if subject.stored is None:
         return None
     weights = {role: subject.stored[role] for role in subject.program.weights}
     return Stored(
         "as stored",
         {role: weight.format for role, weight in weights.items()},
-        {role: weight.nbytes for role, weight in weights.items()},
+        {
+            role: weight.stored.nbytes if len(weight.shape) > 1 else weight.nbytes
+            for role, weight in weights.items()
+        },
         None,
         {role: weight.group for role, weight in weights.items()},
     )

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from execute import tiny
 from octavo.checkpoint.base import CheckpointError, WeightFormat
 from octavo.engine.load import (
@@ -29,6 +30,7 @@ from octavo.model.config import Experts, Layer, Rope
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Outcome, Request
+from oracle.tiny_folders import folder
 
 MIB = 1 << 20
 WEIGHTS = 10 * MIB
@@ -222,3 +224,12 @@ def test_a_model_too_large_for_the_memory_is_refused_before_it_is_loaded(
     monkeypatch.setattr("octavo.engine.load.available_memory", lambda: 50 * MIB)
     with pytest.raises(DoesNotFit, match="50 MiB available"):
         load_engine(smollm2_path, replace(EngineConfig(), max_num_seqs=4))
+
+
+def test_inputs_that_no_kernel_takes_are_refused_by_file_and_tensor(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")  # whose down_proj has 48 inputs
+    quantize_all(path, gptq_config(4, 32), lambda x: (m := quantized(x, 4, 32), gptq(m)))
+    with pytest.raises(CheckpointError) as error:
+        load_engine(path, EngineConfig(threads=1, kv_cache_memory_bytes=1 << 20))
+    tensor = "model.layers.0.mlp.down_proj.qweight"
+    assert str(error.value).startswith(f"{path}: tensor {tensor!r} has 48 inputs; kernels take")

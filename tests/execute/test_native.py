@@ -359,7 +359,10 @@ def test_zeros_and_groups_that_the_kernels_cannot_have() -> None:
     data = weight.data.copy()
     data[3 * 37 + 4] = 17  # a scale, a zero and 64 numbers a row
     for changed, message in [
-        (weight._replace(source=data), "zero of a group is 17, outside 0 to 16"),
+        (
+            weight._replace(source=data),
+            f"tensor '{weight.name}', from row 0 on: zero of a group is 17, outside 0 to 16",
+        ),
         (weight._replace(group=48), "groups of 48 inputs are not whole blocks of 32"),
         (weight._replace(group=32), "bytes of data"),
     ]:

@@ -281,7 +281,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         checkpoint = rounded(checkpoint, config.quantization, threads)
     compute = program(checkpoint.config)
     layout = config.layout_of(checkpoint.config)
-    weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
+    try:
+        weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
+    except CheckpointError as error:  # which names the tensor
+        raise CheckpointError(f"{checkpoint.path}: {error}") from None
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(

@@ -23,14 +23,24 @@ from octavo.model.program import Embed, Program
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
+_INPUTS = 32  # of a grouped format's matrix: a multiple (kernels/linear.h)
 # KvKind of kernels/kernels.h.
 _KV_KINDS = {KvDtype.FP16: 0, KvDtype.BF16: 1, KvDtype.INT8: 2, KvDtype.INT4: 3}
 
 
 def held_bytes(weight: Weight, isa: str | None = None) -> int:
-    """Bytes of the executor's own copy of a weight, packed for an instruction-set tier."""
+    """Bytes of the executor's own copy of a weight, packed for an instruction-set tier.
+
+    Raises `CheckpointError`, naming the tensor, for a matrix that no kernel takes, and `ValueError`
+    for an unknown tier.
+    """
     if len(weight.shape) != 2:
         return weight.nbytes
+    if weight.format.grouped and weight.shape[1] % _INPUTS:
+        raise CheckpointError(
+            f"tensor {weight.name!r} has {weight.shape[1]} inputs; "
+            f"kernels take multiples of {_INPUTS} in {weight.format.name}"
+        )
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
 
 
@@ -278,7 +288,12 @@ class _Loading:
         for first in range(0, rows, step):
             last = min(first + step, rows)
             data = weight.rows(first, last).reshape(-1)
-            self.runtime.pack_rows(matrix, first, last, data)
+            try:
+                self.runtime.pack_rows(matrix, first, last, data)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.checkpoint.path}: tensor {weight.name!r}, from row {first} on: {error}"
+                ) from None
             self.read += data.nbytes
             if self.read >= _READ_BYTES:
                 del data

@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         *("schedule", "speculate", "sample", "execute", "kv", "model", "checkpoint", "_native"),
     },
-    "quant": {"engine", "execute", "kv", "model", "checkpoint", "_native"},
+    "quant": {"execute", "kv", "model", "checkpoint", "_native"},
     "plan": {"execute", "kv", "model", "checkpoint", "_native"},
     "bench": {
         "engine",

@@ -96,9 +96,12 @@ def command(
     if reference not in ("exact", "served"):
         raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")
     if plot is not None:
-        from octavo.quant.plot import check_suffix
+        from octavo.quant.plot import PlotError, check_suffix
 
-        check_suffix(plot)
+        try:
+            check_suffix(plot)
+        except PlotError as error:
+            raise SettingsError(str(error)) from None
     from octavo.bench.fidelity import measure
     from octavo.quant.fidelity import TextError
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from octavo.engine.load import SettingsError
-
 SUFFIXES = (".svg", ".png", ".pdf")
 MARKERS = ("o", "s", "^", "D")  # ten colours of each
 
 
+class PlotError(ValueError):
+    """A plot that cannot be drawn here; the message says why."""
+
+
 def check_suffix(path: Path) -> None:
-    """Before anything is measured. Raises `SettingsError`."""
+    """Before anything is measured. Raises `PlotError`."""
     if path.suffix.lower() not in SUFFIXES:
-        raise SettingsError(f"{path}: a plot is a file of {', '.join(SUFFIXES)}")
+        raise PlotError(f"{path}: a plot is a file of {', '.join(SUFFIXES)}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise SettingsError("a plot needs matplotlib: pip install 'octavo[plot]'") from None
+        raise PlotError("a plot needs matplotlib: pip install 'octavo[plot]'") from None
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

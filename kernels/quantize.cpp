@@ -65,22 +65,13 @@ Range range_of(const float *x, int64_t count) {
     return {*std::min_element(low, low + kLanes), *std::max_element(high, high + kLanes)};
 }
 
-// 32 numbers of a few bits as a stream.
+// 32 numbers of 4 or 8 bits as a stream.
 void write_stream(int bits, const uint8_t *numbers, uint8_t *to) {
-    if (bits == 8) {
+    if (bits == 8)
         std::memcpy(to, numbers, kBlock);
-    } else if (bits == 4) {
+    else
         for (int64_t i = 0; i < kBlock / 2; ++i)
             to[i] = static_cast<uint8_t>(numbers[2 * i] | numbers[2 * i + 1] << 4);
-    } else {
-        for (int64_t i = 0; i < kBlock / 8; ++i) {
-            uint32_t eight = 0;
-            for (int64_t j = 0; j < 8; ++j)
-                eight |= static_cast<uint32_t>(numbers[8 * i + j]) << 3 * j;
-            for (int64_t j = 0; j < 3; ++j)
-                to[3 * i + j] = static_cast<uint8_t>(eight >> 8 * j);
-        }
-    }
 }
 
 // A row; whether its scales are finite.
@@ -119,78 +110,24 @@ bool quantize_grouped(const float *x, int64_t k, int bits, int64_t group, bool s
     return true;
 }
 
-// 1 / d, or 0 where there is no such number.
-float inverse(float d) {
-    return std::fabs(d) > 0x1p-127f ? 1.0f / d : 0.0f;
-}
-
-void write_nibbles(const uint8_t *numbers, uint8_t *to) {
-    for (int64_t i = 0; i < 16; ++i)
-        to[i] = static_cast<uint8_t>(numbers[i] | numbers[i + 16] << 4);
-}
-
-// A block of a GGUF format; whether its scales are numbers of fp16.
-bool quantize_block(Format format, const float *x, uint8_t *to) {
-    const Range range = range_of(x, kBlock);
-    uint8_t numbers[kBlock];
-    float d, m = 0;
-    if (format == Format::Q8_0) {
-        d = range.magnitude() / 127.0f;
-        const float by = inverse(d);
-        for (int64_t i = 0; i < kBlock; ++i) {
-            const float magnitude = std::fabs(x[i] * by);
-            const auto whole = static_cast<int32_t>(magnitude);
-            const int32_t rounded = whole + (magnitude - static_cast<float>(whole) >= 0.5f); // away
-            to[2 + i] = static_cast<uint8_t>(x[i] < 0 ? -rounded : rounded);
-        }
-    } else if (format == Format::Q4_0) {
-        // The first of the largest magnitude becomes -8.
-        float largest = 0;
-        for (int64_t i = 0; i < kBlock; ++i)
-            largest = std::fabs(x[i]) > std::fabs(largest) ? x[i] : largest;
-        d = largest / -8.0f;
-        const float by = inverse(d);
-        for (int64_t i = 0; i < kBlock; ++i)
-            numbers[i] = static_cast<uint8_t>(std::min(static_cast<int>(x[i] * by + 8.5f), 15));
-        write_nibbles(numbers, to + 2);
-    } else {
-        m = range.low;
-        d = (range.high - m) / 15.0f;
-        const float by = inverse(d);
-        for (int64_t i = 0; i < kBlock; ++i)
-            numbers[i] =
-                static_cast<uint8_t>(std::min(static_cast<int>((x[i] - m) * by + 0.5f), 15));
-        store_as(to + 2, float_to_half(m));
-        write_nibbles(numbers, to + 4);
-    }
-    store_as(to, float_to_half(d));
-    return std::fabs(d) < 65520.0f && std::fabs(m) < 65520.0f; // what rounds to a finite one
-}
-
 } // namespace
 
 bool can_quantize(Format source, Format format) {
     if (source != Format::F32 && source != Format::F16 && source != Format::BF16)
         return false;
-    return format_info(format).grouped || format == Format::Q4_0 || format == Format::Q4_1 ||
-           format == Format::Q8_0;
+    return format == Format::I4 || format == Format::I8;
 }
 
 int64_t quantize_rows(Format source, const std::byte *src, int64_t rows, int64_t k, Format format,
                       int64_t group, bool symmetric, std::byte *dst) {
-    const FormatInfo info = format_info(format);
+    const int bits = static_cast<int>(format_info(format).block_bytes / 4);
     const int64_t from = row_bytes(source, k, 0), to = row_bytes(format, k, group);
     std::vector<float> x(static_cast<size_t>(k));
     std::vector<uint8_t> row(static_cast<size_t>(to));
     for (int64_t r = 0; r < rows; ++r) {
         to_floats(source, src + r * from, k, x.data());
-        bool fits = all_finite(x.data(), k);
-        if (fits && info.grouped)
-            fits = quantize_grouped(x.data(), k, static_cast<int>(info.block_bytes / 4), group,
-                                    symmetric, row.data());
-        for (int64_t i = 0; fits && !info.grouped && i < k; i += kBlock)
-            fits = quantize_block(format, x.data() + i, row.data() + i / kBlock * info.block_bytes);
-        if (!fits)
+        if (!all_finite(x.data(), k) ||
+            !quantize_grouped(x.data(), k, bits, group, symmetric, row.data()))
             return r;
         std::memcpy(dst + r * to, row.data(), static_cast<size_t>(to));
     }

@@ -35,7 +35,7 @@ BytesOut quantize(const Bytes &data, int source_number, int64_t rows, int64_t k,
         throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
                                     " cannot be " + std::to_string(rows) + " x " +
                                     std::to_string(k));
-    if (info.grouped ? group < 1 || group % info.block_values != 0 : group != 0 || symmetric)
+    if (group < 1 || group % info.block_values != 0)
         throw std::invalid_argument(std::string("a matrix of ") + format_name(format) +
                                     " cannot have groups of " + std::to_string(group));
     if (int64_t(data.size()) != rows * row_bytes(source, k, 0))
@@ -77,10 +77,10 @@ BytesOut quantize(const Bytes &data, int source_number, int64_t rows, int64_t k,
 void bind_quantize(nb::module_ &m) {
     using namespace octavo;
     m.def(
-        "quantize", quantize, "data"_a, "source"_a, "rows"_a, "k"_a, "format"_a, "group"_a = 0,
+        "quantize", quantize, "data"_a, "source"_a, "rows"_a, "k"_a, "format"_a, "group"_a,
         "symmetric"_a = false, "pool"_a.none() = nb::none(),
-        "Rows [rows, k] of F32, F16 or BF16 weights rounded to nearest into rows of I3, I4, I8,\n"
-        "Q4_0, Q4_1 or Q8_0 (kernels/quantize.h defines scales and zeros), on the pool's threads\n"
-        "or the caller's. Raises ValueError for a shape or format that does not fit, and naming\n"
-        "the first row that holds a weight that is not finite, or too large for an fp16 scale.");
+        "Rows [rows, k] of F32, F16 or BF16 weights rounded to nearest into rows of I4 or I8\n"
+        "(kernels/quantize.h defines scales and zeros), on the pool's threads or the caller's.\n"
+        "Raises ValueError for a shape or format that does not fit, and naming the first row that\n"
+        "holds a weight that is not finite, or too large for an fp32 scale.");
 }

@@ -37,7 +37,7 @@ def quantize(
     rows: int,
     k: int,
     format: int,
-    group: int = 0,
+    group: int,
     symmetric: bool = False,
     pool: ThreadPool | None = None,
 ) -> npt.NDArray[np.uint8]: ...

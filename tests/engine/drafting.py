@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from engine.checking import VOCAB, FakeSampler, FakeState
 from octavo.sample.scripted import ScriptedSampler, ScriptedState
@@ -14,7 +17,10 @@ from octavo.speculate.speculator import Speculator
 class Oracle:
     """Guesses for requests of a `FakeSampler`."""
 
-    KINDS = ("right", "wrong", "half", "short", "long", "first", "raises", "outside", "missing")
+    KINDS = (
+        *("right", "wrong", "half", "short", "long", "first", "raises", "outside", "missing"),
+        *("arrays", "views", "fraction", "evidence"),
+    )
 
     def __init__(self, kind: str, sampler: FakeSampler) -> None:
         self.kind = kind
@@ -22,10 +28,14 @@ class Oracle:
         self._sampler = sampler
         self._random = random.Random(0)
         self._texts: dict[int, list[int]] = {}
+        self._views: list[np.ndarray[Any, Any]] = []
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
         assert sequence not in self._texts
         self._texts[sequence] = list(token_ids)
+        if self.kind == "views":  # kept, and written to
+            self._views.append(np.asarray(token_ids))
+            self._views[-1][:] = 0
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
         assert token_ids
@@ -43,6 +53,8 @@ class Oracle:
     def _draft(self, sequence: int, count: int) -> Draft:
         assert self.speculator is not None
         assert count >= 0
+        if count == 0:
+            return Draft([0] * 3 if self.kind == "long" else [])
         known = self.speculator._known
         seq = next(seq for seq, each in known.items() if each.number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
@@ -60,7 +72,14 @@ class Oracle:
             draft.append((token + 1) % VOCAB if rng.random() < wrong else token)
         if draft and self.kind == "outside" and rng.random() < 0.1:
             draft[-1] = rng.choice((-1, VOCAB))
-        return Draft(draft, rng.randrange(16))
+        evidence: Any = rng.randrange(16)
+        tokens: Any = np.array(draft, np.int32) if self.kind == "arrays" else draft
+        if rng.random() < 0.1:
+            if self.kind == "evidence":
+                evidence += 0.5
+            elif self.kind == "fraction":
+                tokens = [token + 0.5 for token in draft]
+        return Draft(tokens, evidence)
 
 
 class Coin:

@@ -228,7 +228,7 @@ def test_drafts_go_without_blocks_rather_than_take_anothers() -> None:
     assert engine.stats().draft_tokens > 100
 
 
-@pytest.mark.parametrize("kind", ["raises", "outside", "missing"])
+@pytest.mark.parametrize("kind", ["raises", "outside", "missing", "fraction", "evidence"])
 def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -245,6 +245,27 @@ def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     assert engine.stats().drafter_failures == 1
     assert len(caplog.records) == 1
     assert "drafter" in caplog.text
+
+
+def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.speculate.speculator._READ", 7)
+    engine = build(max_logits_rows=64)
+    assert isinstance(engine.sampler, FakeSampler)
+    oracle = Oracle("long", engine.sampler)
+    oracle.speculator = engine.speculator = Speculator(oracle, 64, 3)
+    read: list[int] = []
+    records = []
+    for name in "ab":
+        params = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+        request = Request(request_id=name, prompt_token_ids=[5] * 20, params=params)
+        records.append(engine.add_request(request))
+    while engine.has_work():
+        engine.step()
+        read.append(sum(map(len, oracle._texts.values())))
+    assert max(after - before for before, after in zip([0, *read], read, strict=False)) <= 7
+    assert all(record.outcome is Outcome.FINISHED for record in records)
+    assert all(record.accepted_tokens > 0 for record in records)
+    assert engine.speculator.failures == 0
 
 
 def test_a_step_that_fails_with_drafts_is_tried_without() -> None:

@@ -105,6 +105,19 @@ def test_earlier_answers_are_forgotten_in_time() -> None:
     assert [list(d.token_ids) for d in drafter.propose([100, 101], [2, 2])] == [[], [63, 64]]
 
 
+def test_earlier_answers_are_counted_over_all_salts() -> None:
+    drafter = SuffixDrafter(max_cached_requests=6)
+    for number in range(50):
+        drafter.start(number, [0], str(number % 17))
+        drafter.extend(number, list(range(number)))
+        drafter.end(number)
+        held = [each.parts for each in drafter._answers.values()]
+        assert all(held)
+        assert sum(len(part.tokens) for parts in held for part in parts) == drafter._held_tokens
+        assert drafter._held <= 6
+    assert len(drafter._answers) == 6
+
+
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
 def test_a_draft_goes_on_where_the_text_ends(text: list[int], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(text) - 1))

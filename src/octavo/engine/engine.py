@@ -340,7 +340,8 @@ class Engine:
             output: _Output = seq.output
             reason: FinishReason | None = None
             text, count, finished, stop_reason = output.text.push(run)
-            if count < len(run):
+            beyond = len(run) - count
+            if beyond:
                 run = run[:count]
             generated += count
             output.num_tokens = num_tokens = output.num_tokens + count
@@ -356,7 +357,7 @@ class Engine:
             if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
                 self._count_draft(record, scheduled.drafts[index], run)
             if reason is not None:
-                self._leave(seq)
+                self._leave(seq, beyond)
                 if self.scheduler.finish(seq, reason):
                     self._close(record, Outcome.FINISHED, now)
                     del self._requests[owner.request.request_id]
@@ -390,10 +391,10 @@ class Engine:
         record.draft_tokens += len(draft)
         record.accepted_tokens += accepted
 
-    def _leave(self, seq: Sequence) -> None:
-        """The sequence has ended: no more drafts of it."""
+    def _leave(self, seq: Sequence, beyond: int = 0) -> None:
+        """The sequence has ended, before the last ``beyond`` of its tokens: no more drafts."""
         if self.speculator is not None:
-            self.speculator.end(seq)
+            self.speculator.end(seq, beyond)
 
     def _end(
         self,

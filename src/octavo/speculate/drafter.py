@@ -30,8 +30,9 @@ class Drafter(Protocol):
     """
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        """A sequence begins to decode: its prompt and first tokens. What one sequence teaches may
-        serve another only if both have the same ``cache_salt``.
+        """A sequence begins to decode: its prompt and first tokens, or, of a long text, the
+        beginning; the rest comes with `extend`. What one sequence teaches may serve another only if
+        both have the same ``cache_salt``.
         """
         ...
 
@@ -40,7 +41,9 @@ class Drafter(Protocol):
         ...
 
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> Sequence[Draft]:
-        """A draft for each of the sequences, of at most so many tokens; shorter or none is fine."""
+        """A draft for each of the sequences, of at most so many tokens; shorter or none is fine.
+        A count of 0: its text has not all been told.
+        """
         ...
 
     def end(self, sequence: int) -> None:

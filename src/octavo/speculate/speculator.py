@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import count
+from operator import index
 from typing import NamedTuple
 
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import NUM_CLASSES, Acceptance, Own
-from octavo.speculate.drafter import Draft, Drafter
+from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter
 from octavo.speculate.length import choose, worthwhile
 from octavo.speculate.step_times import StepTimes
 
@@ -22,6 +24,8 @@ _IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
 _SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
 _LONGEST_REST = 32  # steps
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay
+_READ = 4096  # tokens of text that the drafter is given in a step: some milliseconds
+_FEW = 64  # more at once are a text's beginning, which is not drafting in vain
 
 
 class _Known:
@@ -69,7 +73,8 @@ class Speculator:
         self._numbers = count()
         self._asked: dict[Seq, _Asked] = {}
         self._now = now
-        self._began = 0.0  # when drafting began, less what happens once a sequence
+        self._began = 0.0  # when drafting began, less the reading of new texts
+        self._reading = False  # whether a text was not yet read to its end
         self._rest = 0  # steps without asking
         self._useful = 1.0  # share of the asking that led to drafts, of late
 
@@ -103,7 +108,8 @@ class Speculator:
         if self._pinned is not None:
             return [list(draft.token_ids) for draft in drafts]
         if not self._asked:
-            self._pause(num_tokens)
+            if not self._reading:
+                self._pause(num_tokens)
             return [[]] * len(decoding)
         gains = [
             self._acceptance.gains(draft.evidence, self._known[seq].own, len(draft.token_ids))
@@ -122,34 +128,58 @@ class Speculator:
         """The drafter's guesses, checked. Raises whatever it raises."""
         numbers: list[int] = []
         counts: list[int] = []
+        left = _READ
         for seq in decoding:
             known = self._known.get(seq)
             if known is None:
                 known = self._known[seq] = _Known(next(self._numbers))
-                before = self._now()
-                drafter.start(known.number, seq.token_ids, seq.owner.request.cache_salt)
-                self._began += self._now() - before
-            elif known.num_tokens < len(seq.token_ids):
-                drafter.extend(known.number, seq.token_ids[known.num_tokens :])
-            known.num_tokens = len(seq.token_ids)
-            numbers.append(known.number)
-            counts.append(min(self._longest, seq.num_to_come - 1))
+            left -= self._tell(drafter, seq, known, left)
+            if known.num_tokens:
+                numbers.append(known.number)
+                whole = known.num_tokens == len(seq.token_ids)
+                counts.append(min(self._longest, seq.num_to_come - 1) if whole else 0)
+        self._reading = left <= 0
         answers = drafter.propose(numbers, counts)
         if len(answers) != len(numbers):
             raise ValueError(f"{len(answers)} drafts for {len(numbers)} sequences")
         drafts: list[Draft] = []
-        for seq, answer, most in zip(decoding, answers, counts, strict=True):
-            token_ids, evidence = answer
-            if len(token_ids) > most:
-                token_ids = token_ids[:most]
-            if len(token_ids):
-                if not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-                    raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
-                if not 0 <= evidence < NUM_CLASSES:
-                    raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
-                self._asked[seq] = _Asked(Draft(token_ids, evidence), len(seq.token_ids))
-            drafts.append(Draft(token_ids, evidence))
+        given = iter(zip(answers, counts, strict=True))
+        for seq in decoding:
+            if not self._known[seq].num_tokens:
+                drafts.append(NO_DRAFT)
+                continue
+            answer, most = next(given)
+            draft = self._checked(answer, most)
+            if draft.token_ids:
+                self._asked[seq] = _Asked(draft, len(seq.token_ids))
+            drafts.append(draft)
         return drafts
+
+    def _tell(self, drafter: Drafter, seq: Seq, known: _Known, most: int) -> int:
+        """Up to ``most`` tokens that the drafter has not seen; how many it was. It gets copies."""
+        tokens: array[int] = seq.token_ids[known.num_tokens : known.num_tokens + max(0, most)]
+        if not tokens:
+            return 0
+        before = self._now()
+        if known.num_tokens:
+            drafter.extend(known.number, tokens)
+        else:
+            drafter.start(known.number, tokens, seq.owner.request.cache_salt)
+        if len(tokens) > _FEW:
+            self._began += self._now() - before
+        known.num_tokens += len(tokens)
+        return len(tokens)
+
+    def _checked(self, answer: Draft, most: int) -> Draft:
+        """A drafter's answer as plain integers, or `ValueError` or `TypeError`."""
+        given, evidence = answer
+        token_ids = [index(token) for token in given[:most]]
+        evidence = index(evidence)
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
+        if not 0 <= evidence < NUM_CLASSES:
+            raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
+        return Draft(token_ids, evidence)
 
     def learn(self, scheduled: Scheduled, runs: Sequence[Sequence[int]], seconds: float) -> None:
         """A step has run, in so many seconds, and its samples drew ``runs``."""
@@ -166,15 +196,16 @@ class Speculator:
                 self._acceptance.learn(draft.evidence, known.own, draft.token_ids, run)
         self._asked.clear()
 
-    def end(self, seq: Seq) -> None:
-        """A sequence is over."""
+    def end(self, seq: Seq, beyond: int = 0) -> None:
+        """A sequence is over; its last ``beyond`` tokens did not become output."""
         known = self._known.pop(seq, None)
         self._asked.pop(seq, None)
-        if known is None or self._drafter is None:
+        if known is None or not known.num_tokens or self._drafter is None:
             return
         try:
-            if known.num_tokens < len(seq.token_ids):
-                self._drafter.extend(known.number, seq.token_ids[known.num_tokens :])
+            rest = seq.token_ids[known.num_tokens : len(seq.token_ids) - beyond]
+            if 0 < len(rest) <= _FEW:
+                self._drafter.extend(known.number, rest)
             self._drafter.end(known.number)
         except Exception as error:
             self._give_up(error)

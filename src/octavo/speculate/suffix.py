@@ -17,7 +17,7 @@ from octavo.speculate.ngram import continued
 
 _PLACES = 16  # looked at in a search
 _LONGEST = 64  # tokens of a match that are compared
-_SALTS = 64  # whose answers are remembered
+_REMEMBERED = 1_000_000  # tokens of answers, some 160 bytes each
 
 
 class _Match:
@@ -101,29 +101,33 @@ class _Text:
 
 
 class _Answers:
-    """Earlier answers, in two halves: when the younger is full, the older is forgotten."""
+    """Earlier answers of one salt, in parts: the oldest part is forgotten at once."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
-        self._count = 0
-        self.halves = [_Text()]
+    def __init__(self) -> None:
+        self.parts: list[_Text] = []  # the youngest first
+        self._counts: list[int] = []
 
-    def add(self, token_ids: Sequence[int]) -> None:
-        if self._count >= self._most / 2:
-            self.halves = [_Text(), self.halves[0]]
-            self._count = 0
-        self.halves[0].extend(token_ids)
-        self._count += 1
+    def add(self, token_ids: Sequence[int], most: int) -> None:
+        """A part holds up to ``most`` answers."""
+        if not self.parts or self._counts[0] >= most:
+            self.parts.insert(0, _Text())
+            self._counts.insert(0, 0)
+        self.parts[0].extend(token_ids)
+        self._counts[0] += 1
+
+    def forget(self) -> tuple[int, int]:
+        """The oldest part; how many answers and tokens it held."""
+        return self._counts.pop(), len(self.parts.pop().tokens)
 
 
 class _Sequence:
-    __slots__ = ("answers", "match", "started", "text")
+    __slots__ = ("match", "salt", "started", "text")
 
-    def __init__(self, token_ids: Sequence[int], answers: _Answers | None) -> None:
+    def __init__(self, token_ids: Sequence[int], salt: str | None) -> None:
         self.text = _Text()
         self.text.extend(token_ids)
         self.started = len(token_ids)
-        self.answers = answers
+        self.salt = salt
         self.match: _Match | None = None
 
     def extend(self, token_ids: Sequence[int]) -> None:
@@ -138,13 +142,13 @@ class _Sequence:
                 match.place += 1
                 match.length += 1
 
-    def draft(self, count: int) -> Draft:
+    def draft(self, count: int, answers: _Answers | None) -> Draft:
         match = self.match
         if match is None:
             tokens = self.text.tokens
             match = self.text.find(tokens)
-            for half in self.answers.halves if self.answers else ():
-                other = half.find(tokens)
+            for part in answers.parts if answers else ():
+                other = part.find(tokens)
                 if other is not None and (match is None or other.length > match.length):
                     match = other
             self.match = match
@@ -161,41 +165,48 @@ def _evidence(length: int) -> int:
 
 
 class SuffixDrafter:
-    """``max_cached_requests``: how many earlier answers are searched too. They serve requests of
-    the same cache_salt only; how soon a token comes may then tell of another's answer.
+    """``max_cached_requests``: how many earlier answers are searched too, at most a million tokens
+    of them. They serve requests of the same cache_salt only; how soon a token comes may then tell
+    of another's answer. The salt that went longest without an answer forgets first.
     """
 
     def __init__(self, max_cached_requests: int = 0) -> None:
         self._most = max_cached_requests
         self._sequences: dict[int, _Sequence] = {}
         self._answers: OrderedDict[str | None, _Answers] = OrderedDict()
+        self._held = 0  # answers, and their tokens
+        self._held_tokens = 0
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        self._sequences[sequence] = _Sequence(token_ids, self._answers_of(cache_salt))
-
-    def _answers_of(self, cache_salt: str | None) -> _Answers | None:
-        if not self._most:
-            return None
-        answers = self._answers.get(cache_salt)
-        if answers is None:
-            answers = self._answers[cache_salt] = _Answers(self._most)
-            if len(self._answers) > _SALTS:
-                self._answers.popitem(last=False)
-        self._answers.move_to_end(cache_salt)
-        return answers
+        self._sequences[sequence] = _Sequence(token_ids, cache_salt)
 
     def extend(self, sequence: int, token_ids: Sequence[int]) -> None:
         self._sequences[sequence].extend(token_ids)
 
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
-        known = self._sequences
-        return [
-            known[sequence].draft(count) if count else NO_DRAFT
-            for sequence, count in zip(sequences, counts, strict=True)
-        ]
+        known, answers = self._sequences, self._answers
+        drafts: list[Draft] = []
+        for number, count in zip(sequences, counts, strict=True):
+            sequence = known[number]
+            drafts.append(sequence.draft(count, answers.get(sequence.salt)) if count else NO_DRAFT)
+        return drafts
 
     def end(self, sequence: int) -> None:
         ended = self._sequences.pop(sequence)
-        if ended.answers is not None:
+        if self._most:
             # From the token on with which it began to decode.
-            ended.answers.add(ended.text.tokens[ended.started - 1 :])
+            self._remember(ended.salt, ended.text.tokens[ended.started - 1 :][-_REMEMBERED // 2 :])
+
+    def _remember(self, salt: str | None, answer: list[int]) -> None:
+        self._answers.setdefault(salt, _Answers()).add(answer, -(-self._most // 2))
+        self._answers.move_to_end(salt)
+        self._held += 1
+        self._held_tokens += len(answer)
+        while self._held > self._most or self._held_tokens > _REMEMBERED:
+            oldest = next(iter(self._answers))
+            answers = self._answers[oldest]
+            count, num_tokens = answers.forget()
+            self._held -= count
+            self._held_tokens -= num_tokens
+            if not answers.parts:
+                del self._answers[oldest]

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 from octavo.checkpoint import load
@@ -24,7 +25,7 @@ from octavo.quant.calibrate import CalibrationError, samples
 from octavo.quant.quantizer import Quantizer, Report
 from octavo.quant.run import WORK, quantize
 from octavo.quant.state import QuantizeError
-from oracle.tiny_folders import talking_folder
+from oracle.tiny_folders import folder, talking_folder
 from quant.quantizing import SAMPLES, logits_of, make, qwen3_folder, recipe, weights_of
 
 GGUF = Path(__file__).parent.parent / "oracle" / "tiny-llama-legacy.gguf"  # of two layers
@@ -127,6 +128,66 @@ def test_damaged_work_is_named(tmp_path: Path) -> None:
         make(source, tmp_path / "out")
 
 
+def fault_of(state: states.State) -> str | None:
+    try:
+        state.load(0)
+    except QuantizeError as error:
+        return str(error)
+    return None
+
+
+def test_any_damage_to_work_is_named(tmp_path: Path) -> None:
+    """Changed bytes and cut ends, in headers, directory and contents."""
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", method="gptq", progress=stop_at(1, "attn_q"))
+    layer = tmp_path / "out" / WORK / "layer-0000.npz"
+    good, rng = layer.read_bytes(), np.random.default_rng(0)
+    chosen, _ = recipe("gptq")
+    settings = json.loads((layer.parent / "state.json").read_text())
+    state = states.State(layer.parent, settings, chosen.scheme)
+    assert fault_of(state) is None
+    named = 0
+    for number in range(150):
+        content = bytearray(good)
+        if number % 5:  # most of what tells how to read it is at the end
+            for at in rng.integers(0, len(good), 2).tolist() + rng.integers(1, 1500, 2).tolist():
+                content[-at] = int(rng.integers(256))
+        else:
+            del content[int(rng.integers(len(good))) :]
+        layer.write_bytes(content)
+        if fault := fault_of(state):
+            assert f"{layer}: is damaged" in fault
+            named += 1
+    assert named > 100
+    state.close()
+
+
+def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
+    """Not in its first row only."""
+    source = qwen3_folder(tmp_path / "source")
+    chosen, _ = recipe("rtn")
+
+    def model(checkpoint: Any) -> Any:
+        quantizer = Quantizer(checkpoint, chosen, None, lambda role, values: values)
+        return quantizer.settings()["model"]
+
+    assert model(load(source)) == model(load(source))
+    found = {model(spoilt("layers.1.ffn_up", where, 2.0, source)) for where in (0, 70, 96 * 64 - 1)}
+    assert len(found) == 3
+
+
+def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    for name in ("mine", "made"):
+        if name == "mine":
+            (tmp_path / name).mkdir()
+        with pytest.raises(Stop):
+            make(source, tmp_path / name, progress=stop_at(0, "attn_q"))
+    assert list((tmp_path / "mine").iterdir()) == []
+    assert not (tmp_path / "made").exists()
+
+
 def test_two_at_once_do_not_mix(tmp_path: Path) -> None:
     def again(report: Report) -> None:
         make(GGUF, tmp_path / "out")
@@ -164,6 +225,35 @@ def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     source = qwen3_folder(tmp_path / "source")
     with pytest.raises(QuantizeError, match="group size 64 does not divide the 96 inputs"):
         make(source, tmp_path / "out", group=64)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", ["gptq", "awq", "compressed-tensors"])
+def test_inputs_that_the_engine_does_not_take(layout: str, tmp_path: Path) -> None:
+    source = folder("llama", tmp_path / "source", bf16=True)  # 48 wide in the feed-forward layers
+    with pytest.raises(
+        QuantizeError, match=r"layers\.0\.mlp\.down_proj\S* has 48 inputs, not a mul"
+    ):
+        make(source, tmp_path / "out", format=layout, group=None)
+    assert not (tmp_path / "out").exists()
+
+
+def test_outputs_that_the_layout_has_no_place_for(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    config = json.loads((source / "config.json").read_text())
+    config |= {"head_dim": 10, "num_key_value_heads": 2}  # 20 outputs of k and v, 40 of q
+    (source / "config.json").write_text(json.dumps(config))
+    for name, value in tensors.items():
+        if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")):
+            tensors[name] = value[: 40 if "q_proj" in name else 20].copy()
+        elif name.endswith("o_proj.weight"):
+            tensors[name] = value[:, :40].copy()
+        elif name.endswith(("q_norm.weight", "k_norm.weight")):
+            tensors[name] = value[:10].copy()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizeError, match=r"layers\.0\.self_attn\.k_proj\S* has 20 outputs"):
+        make(source, tmp_path / "out", method="awq", format="awq", group=None)
     assert not (tmp_path / "out").exists()
 
 
@@ -260,7 +350,8 @@ def command(*arguments: object) -> Any:
     return CliRunner().invoke(app, ["quantize", *map(str, arguments)])
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 16)  # the tiny model has layers of 48
     source = talking_folder(tmp_path / "source")
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)

@@ -22,7 +22,7 @@ from octavo.quant.grid import Float32, Quantized, bf16
 from octavo.quant.hf_model import Place, hf_config, less_one, places, row_order
 from octavo.quant.layouts import Layout, Tensor, bf16_bits
 from octavo.quant.safetensors_writer import SafetensorsWriter
-from octavo.quant.state import LayerResult, State, write_whole
+from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
 
 # Of a source's configuration, what says how its weights were stored.
 _OF_STORAGE = ("quantization_config", "compression_config")
@@ -31,7 +31,7 @@ _MODULE_TENSORS = 5  # at most, of a quantized module
 
 class FolderTarget:
     """Where a checkpoint's quantized form goes. Raises `QuantizeError` for a family that no folder
-    can express."""
+    can express, and for a matrix that the layout cannot."""
 
     def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
         self.checkpoint = checkpoint
@@ -43,6 +43,21 @@ class FolderTarget:
         else:
             self.values = hf_config(self.config) | {"torch_dtype": "bfloat16"}
         self.places = list(places(self.config, list(checkpoint.weights)))
+        self._check_outputs()
+
+    def _check_outputs(self) -> None:
+        for place in self.places:
+            shapes = [self.checkpoint.weights[role].shape for role in place.roles]
+            outputs = sum(shape[0] for shape in shapes)
+            if (
+                place.roles[0].startswith("layers.")
+                and len(shapes[0]) == 2
+                and outputs % self.layout.outputs
+            ):
+                raise QuantizeError(
+                    f"{self.checkpoint.weights[place.roles[0]].name} has {outputs} outputs; "
+                    f"the layout has a multiple of {self.layout.outputs}: choose another --format"
+                )
 
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector as readers of the folder will have it."""

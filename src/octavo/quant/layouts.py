@@ -134,11 +134,14 @@ def bf16_bits(values: Float32) -> npt.NDArray[np.uint16]:
 
 
 class Layout(NamedTuple):
-    """``files``: configurations in files of their own, beside config.json's."""
+    """``files``: configurations in files of their own, beside config.json's. ``outputs``: of which
+    a matrix has a multiple.
+    """
 
     tensors: Callable[[Quantized], dict[str, Tensor]]
     config: dict[str, Any]
     files: dict[str, dict[str, Any]]
+    outputs: int = 1
 
 
 def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) -> Layout:
@@ -173,6 +176,7 @@ def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) 
                 awq_tensors,
                 config,
                 {"quant_config.json": own | {"zero_point": True, "version": "GEMM"}},
+                outputs=8,
             )
         case Format.COMPRESSED_TENSORS:
             return _compressed_tensors(scheme, ordered)

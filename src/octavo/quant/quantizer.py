@@ -35,7 +35,10 @@ from octavo.quant.layers import LayerOps, live, roles, split
 from octavo.quant.state import LayerResult, QuantizeError, State
 
 VERSION = 1  # of what the settings mean: raise it when results change
+INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (execute/native.py)
 CHUNK = 4096  # tokens that go through a layer at a time
+_DIGEST_BYTES = 1 << 20  # up to which all of a weight tells models apart
+_DIGEST_ROWS = 64
 
 
 class Method(Enum):
@@ -92,15 +95,21 @@ class Quantizer:
         self._check()
 
     def _check(self) -> None:
+        """Everything that can be known before work begins, with the tensor's name."""
         group = self.recipe.scheme.group
-        for role in self.layers[0].matrices:
-            inputs = self.program.weights[role][1]
-            if inputs % (group or 1):
-                name = role.partition(".")[2].partition(".")[2]
-                raise QuantizeError(
-                    f"group size {group} does not divide the {inputs} inputs of {name}: "
-                    f"choose one that does, such as {_dividing(inputs)}"
-                )
+        for layer in self.layers:
+            for role in layer.matrices:
+                inputs, name = self.program.weights[role][1], self.weights[role].name
+                if inputs % INPUTS:
+                    raise QuantizeError(
+                        f"{name} has {inputs} inputs, not a multiple of {INPUTS}: Octavo could "
+                        "not serve it quantized"
+                    )
+                if group is not None and inputs % group:
+                    raise QuantizeError(
+                        f"group size {group} does not divide the {inputs} inputs of {name}: "
+                        f"choose one that does, such as {_dividing(inputs)}"
+                    )
         if self.recipe.method is not Method.RTN and self.samples is None:
             raise QuantizeError(f"{self.recipe.method.value} needs a calibration text")
 
@@ -116,11 +125,17 @@ class Quantizer:
         return dict(json.loads(json.dumps(plain)))
 
     def _digest(self) -> str:
-        """Of the shape, and of each weight's name, format and first bytes."""
+        """Of the shape, and of each weight's name, format and rows: of a large one, some that are
+        spread evenly over it, from first to last."""
         found = hashlib.sha256(repr(self.config).encode() + repr(self.config.layers).encode())
         for role, weight in self.weights.items():
             found.update(f"{role} {weight.format} {weight.shape}".encode())
-            found.update(weight.rows(0, 1).tobytes())
+            count = weight.shape[0]
+            if weight.nbytes <= _DIGEST_BYTES:
+                found.update(weight.data.tobytes())
+                continue
+            for row in np.linspace(0, count - 1, min(count, _DIGEST_ROWS)).astype(int).tolist():
+                found.update(weight.rows(row, row + 1).tobytes())
         return found.hexdigest()
 
     def run(self, state: State, progress: Progress) -> None:
@@ -336,4 +351,4 @@ def _finite(moments: Moments, role: str) -> None:
 
 
 def _dividing(inputs: int) -> str:
-    return " or ".join(str(size) for size in (128, 64, 32) if inputs % size == 0) or "-1"
+    return " or ".join(str(size) for size in (128, 64, 32) if inputs % size == 0)

@@ -81,7 +81,7 @@ def quantize(
 
 @contextmanager
 def _state(work: Path, settings: dict[str, object], recipe: Recipe) -> Iterator[State]:
-    fresh = not work.exists()
+    fresh, own = not work.exists(), not work.parent.exists()
     state = State(work, settings, recipe.scheme)
     try:
         yield state
@@ -91,7 +91,7 @@ def _state(work: Path, settings: dict[str, object], recipe: Recipe) -> Iterator[
             state.close()
             if fresh and empty:  # nothing that a later run could use
                 shutil.rmtree(work, ignore_errors=True)
-                if work.name == WORK and not any(work.parent.iterdir()):
+                if own and not any(work.parent.iterdir()):
                     work.parent.rmdir()
 
 

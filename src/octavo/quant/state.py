@@ -10,7 +10,9 @@ import fcntl
 import json
 import os
 import shutil
+import struct
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +23,11 @@ from octavo.checkpoint.base import CheckpointError
 from octavo.quant.grid import Float32, Quantized, Scheme
 
 STATE = "state.json"
+# What numpy, zipfile and zlib raise for files that are not as they were written.
+_DAMAGE = (
+    *(OSError, ValueError, TypeError, AttributeError, LookupError, EOFError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 
 
 class QuantizeError(CheckpointError):
@@ -105,14 +112,17 @@ class State:
     def load(self, layer: int) -> LayerResult:
         """Raises `QuantizeError` if the file is damaged."""
         path = self._path(layer)
-        parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
         try:
             with np.load(path, allow_pickle=False) as data:
-                for key in data.files:
-                    role, _, name = key.partition("|")
-                    parts.setdefault(role, {})[name] = data[key]
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+                return self._result({key: data[key] for key in data.files})
+        except _DAMAGE as error:
             raise QuantizeError(f"{path}: is damaged ({error}): remove it and run again") from None
+
+    def _result(self, arrays: dict[str, npt.NDArray[Any]]) -> LayerResult:
+        parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
+        for key, array in arrays.items():
+            role, _, name = key.partition("|")
+            parts.setdefault(role, {})[name] = array
         result = LayerResult({}, {})
         for role, part in parts.items():
             if "vector" in part:

@@ -159,13 +159,14 @@ def logits_in_pieces(hidden: list[Float32], head: Float32) -> Iterator[Float32]:
             yield rows[start : start + ROWS] @ head.T
 
 
-def report(path: Path, cache: Path, file: str | None) -> None:
+def report(path: Path, cache: Path, most: int, file: str | None) -> None:
     from octavo import checkpoint as checkpoints
     from octavo.quant.fidelity import default_text
 
     tokenizer = checkpoints.load(path).tokenizer
     ids = np.array(tokenizer.encode(default_text()), np.int32)
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
+    windows = windows[:: -(-len(windows) // most)]
     source = hidden_of(path, windows)
     results: list[dict[str, Any]] = []
     for out in sorted(cache.iterdir()):
@@ -213,6 +214,7 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], help="one result, by its name")
     parser.add_argument("--samples", type=int, default=16, help="pieces of the text")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of each")
+    parser.add_argument("--windows", type=int, default=99, help="of 512 tokens that are compared")
     parser.add_argument("--json", help="file for the report")
     args = parser.parse_args()
     if unknown := set(args.what) - {"make", "reference", "report"}:
@@ -229,7 +231,7 @@ def main() -> int:
             elif what == "reference":
                 reference(path, cache, args.only)
             else:
-                report(path, cache, args.json)
+                report(path, cache, args.windows, args.json)
     return 0
 
 

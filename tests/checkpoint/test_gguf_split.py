@@ -24,12 +24,13 @@ from test_gguf import mutate
 
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.gguf_split import open_gguf, shard_names
+from octavo.checkpoint.gguf_split import first_shard, open_gguf, shard_names
 
 
 def test_names() -> None:
     names = [f"a-b-{i:05}-of-00003.gguf" for i in (1, 2, 3)]
     assert all(shard_names(name) == names for name in names)
+    assert {first_shard(name) for name in names} == {names[0]}
     for whole in (
         "model.gguf",
         "a-1-of-3.gguf",
@@ -39,6 +40,7 @@ def test_names() -> None:
         "a-00001-of-00003.gguf.part",
     ):
         assert shard_names(whole) == [whole]
+        assert first_shard(whole) == whole
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [5, 5, 0], [1, 4, 0, 2, 0]], ids=str)

@@ -18,11 +18,27 @@ _SHOWN = 3  # missing files that are named
 
 def shard_names(name: str) -> list[str]:
     """The names of all files of the model to which a file of this name belongs, in order."""
+    stem, count = _shards(name)
+    return [_shard(stem, number, count) for number in range(1, count + 1)] or [name]
+
+
+def first_shard(name: str) -> str:
+    """The first of `shard_names`, of which there may be 99,999."""
+    stem, count = _shards(name)
+    return _shard(stem, 1, count) if count else name
+
+
+def _shards(name: str) -> tuple[str, int]:
+    """What the files' names begin with, and how many they are: none, if it is not split."""
     match = _NAME.fullmatch(name)
     count = int(match["count"]) if match else 0
     if match is None or not 1 <= int(match["number"]) <= count:
-        return [name]
-    return [f"{match['stem']}-{number:05}-of-{count:05}.gguf" for number in range(1, count + 1)]
+        return name, 0
+    return match["stem"], count
+
+
+def _shard(stem: str, number: int, count: int) -> str:
+    return f"{stem}-{number:05}-of-{count:05}.gguf"
 
 
 def open_gguf(path: Path) -> GgufFile:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.gguf_split import shard_names
+from octavo.checkpoint.gguf_split import first_shard, shard_names
 
 Progress = Callable[[str, int], None]  # (what is going on, bytes done of KnownModel.total)
 
@@ -458,7 +458,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     if wanted is not None:
         exact = [name for name in files if name == wanted]
         files = exact or [name for name in files if wanted.lower() in name.lower()]
-    files = sorted({shard_names(name)[0] for name in files})
+    files = sorted({first_shard(name) for name in files})
     if len(files) != 1:
         listed = ", ".join(files or [name for name in names if name.lower().endswith(".gguf")])
         raise PullError(

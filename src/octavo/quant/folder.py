@@ -18,9 +18,9 @@ from octavo.checkpoint.base import Checkpoint, Weight
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.quant import hf_tokenizer
 from octavo.quant.blocks import dequantize
-from octavo.quant.grid import Float32, Quantized, bf16
+from octavo.quant.grid import Float32, Quantized, bf16, bf16_bits
 from octavo.quant.hf_model import Place, hf_config, less_one, places, row_order
-from octavo.quant.layouts import Layout, Tensor, bf16_bits
+from octavo.quant.layouts import Layout, Tensor
 from octavo.quant.safetensors_writer import SafetensorsWriter
 from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
 

@@ -189,9 +189,14 @@ def _step(step: npt.NDArray[np.floating], steps: Steps) -> Float32:
 
 def bf16(values: Float32) -> Float32:
     """Rounded to bfloat16, halves to even."""
+    return (bf16_bits(values).astype("<u4") << np.uint32(16)).view(np.float32)
+
+
+def bf16_bits(values: Float32) -> npt.NDArray[np.uint16]:
+    """The same as bfloat16 numbers' bits."""
     bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
     rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded & np.uint32(0xFFFF0000)).view(np.float32)
+    return (rounded >> np.uint32(16)).astype("<u2")
 
 
 def fit(scheme: Scheme, blocks: Float32, importance: Float32 | Float64 | None = None) -> Grid:

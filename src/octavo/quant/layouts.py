@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.quant.grid import Float32, Kind, Quantized, Scheme, Steps
+from octavo.quant.grid import Kind, Quantized, Scheme, Steps, bf16_bits
 
 Array = npt.NDArray[Any]
 # Of eight outputs in a word, which one each nibble holds (AutoAWQ, GEMM).
@@ -121,13 +121,6 @@ def _awq_order(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     if outputs % 8:
         raise ValueError(f"the awq layout has outputs in eights, not {outputs}")
     return numbers.reshape(rows, -1, 8)[:, :, _AWQ_ORDER].reshape(rows, outputs)
-
-
-def bf16_bits(values: Float32) -> npt.NDArray[np.uint16]:
-    """Of numbers, rounded to bfloat16, halves to even."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    return (rounded >> np.uint32(16)).astype("<u2")
 
 
 # ── Configurations ──────────────────────────────────────────────────────────────────────────────

@@ -84,17 +84,6 @@ void check_group(Format format, int64_t group) {
                text(format_info(format).block_values));
 }
 
-// What the kernels count on (linear.h).
-void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
-    if (format != Format::I3 && format != Format::I4)
-        return;
-    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
-    for (int64_t i = 0; i < n; ++i)
-        for (int64_t g = 0; g < groups; ++g)
-            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
-                        format == Format::I3 ? 8 : 16);
-}
-
 int64_t column_blocks(int64_t n) {
     return (n + kColumns - 1) / kColumns;
 }
@@ -104,6 +93,16 @@ int64_t expert_units(int64_t n) {
 }
 
 } // namespace
+
+void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group) {
+    if (format != Format::I3 && format != Format::I4)
+        return;
+    const int64_t groups = (k + group - 1) / group, row = row_bytes(format, k, group);
+    for (int64_t i = 0; i < n; ++i)
+        for (int64_t g = 0; g < groups; ++g)
+            check_range("zero of a group", int64_t(data[i * row + groups * 4 + g]), 0,
+                        format == Format::I3 ? 8 : 16);
+}
 
 Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
     : tier_(tier), config_(checked(config)), block_bytes_(config.block_bytes()),

@@ -410,4 +410,8 @@ class Runtime {
     bool profiling_ = false;
 };
 
+// Throws std::invalid_argument unless every zero of n rows of a grouped format is one that the
+// kernels count on (linear.h).
+void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int64_t group);
+
 } // namespace octavo

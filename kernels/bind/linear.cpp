@@ -2,6 +2,7 @@
 #include "bind.h"
 
 #include "formats.h"
+#include "runtime.h"
 #include "tier.h"
 
 #include <nanobind/ndarray.h>
@@ -61,6 +62,7 @@ struct Packed {
         : format(checked_format(number, n, k, group)), buffer(nullptr, std::free) {
         if (data.size() != static_cast<size_t>(n * row_bytes(format, k, group)))
             throw std::invalid_argument("the data's size does not fit the shape");
+        check_zeros(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group);
         buffer = aligned_buffer(tier.linear.packed_bytes(format, n, k, group));
         tier.linear.pack(format, reinterpret_cast<const std::byte *>(data.data()), n, k, group,
                          buffer.get(), 0, (n + kColumns - 1) / kColumns);
@@ -106,7 +108,7 @@ void bind_linear(nb::module_ &m) {
     m.def("linear", linear, "data"_a, "format"_a, "n"_a, "x"_a, "isa"_a = "", "group"_a = 0,
           "x [rows, k] times the transpose of a matrix [n, k] given as GGUF blocks, or as rows of\n"
           "a grouped format (kernels/linear.h): [rows, n].\n"
-          "Raises ValueError for a shape or instruction set that does not fit.");
+          "Raises ValueError for a shape, a zero or an instruction set that does not fit.");
     m.def("dequantize", dequantize, "data"_a, "format"_a, "n"_a, "k"_a, "isa"_a = "", "group"_a = 0,
           "The numbers [n, k] of a matrix given likewise, by way of its packed form.");
     m.def("packed_bytes", packed_bytes, "format"_a, "n"_a, "k"_a, "isa"_a = "", "group"_a = 0,

@@ -80,6 +80,12 @@ def test_refusals() -> None:
         _native.packed_bytes(WeightFormat.Q4_0, 4, 64, group=32)
     with pytest.raises(ValueError, match="a matrix of I8 cannot be 4 x 48"):
         _native.packed_bytes(WeightFormat.I8, 4, 48, group=32)
+    bad = np.zeros(4 * (4 + 1 + 16), np.uint8)
+    bad[2 * 21 + 4] = 17  # the third row's zero
+    with pytest.raises(ValueError, match="zero of a group is 17, outside 0 to 16"):
+        _native.dequantize(bad, WeightFormat.I4, 4, 32, group=32)
+    with pytest.raises(ValueError, match="zero of a group is 17, outside 0 to 16"):
+        _native.linear(bad, WeightFormat.I4, 4, np.zeros((1, 32), np.float32), group=32)
     with pytest.raises(ValueError, match="size does not fit"):
         _native.dequantize(np.zeros(17, np.uint8), WeightFormat.I4, 1, 32, group=32)
 

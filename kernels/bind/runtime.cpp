@@ -167,12 +167,12 @@ void bind_runtime(nb::module_ &m) {
                int64_t max_blocks_per_seq, int64_t num_blocks, int64_t vocab_size,
                std::vector<int64_t> windows, int64_t layers_per_group, int64_t block_size,
                int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int kv_kind) {
-                new (self) Runtime(find_tier(isa),
-                                   RuntimeConfig{threads, max_tokens, max_logits_rows, logits_slice,
-                                                 max_seqs, max_blocks_per_seq, num_blocks,
-                                                 vocab_size, std::move(windows), layers_per_group,
-                                                 block_size, num_heads, num_kv_heads, head_dim,
-                                                 KvKind(kv_kind)});
+                new (self)
+                    Runtime(find_tier(isa),
+                            RuntimeConfig{threads, max_tokens, max_logits_rows, logits_slice,
+                                          max_seqs, max_blocks_per_seq, num_blocks, vocab_size,
+                                          std::move(windows), layers_per_group, block_size,
+                                          num_heads, num_kv_heads, head_dim, KvKind(kv_kind)});
             },
             nb::kw_only(), "isa"_a, "threads"_a, "max_tokens"_a, "max_logits_rows"_a,
             "logits_slice"_a, "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a,

@@ -99,7 +99,7 @@ def test_a_model_that_gives_no_numbers_is_named() -> None:
     checkpoint = load(path)
     norm = checkpoint.weights["output_norm"]
     spoilt = np.full(norm.shape, np.nan, np.float32).view(np.uint8)
-    weights = checkpoint.weights | {"output_norm": norm._replace(data=spoilt)}
+    weights = checkpoint.weights | {"output_norm": norm._replace(source=spoilt)}
     drive = Drive.load(replace(checkpoint, weights=weights), EngineConfig(threads=1), LOADS[:1])
     try:
         with pytest.raises(CheckpointError, match=r"gguf: cannot be measured: a logit is not"):

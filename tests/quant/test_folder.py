@@ -46,7 +46,7 @@ DENSE = sorted(
 def any_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorded families have layers of 48 inputs, which kernels do not take; here numpy reads
     what is written."""
-    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 16)
+    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 8)
 
 
 def words(how: dict[str, object]) -> str:

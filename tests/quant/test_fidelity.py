@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -364,6 +365,36 @@ def test_no_window_is_longer_than_what_is_served(talking: Path) -> None:
     assert row["greedy"]["tokens"] == 12
 
 
+def test_nothing_is_longer_than_the_shortest_context(talking: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short"
+    shutil.copytree(talking, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 64}))
+    common = ("--tokens", "200", "--no-kernels", "--threads", "2")
+    for model, against in ((short, talking), (talking, short)):
+        for how in ("exact", "served"):
+            row = rows(str(model), "--against", str(against), "--reference", how, *common)
+            assert row["context"] == 64
+            assert row["greedy"]["tokens"] == 16
+            assert row["decode_tokens_per_second"] > 0
+
+
+def test_what_was_measured_stands_when_drawing_fails(
+    talking: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("octavo.quant.plot.draw", fail)
+    result = CliRunner().invoke(
+        app,
+        ["fidelity", str(talking), "--plot", str(tmp_path / "x.svg"), "--no-speed", "--no-kernels",
+         *SMALL],
+    )  # fmt: skip
+    assert isinstance(result.exception, OSError)
+    assert "perplexity" in result.stdout
+
+
 def test_a_text_of_ones_own(talking: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("A short text.")
@@ -428,6 +459,13 @@ def test_a_vocabulary_of_other_tokens_is_refused(talking: Path) -> None:
         (("--plot", "x.bmp"), SettingsError, "a plot is a file of .svg, .png, .pdf"),
         (("--context", "1"), SettingsError, "no room for two"),
         (("--tokens", "0"), SystemExit, "at least one token"),
+        (("--plot", "none/x.svg"), SettingsError, "there is no folder none"),
+        (("--speculative-config", '{"method": "ngram"}'), SettingsError, "speculative_config has"),
+        (
+            ("--kv-cache-memory", "1KiB"),
+            SettingsError,
+            "KV blocks of 2,048 bytes = 98,304 bytes; the cache has 1,024",
+        ),
     ],
 )
 def test_wrong_use(

@@ -108,9 +108,8 @@ class Drive:
         elif asked // layout.block_bytes < needed:
             load = max(loads, key=lambda load: _blocks(load, config, layout))
             raise SettingsError(
-                f"{load.name} needs {needed} KV blocks of {layout.block_bytes} bytes = "
-                f"{needed * layout.block_bytes / 2**20:.1f} MiB; the cache has "
-                f"{asked / 2**20:.1f} MiB"
+                f"{load.name} needs {needed} KV blocks of {layout.block_bytes:,} bytes = "
+                f"{needed * layout.block_bytes:,} bytes; the cache has {asked:,}"
             )
         return cls(load_engine(checkpoint, config))
 

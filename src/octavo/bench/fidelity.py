@@ -13,7 +13,7 @@ from octavo.bench.limits import Progress
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
-from octavo.engine.load import EngineConfig
+from octavo.engine.load import EngineConfig, SettingsError
 from octavo.execute.native import held_bytes
 from octavo.quant import fidelity
 from octavo.quant.distance import Fidelity
@@ -39,9 +39,14 @@ def measure(
     """A row for each model, as ``--json`` prints it; docs/fidelity.md says what it holds.
 
     ``how``: "exact" or "served" (octavo/quant/fidelity.py). ``text`` None: `default_text`, of which
-    ``tokens`` count (None: all), in windows of ``context``. Raises `CheckpointError` for models
+    ``tokens`` count (None: all), in windows of ``context`` or of the shortest context of a model,
+    which nothing that is run is longer than. Raises `CheckpointError` for models
     that cannot be compared, `SettingsError`, and `TextError`.
     """
+    if engine.speculation is not None:
+        raise SettingsError(
+            "speculative_config has no part in fidelity: speculation changes no distribution"
+        )
     content = fidelity.default_text() if text is None else fidelity.read_text(text)
     where = "the default text" if text is None else str(text)
     other = load(resolve(against))
@@ -151,10 +156,9 @@ class _Measuring:
 
     def _loads(self) -> list[Load]:
         """What is run: speed (first), windows, and greedy continuations."""
-        most = min(self.other.config.context_length, self.engine.max_model_len or 1 << 30)
-        new = min(64, max(1, most // 4))
+        new = min(64, max(1, self.context // 4))
         return [
-            Load(1, max(1, min(512, most - new - _SPARE)), new),
+            Load(1, max(1, min(512, self.context - new - _SPARE)), new),
             Load(1, max(1, self.context - 1 - _SPARE), 1),
             Load(fidelity.PROMPTS, *self._greedy),
         ]

@@ -68,7 +68,10 @@ def command(
     context: Annotated[
         str,
         typer.Option(
-            parser=length, metavar="TOKENS", help="The text is cut into windows of so many tokens."
+            parser=length,
+            metavar="TOKENS",
+            help="The text is cut into windows of so many tokens, or as many as the shortest "
+            "context of a model.",
         ),
     ] = "1024",
     speed: Annotated[bool, typer.Option(help="Measure tokens a second, too.")] = True,
@@ -102,6 +105,8 @@ def command(
             check_suffix(plot)
         except PlotError as error:
             raise SettingsError(str(error)) from None
+        if not plot.parent.is_dir():
+            raise SettingsError(f"--plot {plot}: there is no folder {plot.parent}")
     from octavo.bench.fidelity import measure
     from octavo.quant.fidelity import TextError
 
@@ -121,14 +126,14 @@ def command(
             )
     except TextError as error:
         raise SettingsError(str(error)) from None
-    if plot is not None:
-        from octavo.quant.plot import draw
-
-        draw(rows, plot)
     if as_json:
         typer.echo(json.dumps(rows[0] if len(models) == 1 else rows, indent=2))
     else:
         typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
+    if plot is not None:  # last: what has been measured stands, whatever becomes of the drawing
+        from octavo.quant.plot import draw
+
+        draw(rows, plot)
     faults = [
         f"{row['path']}: {fault}" for row in rows if kernels for fault in row["kernels"]["faults"]
     ]

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Weight
 from octavo.cli import app
+from octavo.quant import quantizer as quantizers
 from octavo.quant import state as states
 from octavo.quant.calibrate import CalibrationError, samples
 from octavo.quant.quantizer import Quantizer, Report
@@ -128,6 +129,80 @@ def test_damaged_work_is_named(tmp_path: Path) -> None:
         make(source, tmp_path / "out")
 
 
+def interrupted(tmp_path: Path, **how: Any) -> tuple[Path, Path]:
+    """A source, and the work folder of a run that has one of its two layers."""
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out", progress=stop_at(1, "attn_q"), **how)
+    return source, tmp_path / "out" / WORK
+
+
+def test_layers_of_unknown_settings_are_not_used(tmp_path: Path) -> None:
+    source, work = interrupted(tmp_path)
+    (work / "state.json").unlink()
+    with pytest.raises(QuantizeError, match=r"holds layers but no state\.json"):
+        make(source, tmp_path / "out", symmetric=True)
+
+
+@pytest.mark.parametrize("what", ["empty", "part", "other run", "other layer"])
+def test_a_layer_file_is_used_by_its_own_run_only(what: str, tmp_path: Path) -> None:
+    source, work = interrupted(tmp_path)
+    file = work / "layer-0000.npz"
+    if what == "empty":
+        np.savez(file)
+    elif what == "part":
+        with np.load(file) as data:
+            np.savez(file, **{key: data[key] for key in data.files if "attn_q|step" not in key})
+    elif what == "other run":
+        (tmp_path / "b").mkdir()
+        _, other = interrupted(tmp_path / "b", method="gptq")
+        file.write_bytes((other / file.name).read_bytes())
+    else:
+        (work / "layer-0001.npz").write_bytes(file.read_bytes())
+        file = work / "layer-0001.npz"
+    with pytest.raises(QuantizeError, match=rf"{file.name}: is damaged \(it is not what this run"):
+        make(source, tmp_path / "out")
+
+
+def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    make(source, tmp_path / "whole")
+    real = Path.unlink
+
+    def killed(self: Path, missing_ok: bool = False) -> None:
+        if self.name == "layer-0000.npz":
+            raise Stop
+        real(self, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", killed)
+    with pytest.raises(Stop):
+        make(source, tmp_path / "out")
+    monkeypatch.undo()
+    left = {path.name for path in (tmp_path / "out" / WORK).iterdir()}
+    assert left == {"lock", "state.json", "layer-0000.npz"}
+    make(source, tmp_path / "out")
+    assert digests(tmp_path / "out") == digests(tmp_path / "whole")
+
+
+def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / WORK).symlink_to(tmp_path / "theirs")
+    with pytest.raises(QuantizeError, match="is a symbolic link"):
+        make(source, tmp_path / "out")
+    assert not list((tmp_path / "theirs").iterdir())
+
+
+def test_the_source_folder_is_not_written_into(tmp_path: Path) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    with pytest.raises(QuantizeError, match="lies in the source folder"):
+        make(source, source / "small")
+    assert not (source / "small").exists()
+
+
 def fault_of(state: states.State) -> str | None:
     try:
         state.load(0)
@@ -175,6 +250,24 @@ def test_a_weight_that_changed_is_another_model(tmp_path: Path) -> None:
     assert model(load(source)) == model(load(source))
     found = {model(spoilt("layers.1.ffn_up", where, 2.0, source)) for where in (0, 70, 96 * 64 - 1)}
     assert len(found) == 3
+
+
+def test_every_byte_of_a_large_weight_tells_models_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantizers, "_DIGEST_BYTES", 1000)  # several rows at a time
+    source = qwen3_folder(tmp_path / "source")
+    chosen, _ = recipe("rtn")
+    checkpoint = load(source)
+    role = "layers.1.ffn_up"
+    weight, found = checkpoint.weights[role], set()
+    for at in range(0, weight.nbytes, 997):
+        data = weight.data.copy()
+        data[at] ^= 1
+        changed = checkpoint.weights | {role: weight._replace(source=data)}
+        quantizer = Quantizer(replace(checkpoint, weights=changed), chosen, None, lambda r, v: v)
+        found.add(quantizer.settings()["model"])
+    assert len(found) == len(range(0, weight.nbytes, 997))
 
 
 def test_an_empty_folder_of_the_user_s_stays(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from octavo.quant.state import LayerResult, QuantizeError, State
 VERSION = 1  # of what the settings mean: raise it when results change
 INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (execute/native.py)
 CHUNK = 4096  # tokens that go through a layer at a time
-_DIGEST_BYTES = 1 << 20  # up to which all of a weight tells models apart
-_DIGEST_ROWS = 64
+_DIGEST_BYTES = 1 << 24  # of a weight that are read at a time
 
 
 class Method(Enum):
@@ -125,17 +124,15 @@ class Quantizer:
         return dict(json.loads(json.dumps(plain)))
 
     def _digest(self) -> str:
-        """Of the shape, and of each weight's name, format and rows: of a large one, some that are
-        spread evenly over it, from first to last."""
-        found = hashlib.sha256(repr(self.config).encode() + repr(self.config.layers).encode())
+        """Of the shape, and of each weight's name, format and bytes, all of them."""
+        found = hashlib.blake2b(repr(self.config).encode() + repr(self.config.layers).encode())
         for role, weight in self.weights.items():
             found.update(f"{role} {weight.format} {weight.shape}".encode())
             count = weight.shape[0]
-            if weight.nbytes <= _DIGEST_BYTES:
-                found.update(weight.data.tobytes())
-                continue
-            for row in np.linspace(0, count - 1, min(count, _DIGEST_ROWS)).astype(int).tolist():
-                found.update(weight.rows(row, row + 1).tobytes())
+            step = max(1, _DIGEST_BYTES * count // max(1, weight.nbytes))
+            for row in range(0, count, step):
+                rows = weight.rows(row, min(row + step, count))
+                found.update(rows.tobytes())
         return found.hexdigest()
 
     def run(self, state: State, progress: Progress) -> None:
@@ -146,9 +143,10 @@ class Quantizer:
         for index, layer in enumerate(self.layers):
             weights = _Weights(self.weights, layer)
             if index < first:
+                result = state.load(index)  # a damaged one is better known now than at the end
                 if hidden:
                     if self.recipe.method is Method.GPTQ:
-                        weights.become(state.load(index))
+                        weights.become(result)
                     self._follow(hidden, layer, weights)
                 progress(Report(index, len(self.layers), "", None, last=True))
                 continue

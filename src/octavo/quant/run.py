@@ -63,7 +63,10 @@ def quantize(
             raise QuantizeError(str(error)) from None
         target = FolderTarget(checkpoint, layout)
     quantizer = Quantizer(checkpoint, recipe, samples, target.stored)
+    _check_apart(checkpoint, out)
     work = _work_folder(out, format)
+    if work.is_symlink():
+        raise QuantizeError(f"{work}: is a symbolic link; remove it")
     _check_room(checkpoint, recipe, work)
     settings = quantizer.settings() | {"format": format.value}
     with _state(work, settings, recipe) as state:
@@ -93,6 +96,12 @@ def _state(work: Path, settings: dict[str, object], recipe: Recipe) -> Iterator[
                 shutil.rmtree(work, ignore_errors=True)
                 if own and not any(work.parent.iterdir()):
                     work.parent.rmdir()
+
+
+def _check_apart(checkpoint: Checkpoint, out: Path) -> None:
+    source = checkpoint.path.resolve()
+    if source.is_dir() and out.resolve().is_relative_to(source):
+        raise QuantizeError(f"{out}: lies in the source folder {checkpoint.path}; choose another")
 
 
 def _work_folder(out: Path, format: Format) -> Path:

@@ -1,12 +1,14 @@
 """What an interrupted run leaves behind: every finished layer, and the settings it was made with.
 
 A folder of one file a layer. Each appears under its name in one rename, whole; a run that finds the
-same settings goes on after the last. Codes of four bits lie two to a byte.
+same settings goes on after the last. Codes of four bits lie two to a byte. A file carries a seal, a
+digest of the settings, the layer's number and its arrays: what is not of this run is never used.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -23,6 +25,8 @@ from octavo.checkpoint.base import CheckpointError
 from octavo.quant.grid import Float32, Quantized, Scheme
 
 STATE = "state.json"
+_LAYERS = "layer-*.npz"
+_SEAL = "seal"
 # What numpy, zipfile and zlib raise for files that are not as they were written.
 _DAMAGE = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, EOFError, RuntimeError),
@@ -50,6 +54,7 @@ class State:
     def __init__(self, folder: Path, settings: dict[str, Any], scheme: Scheme) -> None:
         self.folder = folder
         self.scheme = scheme
+        self._settings = json.dumps(settings, sort_keys=True).encode()
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -66,6 +71,11 @@ class State:
     def _claim(self, settings: dict[str, Any]) -> None:
         path = self.folder / STATE
         if not path.exists():
+            if any(self.folder.glob(_LAYERS)):
+                raise QuantizeError(
+                    f"{self.folder}: holds layers but no {STATE}, which says how they were made: "
+                    "remove the folder"
+                )
             write_whole(path, json.dumps(settings, indent=2).encode())
             return
         try:
@@ -102,6 +112,7 @@ class State:
                     arrays[f"{role}|{name}"] = value
         for role, vector in result.vectors.items():
             arrays[f"{role}|vector"] = vector
+        arrays[_SEAL] = self._seal(layer, arrays)
         temporary = self.folder / "writing.npz"
         with open(temporary, "wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
@@ -110,13 +121,24 @@ class State:
         os.replace(temporary, self._path(layer))
 
     def load(self, layer: int) -> LayerResult:
-        """Raises `QuantizeError` if the file is damaged."""
+        """Raises `QuantizeError` if the file is damaged, or another run's or layer's."""
         path = self._path(layer)
         try:
             with np.load(path, allow_pickle=False) as data:
-                return self._result({key: data[key] for key in data.files})
+                arrays = {key: data[key] for key in data.files}
+            seal = arrays.pop(_SEAL, None)
+            if not np.array_equal(seal, self._seal(layer, arrays)):
+                raise ValueError("it is not what this run wrote")
+            return self._result(arrays)
         except _DAMAGE as error:
             raise QuantizeError(f"{path}: is damaged ({error}): remove it and run again") from None
+
+    def _seal(self, layer: int, arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[np.uint8]:
+        found = hashlib.blake2b(self._settings + b"%d" % layer)
+        for key, array in sorted(arrays.items()):
+            found.update(f"{key} {array.dtype} {array.shape}".encode())
+            found.update(np.ascontiguousarray(array))
+        return np.frombuffer(found.digest(), np.uint8)
 
     def _result(self, arrays: dict[str, npt.NDArray[Any]]) -> LayerResult:
         parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
@@ -152,7 +174,11 @@ class State:
         self._lock = -1
 
     def remove(self) -> None:
-        """When everything is written where it belongs."""
+        """When everything is written where it belongs. The settings go after the layers, the last
+        layer first, so that what a kill leaves is a run to go on with."""
+        for path in sorted(self.folder.glob(_LAYERS), reverse=True):
+            path.unlink()
+        (self.folder / STATE).unlink()
         self.close()
         shutil.rmtree(self.folder)
 

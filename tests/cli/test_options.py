@@ -112,3 +112,8 @@ def test_serve_options_are_the_serve_configs() -> None:
     assert config.allowed_origins == ("https://x", "https://y")
     assert not config.docs
     assert config.log_level == "debug"
+
+
+def test_a_key_of_an_option_appears_once() -> None:
+    with pytest.raises(typer.BadParameter, match="'method' appears twice"):
+        options.json_object('{"method": "ngram", "method": "suffix"}')

@@ -19,7 +19,7 @@ class Oracle:
 
     KINDS = (
         *("right", "wrong", "half", "short", "long", "first", "raises", "outside", "missing"),
-        *("arrays", "views", "fraction", "evidence"),
+        *("arrays", "views", "fraction", "evidence", "exits"),
     )
 
     def __init__(self, kind: str, sampler: FakeSampler) -> None:
@@ -47,6 +47,8 @@ class Oracle:
     def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
         if self.kind == "raises" and self._random.random() < 0.1:
             raise RuntimeError("injected")
+        if self.kind == "exits" and self._random.random() < 0.1:
+            raise SystemExit(3)
         drafts = [self._draft(*each) for each in zip(sequences, counts, strict=True)]
         return drafts[1:] if self.kind == "missing" and self._random.random() < 0.1 else drafts
 

@@ -228,7 +228,7 @@ def test_drafts_go_without_blocks_rather_than_take_anothers() -> None:
     assert engine.stats().draft_tokens > 100
 
 
-@pytest.mark.parametrize("kind", ["raises", "outside", "missing", "fraction", "evidence"])
+@pytest.mark.parametrize("kind", ["raises", "exits", "outside", "missing", "fraction", "evidence"])
 def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:

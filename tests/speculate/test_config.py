@@ -16,6 +16,11 @@ class Mine(NgramDrafter):
     """A user's own."""
 
 
+class Leaving:
+    def __init__(self) -> None:
+        raise SystemExit(3)
+
+
 class Lacking:
     def start(self) -> None: ...
 
@@ -45,6 +50,7 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
     [
         ("[1]", "not an object"),
         ("{", "not JSON"),
+        ('{"method": "ngram", "method": "suffix"}', "'method' appears twice"),
         ({}, "names no method"),
         ({"method": "eagle"}, "'eagle' is not one of 'ngram', 'suffix'"),
         ({"method": 3}, "method is 3"),
@@ -75,6 +81,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: Any, named: str) -> N
     [
         ("no_such_module:Drafter", "no_such_module"),
         ("speculate.test_config:Absent", "Absent"),
+        ("speculate.test_config:Leaving", "SystemExit"),
         ("speculate.test_config:Lacking", r"has no extend\(\)"),
     ],
 )

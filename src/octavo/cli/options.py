@@ -47,8 +47,10 @@ def max_model_len(text: str) -> int | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
+    from octavo.speculate.config import once
+
     try:
-        given = json.loads(text)
+        given = json.loads(text, object_pairs_hook=once)
     except ValueError as error:
         raise typer.BadParameter(f"{text!r} is not JSON: {error}") from None
     if not isinstance(given, dict):

@@ -23,6 +23,16 @@ _OPTIONS = {
 }
 
 
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object in which no key appears twice. Raises `ValueError`."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key!r} appears twice")
+        found[key] = value
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
     """``method`` is "ngram", "suffix" or "module:Class", a `Drafter` of the user's own.
@@ -79,7 +89,7 @@ class SpeculativeConfig:
             return given
         if isinstance(given, str):
             try:
-                given = json.loads(given)
+                given = json.loads(given, object_pairs_hook=once)
             except ValueError as error:
                 raise ValueError(f"speculative_config is not JSON: {error}") from None
         if not isinstance(given, Mapping):
@@ -126,7 +136,7 @@ class SpeculativeConfig:
         module, _, name = self.method.partition(":")
         try:
             drafter = getattr(importlib.import_module(module), name)()
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a module may end with sys.exit
             raise ValueError(
                 f"speculative_config: method {self.method!r} cannot be had: {error!r}"
             ) from error

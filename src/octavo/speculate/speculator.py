@@ -102,7 +102,7 @@ class Speculator:
                 return [[]] * len(decoding)
         try:
             drafts = self._ask(drafter, decoding)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._give_up(error)
             return [[]] * len(decoding)
         if self._pinned is not None:
@@ -207,7 +207,7 @@ class Speculator:
             if 0 < len(rest) <= _FEW:
                 self._drafter.extend(known.number, rest)
             self._drafter.end(known.number)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._give_up(error)
 
     def _pause(self, num_tokens: int) -> None:
@@ -217,7 +217,7 @@ class Speculator:
         spent = self._now() - self._began
         self._rest = min(_LONGEST_REST, int(spent / (share * self.times.predict(num_tokens))))
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, error: Exception | SystemExit) -> None:
         self.failures += 1
         self._drafter = None
         self._known.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -87,6 +88,9 @@ def test_input_order(k: int, group: int, seed: int) -> None:
     if k > group:
         with pytest.raises(ValueError, match=f"every group {group} inputs"):
             input_order(np.where(g_idx == g_idx.max(), 0, g_idx), group)
+    for outside in (-1, (k - 1) // group + 1):
+        with pytest.raises(ValueError, match=f"puts input {k // 2} in group {outside}, but has"):
+            input_order(np.where(np.arange(k) == k // 2, outside, g_idx), group)
 
 
 # ── GPTQ ────────────────────────────────────────────────────────────────────────────────────────
@@ -142,15 +146,16 @@ def test_gptq_zeros_that_borrow(tmp_path: Path) -> None:
 
 
 def test_gptq_symmetric_zeros_of_either_format(tmp_path: Path) -> None:
-    """Files that say "gptq" and have the zeros themselves: 8 is no one's zero less one."""
-    for v1 in (True, False):
-        path = folder("llama", tmp_path / str(v1))
+    """Files that say "gptq" and have the zeros themselves, or "gptq_v2" and have one less."""
+    for said, v1, bits in itertools.product(("gptq", "gptq_v2"), (True, False), (3, 4, 8)):
+        path = folder("llama", tmp_path / f"{said}-{v1}-{bits}")
 
-        def make(values: Any, v1: bool = v1) -> Any:
-            made = quantized(values, 4, 32, symmetric=True)
+        def make(values: Any, v1: bool = v1, bits: int = bits) -> Any:
+            made = quantized(values, bits, 32, symmetric=True)
             return made, writer.gptq(made, v1=v1)
 
-        matrices = quantize_all(path, gptq_config(4, 32, sym=True), make)
+        config = gptq_config(bits, 32, sym=True, checkpoint_format=said)
+        matrices = quantize_all(path, config, make)
         assert_same(load(path), matrices)
 
 

@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no bits": ({"quant_method": "gptq", "group_size": 32}, "bits is missing"),
     "2 bits": (GPTQ | {"bits": 2}, "bits is 2, which is not supported; supported are 3, 4, 8"),
     "bits of text": (GPTQ | {"bits": "4"}, "bits is '4', not an integer"),
+    "a group beyond": (GPTQ | {"group_size": 10**30}, "group_size is above 2147483647"),
     "no group": (GPTQ | {"group_size": None}, "group_size is missing"),
     "group of none": (GPTQ | {"group_size": 0}, "group_size is 0"),
     "negative group": (GPTQ | {"group_size": -2}, "group_size is -2, not an integer from -1"),
@@ -113,6 +114,20 @@ def changed(name: str, change: Any) -> Any:
 
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
 TENSORS: dict[str, tuple[str, Any, str]] = {
+    "no numbers": (
+        "gptq", changed(f"{Q}.qweight", lambda x: None), f"has no {Q}.qweight beside it",
+    ),
+    "no numbers of awq": (
+        "awq", changed(f"{Q}.qweight", lambda x: None), f"has no {Q}.qweight beside it",
+    ),
+    "no zero points": (
+        "ct", changed(f"{Q}.weight_zero_point", lambda x: None),
+        f"'{Q}.weight_scale' has no {Q}.weight_zero_point beside it, and symmetric is false",
+    ),
+    "no zero points of bytes": (
+        "int", changed(f"{Q}.weight_zero_point", lambda x: None),
+        f"'{Q}.weight_scale' has no {Q}.weight_zero_point beside it, and symmetric is false",
+    ),
     "no scales": (
         "gptq", changed(f"{Q}.scales", lambda x: None), f"has no {Q}.scales beside it",
     ),
@@ -138,7 +153,7 @@ TENSORS: dict[str, tuple[str, Any, str]] = {
     ),
     "g_idx beyond": (
         "gptq", changed(f"{DOWN}.g_idx", lambda x: x + (1 << 30)),
-        "does not give every group 32 inputs",
+        f"'{DOWN}.g_idx' puts input 0 in group 1073741824, but has 2 groups",
     ),
     "short g_idx": (
         "gptq", changed(f"{DOWN}.g_idx", lambda x: x[:-1]), "has shape [47], not [48]",
@@ -205,6 +220,56 @@ def test_tensors_refused_by_name(name: str, tmp_path: Path) -> None:
     message = refused(path)
     assert "model.safetensors: tensor '" in message or name == "static scale"
     assert reason in message
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", ["gptq", "awq", "ct", "int"])
+def test_scales_that_are_not_finite(kind: str, value: float, tmp_path: Path) -> None:
+    """Refused when the rows are made; rows before the one that has it can be read."""
+    path = small(kind, tmp_path / "m")
+    name = f"{Q}.weight_scale" if kind in ("ct", "int") else f"{Q}.scales"
+    stored = load_file(path / "model.safetensors")
+    stored[name].flat[3] = value
+    save_file(stored, path / "model.safetensors")
+    weight = load(path).weights["layers.0.attn_q"]
+    assert weight.rows(0, 3).any()
+    with pytest.raises(CheckpointError) as caught:
+        weight.rows(3, 32)
+    reason = f"tensor '{name}' has a scale that is not finite"
+    assert str(caught.value) == f"{path}/model.safetensors: {reason}"
+
+
+def test_an_activation_order_that_is_missing(tmp_path: Path) -> None:
+    path = small("gptq", tmp_path / "m")
+    stored = load_file(path / "model.safetensors")
+    for name in [f"{DOWN}.g_idx", f"{Q}.g_idx"]:  # of 48 inputs, and of 32: one group
+        del stored[name]
+    save_file(stored, path / "model.safetensors")
+    assert load(path).quantization is not None
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (path / "config.json").write_text(json.dumps(config))
+    assert f"has no {DOWN}.g_idx beside it" in refused(path)
+
+
+def test_zero_points_that_some_groups_have(tmp_path: Path) -> None:
+    """Without one a matrix is of the symmetric group, if it may be."""
+
+    def make(x: Any) -> Any:
+        symmetric = x.shape[1] == 48
+        made = quantized(x, 8 if symmetric else 4, 32, symmetric=symmetric)
+        return made, writer.pack_quantized(made, symmetric=symmetric)
+
+    path = folder("llama", tmp_path / "m")
+    group = CT["config_groups"]["group_0"]
+    other = writer.ct_config(8, 32, symmetric=True, layout="pack-quantized")
+    groups = {"group_0": group, "group_1": other["config_groups"]["group_0"]}
+    quantize_all(path, CT | {"config_groups": groups}, make)
+    assert load(path).quantization is not None
+    stored = load_file(path / "model.safetensors")
+    del stored[f"{Q}.weight_zero_point"]
+    save_file(stored, path / "model.safetensors")
+    assert f"has no {Q}.weight_zero_point beside it" in refused(path)
 
 
 def test_groups_that_no_kernel_takes(tmp_path: Path) -> None:

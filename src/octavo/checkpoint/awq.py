@@ -24,8 +24,9 @@ _LOW, _HIGH = (0, 4, 1, 5), (2, 6, 3, 7)
 
 
 class Awq(Layout):
-    markers = frozenset({"qweight"})
+    markers = frozenset({"qweight", "qzeros"})
     parts = frozenset({"qweight", "qzeros", "scales"})
+    scales = "scales"
 
     def __init__(self, stored: HfWeights, keys: Section) -> None:
         layout = keys.text("version", keys.text("checkpoint_format", "gemm")).lower()

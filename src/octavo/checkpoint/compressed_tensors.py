@@ -47,6 +47,7 @@ class CompressedTensors(Layout):
         {"weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape"}
         | {"weight_g_idx"}
     )
+    scales = "weight_scale"
 
     def __init__(self, stored: HfWeights, keys: Section) -> None:
         for key in ("kv_cache_scheme", "transform_config", "moe_sparsity_config"):
@@ -61,6 +62,7 @@ class CompressedTensors(Layout):
         whole = keys.text("format", "dense")
         layouts, settings, symmetric, order, activations = set(), [], True, False, None
         packed = []
+        self.symmetric: set[tuple[Setting, bool]] = set()  # groups, and whether they are packed
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
@@ -75,7 +77,10 @@ class CompressedTensors(Layout):
             settings.append(setting)
             if layout in PACKED:
                 packed.append(setting)
-            symmetric &= weights.flag("symmetric", True)
+            if weights.flag("symmetric", True):
+                self.symmetric.add((setting, layout in PACKED))
+            else:
+                symmetric = False
             order |= weights.values.get("actorder") in ("group", "dynamic", True)
         self.settings = distinct(keys, settings)
         self.packed = list(dict.fromkeys(packed))  # settings of packed groups
@@ -116,7 +121,7 @@ class CompressedTensors(Layout):
             if shape != [n, k]:
                 self.stored.refuse(self.name(module, "weight_shape"), f"is {shape}, not {[n, k]}")
         scales, group = self._scales(module, n, k)
-        zeros = self._zeros(module, n, scales.shape[1], bits)
+        zeros = self._zeros(module, (n, k), group, bits)
         order = self._order(module, group, k)
         size = stream_bytes(bits, k)
 
@@ -131,7 +136,7 @@ class CompressedTensors(Layout):
     def _plain(self, module: Module, n: int, k: int) -> Weight:
         weight = self.shaped(module, "weight", (n, k), "I8")
         scales, group = self._scales(module, n, k)
-        zeros = self._zeros(module, n, scales.shape[1], 8)
+        zeros = self._zeros(module, (n, k), group, 8)
         order = self._order(module, group, k)
 
         def parts(first: int, last: int) -> Parts:
@@ -158,10 +163,17 @@ class CompressedTensors(Layout):
             self.refuse_shape(module, "weight_scale", needed)
         return scales, by_groups[scales.shape[1]]
 
-    def _zeros(self, module: Module, n: int, groups: int, bits: int) -> Any:
+    def _zeros(self, module: Module, shape: tuple[int, int], group: int, bits: int) -> Any:
         """A function of the first and last row."""
+        n, k = shape
+        groups = -(-k // group)
         half = np.uint8(1 << (bits - 1))
         if "weight_zero_point" not in module.tensors:
+            if not self._symmetric("weight_packed" in module.tensors, group, k, bits):
+                self.stored.refuse(
+                    self.name(module, "weight_scale"),
+                    f"has no {module.name}.weight_zero_point beside it, and symmetric is false",
+                )
             return lambda first, last: half
         zeros = self.array(module, "weight_zero_point", "I32", "I8")
         packed = (-(-n * bits // 32), groups)
@@ -180,6 +192,15 @@ class CompressedTensors(Layout):
         if zeros.shape != packed:
             self.refuse_shape(module, "weight_zero_point", list(packed))
         return lambda first, last: words_columns(zeros.T, bits, first, last).T
+
+    def _symmetric(self, packed: bool, group: int, k: int, bits: int) -> bool:
+        """Whether a symmetric group of the configuration may be that of such a module."""
+        return any(
+            packed == of_packed
+            and (setting.bits == bits or not packed)
+            and (setting.group == group or (group == k and not 0 < setting.group < k))
+            for setting, of_packed in self.symmetric
+        )
 
     def _order(self, module: Module, group: int, k: int) -> npt.NDArray[np.int32] | None:
         if "weight_g_idx" not in module.tensors or group == k:

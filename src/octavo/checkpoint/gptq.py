@@ -8,8 +8,8 @@ Numbers run on from one word into the next, lowest bits first. w = scale · (num
 Zeros: the format "gptq" stores them less one, "gptq_v2" as they are. Less one is taken within the
 b bits of a zero; but GPTQModel and AutoRound subtract from whole words, so that a zero of 0 borrows
 from its neighbour (not for 3 bits, of which GPTQModel shifts each). And some files that say "gptq"
-have the symmetric zero itself, 2^(b-1), rather than one less (vLLM pull request 38966): in a file
-that says it is symmetric both mean it.
+have the symmetric zero itself, 2^(b-1), rather than one less (vLLM pull request 38966), or one less
+under "gptq_v2": in a file that says it is symmetric both mean it.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ _WHOLE_WORDS = ("gptqmodel", "auto-round")  # writers that subtract from them
 
 
 class Gptq(Layout):
-    markers = frozenset({"qweight"})
+    markers = frozenset({"qweight", "qzeros", "g_idx"})
     parts = frozenset({"qweight", "qzeros", "scales", "g_idx"})
+    scales = "scales"
 
     def __init__(self, stored: HfWeights, keys: Section, layout: str | None = None) -> None:
         """``layout``: "gptq" or "gptq_v2" if the configuration says it in other words."""
@@ -114,12 +115,18 @@ class Gptq(Layout):
             zeros = words_columns(qzeros.view("<u4") + ones, bits, first, last)
         else:
             zeros = words_columns(qzeros, bits, first, last) + np.uint8(self.minus_one) & mask
-        return np.where(zeros == half + 1, half, zeros) if self.symmetric else zeros
+        other = half + 1 if self.minus_one else half - 1  # half, stored as the other format does
+        return np.where(zeros == other, half, zeros) if self.symmetric else zeros
 
     def _order(
         self, module: Module, groups: int, group: int, k: int
     ) -> npt.NDArray[np.int32] | None:
-        if "g_idx" not in module.tensors or groups == 1:
+        """None also of old files, which have no g_idx; but inputs in the order of their activations
+        are of groups that only g_idx tells.
+        """
+        if groups == 1 or (
+            "g_idx" not in module.tensors and not self.quantization.activation_order
+        ):
             return None
         g_idx = self.shaped(module, "g_idx", (k,), "I32", "I64")
         try:

@@ -96,6 +96,11 @@ def input_order(groups: npt.NDArray[np.int64], group: int) -> npt.NDArray[np.int
 
     None if they are. Raises `ValueError` unless every group but the last has ``group`` inputs.
     """
+    count = -(-len(groups) // group)
+    beyond = np.flatnonzero((groups < 0) | (groups >= count))
+    if len(beyond):
+        where = beyond[0]
+        raise ValueError(f"puts input {where} in group {groups[where]}, but has {count} groups")
     expected = np.arange(len(groups)) // group
     if np.array_equal(groups, expected):
         return None

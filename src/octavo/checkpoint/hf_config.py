@@ -413,7 +413,9 @@ class Section:
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         value = self.get(key, default)
-        if type(value) is not int or not least <= value < 1 << 31:
+        if type(value) is int and value >= 1 << 31:
+            self.fail(f"{key} is above {(1 << 31) - 1}")
+        if type(value) is not int or value < least:
             self.fail(f"{key} is {value!r}, not an integer from {least}")
         return value
 

@@ -40,11 +40,13 @@ MAX_SETTINGS = 64  # that differ: a file with more says nothing that could be ch
 
 class Layout(ABC):
     """Reads the modules that are stored in it. ``markers``: a module with one is quantized;
-    ``parts``: the last parts of its tensors' names. Faults raise `CheckpointError`.
+    ``parts``: the last parts of its tensors' names; ``scales``: that of its scales. Faults raise
+    `CheckpointError`.
     """
 
     markers: ClassVar[frozenset[str]]
     parts: ClassVar[frozenset[str]]
+    scales: ClassVar[str]
 
     def __init__(self, stored: HfWeights, quantization: Quantization) -> None:
         self.stored = stored
@@ -96,13 +98,22 @@ class Layout(ABC):
         parts: Callable[[int, int], Parts],
         order: npt.NDArray[np.int32] | None = None,
     ) -> Weight:
-        """A weight named for its ``part``; ``setting`` has the group's inputs."""
+        """A weight named for its ``part``; ``setting`` has the group's inputs. Scales that are not
+        finite are refused when its rows are made.
+        """
         bits, group = setting
+
+        def finite(first: int, last: int) -> Parts:
+            made = parts(first, last)
+            if not np.isfinite(made[0]).all():
+                self.stored.refuse(self.name(module, self.scales), "has a scale that is not finite")
+            return made
+
         return Weight(
             self.name(module, part),
             FORMATS[bits],
             shape,
-            made_rows(*shape, bits, group, parts),
+            made_rows(*shape, bits, group, finite),
             group,
             order,
             Stored(

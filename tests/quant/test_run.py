@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Weight
+from octavo.checkpoint.pull import PullError, resolve
 from octavo.cli import app
 from octavo.quant import quantizer as quantizers
 from octavo.quant import state as states
@@ -470,12 +471,65 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--format", "gguf"], "do not go together"),
         (["--method", "magic"], "magic"),
         (["--calibration", "nowhere.txt"], "nowhere.txt"),
+        (["--method", "rtn", "--calibration", "a.txt"], "rtn makes no use of it"),
+        (["--method", "rtn", "--num-samples", "64"], "rtn makes no use of it"),
+        (["--method", "rtn", "--seq-len", "512"], "rtn makes no use of it"),
+        (["--method", "awq", "--act-order", "static"], "awq makes no use of it"),
+        (["--method", "awq", "--scales", "mse"], "awq makes no use of it"),
+        (["--method", "rtn", "--damping", "0.01"], "rtn makes no use of it"),
+        (["--seq-len", "32768"], "32768 tokens are more than the model's context of"),
     ],
 )
 def test_wrong_use(arguments: list[str], message: str, tmp_path: Path) -> None:
     result = command(GGUF, *arguments, "-o", tmp_path / "out")
     assert result.exit_code == 2
     assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_flags_that_gguf_has_not_are_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out.gguf"
+    result = command(GGUF, "--bits", 8, "--asymmetric", "-o", out)
+    assert result.exit_code == 2
+    assert "(Q8_0) are symmetric" in " ".join(result.output.replace("│", " ").split())
+    # Its blocks are of neighbours: groups in another order would be written as if they were.
+    with pytest.raises(QuantizeError, match="--act-order group"):
+        make(GGUF, out, method="gptq", format="gguf", order="group")
+    assert not out.exists()
+
+
+def test_an_empty_out_is_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = command(GGUF, "--method", "rtn", "-o", "")
+    assert result.exit_code == 2
+    assert "it is empty" in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_was_looked_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default that is more than the model's context is cut, and said to be."""
+    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 16)  # the tiny model has layers of 48
+    source = talking_folder(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 128}))
+    result = command(
+        source, "--group-size", -1, "--num-samples", 2, "--json", "-o", tmp_path / "out"
+    )
+    assert result.exit_code == 0, result.output
+    assert "context is 128 tokens: the text's pieces are of 128, not of 512" in result.stderr
+    facts = json.loads(result.stdout)
+    assert (facts["num_samples"], facts["seq_len"]) == (2, 128)
+
+
+def test_an_interrupted_out_is_named_where_it_is_used(tmp_path: Path) -> None:
+    source, work = interrupted(tmp_path)
+    with pytest.raises(PullError, match="quantize run was interrupted"):
+        resolve(str(work.parent))
+    with pytest.raises(Stop):
+        make(GGUF, tmp_path / "out.gguf", format="gguf", progress=stop_at(1, "attn_q"))
+    with pytest.raises(PullError, match=r"out\.gguf: an octavo quantize run was interrupted"):
+        resolve(str(tmp_path / "out.gguf"))
+    make(source, tmp_path / "out")
+    assert resolve(str(tmp_path / "out")) == (tmp_path / "out").resolve()
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:

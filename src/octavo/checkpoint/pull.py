@@ -32,6 +32,10 @@ from octavo.checkpoint.gguf_split import first_shard, shard_names
 Progress = Callable[[str, int], None]  # (what is going on, bytes done of KnownModel.total)
 
 
+# The folder of an octavo quantize run that has not ended: in the folder it writes, beside a file.
+QUANTIZING = ".octavo-quantize"
+
+
 class PullError(CheckpointError):
     """A model that could not be found or fetched; the message says what to do."""
 
@@ -202,6 +206,8 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
         return path.parent.resolve() / path.name
     if match := _HUB_ID.fullmatch(model):
         return _from_hub(match["repo"], match["file"], download=download)
+    if path.name and path.with_name(path.name + QUANTIZING).is_dir():
+        raise PullError(_interrupted(model))
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
     hint = difflib.get_close_matches(model, KNOWN, n=1)
@@ -438,8 +444,17 @@ _FOLDER_FILES = ["*.safetensors", "*.json", "*.jinja"]
 
 def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    if (folder / QUANTIZING).is_dir() and "config.json" not in names:
+        raise PullError(_interrupted(folder))
     file = _choose(names, None, str(folder))
     return folder.resolve() if file is None else folder.resolve() / file
+
+
+def _interrupted(out: Path | str) -> str:
+    return (
+        f"{out}: an octavo quantize run was interrupted before this was whole: give its command "
+        "again, with the same settings, to finish it"
+    )
 
 
 def _choose(names: list[str], wanted: str | None, where: str) -> str | None:

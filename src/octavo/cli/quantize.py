@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -27,6 +27,9 @@ EXAMPLES = (
     "octavo quantize model.gguf --method gptq -o model.q4_1.gguf",
     "octavo quantize org/repo --method rtn --bits 8 --format compressed-tensors -o model-int8",
 )
+
+
+_SEQ_LEN = 512  # tokens
 
 
 class MethodName(StrEnum):
@@ -58,12 +61,23 @@ class Bits(StrEnum):
     eight = "8"
 
 
+def _place(text: str) -> Path:
+    """An empty name would mean the current folder."""
+    if not text:
+        raise typer.BadParameter("it is empty; name a folder, or a file that ends in .gguf")
+    return Path(text)
+
+
 def command(
     model: Model,
     out: Annotated[
         Path,
         typer.Option(
-            "--out", "-o", metavar="OUT", help="Folder to write, or a file that ends in .gguf."
+            "--out",
+            "-o",
+            parser=_place,
+            metavar="OUT",
+            help="Folder to write, or a file that ends in .gguf.",
         ),
     ],
     method: Annotated[
@@ -100,26 +114,44 @@ def command(
         ),
     ] = None,
     num_samples: Annotated[
-        int, typer.Option(min=1, max=4096, metavar="N", help="Pieces of the text.")
-    ] = 64,
+        int | None,
+        typer.Option(min=1, max=4096, metavar="N", help="Pieces of the text.", show_default="64"),
+    ] = None,
     seq_len: Annotated[
-        int, typer.Option(min=16, max=32768, metavar="TOKENS", help="Length of each.")
-    ] = 512,
+        int | None,
+        typer.Option(
+            min=16,
+            max=32768,
+            metavar="TOKENS",
+            help="Length of each.",
+            show_default="512, or the model's context",
+        ),
+    ] = None,
     act_order: Annotated[
-        OrderName,
+        OrderName | None,
         typer.Option(
             help="GPTQ: inputs that matter most first, in groups as they lie (static) or of their "
-            "own (group, which makes engines reorder activations); or inputs as they lie (none)."
+            "own (group, which makes engines reorder activations); or inputs as they lie (none).",
+            show_default="static",
         ),
-    ] = OrderName.static,
+    ] = None,
     scales: Annotated[
-        ScalesName,
-        typer.Option(help="GPTQ: scales of least squared error, or from smallest to largest."),
-    ] = ScalesName.mse,
+        ScalesName | None,
+        typer.Option(
+            help="GPTQ: scales of least squared error, or from smallest to largest.",
+            show_default="mse",
+        ),
+    ] = None,
     damping: Annotated[
-        float,
-        typer.Option(min=1e-6, max=1.0, metavar="X", help="GPTQ: share of the mean added to H."),
-    ] = 0.01,
+        float | None,
+        typer.Option(
+            min=1e-6,
+            max=1.0,
+            metavar="X",
+            help="GPTQ: share of the mean added to H.",
+            show_default="0.01",
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was written as one JSON object.")
     ] = False,
@@ -137,6 +169,11 @@ def command(
     from octavo.quant.quantizer import Method, Recipe
     from octavo.quant.run import quantize
 
+    if method is not MethodName.gptq:
+        _unused(method, {"--act-order": act_order, "--scales": scales, "--damping": damping})
+    if method is MethodName.rtn:
+        text = {"--calibration": calibration, "--num-samples": num_samples, "--seq-len": seq_len}
+        _unused(method, text)
     chosen = _format(out, method, format)
     size = group_size if group_size is not None else 32 if chosen is Format.GGUF else 64
     if size != -1 and (size < 32 or size % 32):
@@ -154,9 +191,9 @@ def command(
     recipe = Recipe(
         Method(method.value),
         scheme,
-        Order(act_order.value),
-        scales is ScalesName.mse,
-        damping,
+        Order.STATIC if act_order is None else Order(act_order.value),
+        scales is not ScalesName.minmax,
+        0.01 if damping is None else damping,
     )
     if calibration is not None and not calibration.is_file():
         raise typer.BadParameter(f"no such file: {calibration}", param_hint="--calibration")
@@ -165,7 +202,7 @@ def command(
         print(note, file=sys.stderr)
     samples = None
     if recipe.method is not Method.RTN:
-        samples = _samples(checkpoint, calibration, num_samples, seq_len)
+        samples = _samples(checkpoint, calibration, num_samples or 64, seq_len)
     began = time.monotonic()
     with _progress(recipe) as (progress, reached):
         try:
@@ -177,8 +214,16 @@ def command(
                 file=sys.stderr,
             )
             raise typer.Exit(130) from None
-    facts = _facts(outcome, recipe, chosen, time.monotonic() - began)
+    looked = (0, 0) if samples is None else samples.shape
+    facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began)
     typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+
+
+def _unused(method: MethodName, options: Mapping[str, object]) -> None:
+    """Raises for an option that would change nothing."""
+    for name, value in options.items():
+        if value is not None:
+            raise typer.BadParameter(f"--method {method.value} makes no use of it", param_hint=name)
 
 
 def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
@@ -191,12 +236,26 @@ def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
     return Format.AWQ if method is MethodName.awq else Format.GPTQ
 
 
-def _samples(checkpoint: Checkpoint, calibration: Path | None, count: int, length: int) -> Any:
+def _samples(
+    checkpoint: Checkpoint, calibration: Path | None, count: int, asked: int | None
+) -> Any:
     from octavo.quant.calibrate import default_text, read_text, samples
 
+    context = checkpoint.config.context_length
+    if asked is not None and asked > context:
+        raise typer.BadParameter(
+            f"{asked} tokens are more than the model's context of {context}",
+            param_hint="--seq-len",
+        )
+    length = min(_SEQ_LEN, context) if asked is None else asked
+    if asked is None and length < _SEQ_LEN:
+        print(
+            f"note: the model's context is {context} tokens: the text's pieces are of {length}, "
+            f"not of {_SEQ_LEN}",
+            file=sys.stderr,
+        )
     text = default_text() if calibration is None else read_text(calibration)
     where = "the default text" if calibration is None else str(calibration)
-    length = min(length, checkpoint.config.context_length)
     return samples(checkpoint.tokenizer, text, count, length, where)
 
 
@@ -253,7 +312,10 @@ def _progress(recipe: Recipe) -> Iterator[tuple[Progress, list[int]]]:
         yield show, reached
 
 
-def _facts(outcome: Outcome, recipe: Recipe, format: Format, seconds: float) -> dict[str, Any]:
+def _facts(
+    outcome: Outcome, recipe: Recipe, format: Format, looked: tuple[int, int], seconds: float
+) -> dict[str, Any]:
+    samples, length = looked
     return {
         "path": str(outcome.path),
         "method": recipe.method.value,
@@ -261,6 +323,8 @@ def _facts(outcome: Outcome, recipe: Recipe, format: Format, seconds: float) -> 
         "group_size": recipe.scheme.group or -1,
         "kind": recipe.scheme.kind.value,
         "format": format.value,
+        "num_samples": samples,
+        "seq_len": length,
         "parameters": outcome.parameters,
         "bytes": outcome.nbytes,
         "source_bytes": outcome.source_nbytes,
@@ -271,9 +335,10 @@ def _facts(outcome: Outcome, recipe: Recipe, format: Format, seconds: float) -> 
 
 def _as_text(facts: dict[str, Any]) -> str:
     group = "rows" if facts["group_size"] == -1 else f"groups of {facts['group_size']}"
+    text = f", on {facts['num_samples']} pieces of {facts['seq_len']} tokens"
     return (
         f"{facts['path']}: {facts['format']}, {facts['bits']} bits by {facts['method']} "
-        f"in {group}, {facts['kind']}\n"
+        f"in {group}, {facts['kind']}{text if facts['num_samples'] else ''}\n"
         f"{facts['bytes'] / 2**20:,.1f} MiB, {facts['bytes_per_weight']:.3f} bytes a weight "
         f"(the source {facts['source_bytes'] / 2**20:,.1f} MiB), in {facts['seconds']:,.0f} s"
     )

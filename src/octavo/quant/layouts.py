@@ -49,6 +49,8 @@ def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> 
             if group != 32:
                 raise ValueError("GGUF has groups of 32 inputs (--group-size 32)")
             if bits == 8:
+                if not symmetric:
+                    raise ValueError("GGUF's 8 bits (Q8_0) are symmetric; its 4 can have zeros")
                 return Scheme(bits, group, Kind.Q8_0)
             return Scheme(bits, group, Kind.Q4_0 if symmetric else Kind.Q4_1)
     return Scheme(bits, group, kind, Steps.BOTH)

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.pull import QUANTIZING
 from octavo.quant.folder import FolderTarget
 from octavo.quant.gguf_writer import GgufTarget
 from octavo.quant.gptq import Order
@@ -20,7 +21,7 @@ from octavo.quant.layouts import Format, layout_of
 from octavo.quant.quantizer import Method, Progress, Quantizer, Recipe
 from octavo.quant.state import QuantizeError, State
 
-WORK = ".octavo-quantize"  # the interrupted run's folder: in a folder, or beside a file
+WORK = QUANTIZING
 
 
 class Outcome(NamedTuple):
@@ -53,10 +54,12 @@ def quantize(
             "octavo quantize does not support"
         )
     target: FolderTarget | GgufTarget
+    ordered = recipe.method is not Method.GPTQ or recipe.order is not Order.GROUP
     if format is Format.GGUF:
+        if not ordered:
+            raise QuantizeError("GGUF has no groups in another order (--act-order group)")
         target = GgufTarget(checkpoint, recipe.scheme.kind)
     else:
-        ordered = recipe.method is not Method.GPTQ or recipe.order is not Order.GROUP
         try:
             layout = layout_of(format, recipe.scheme, ordered=ordered, damping=recipe.damping)
         except ValueError as error:

@@ -137,7 +137,7 @@ class State:
         found = hashlib.blake2b(self._settings + b"%d" % layer)
         for key, array in sorted(arrays.items()):
             found.update(f"{key} {array.dtype} {array.shape}".encode())
-            found.update(np.ascontiguousarray(array))
+            found.update(array.tobytes())
         return np.frombuffer(found.digest(), np.uint8)
 
     def _result(self, arrays: dict[str, npt.NDArray[Any]]) -> LayerResult:

@@ -15,7 +15,7 @@ from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantiz
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvLayout
 from octavo.plan.quantization import (
@@ -326,7 +326,12 @@ def test_json(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--device", "h100"), "neither machine nor figures"),
-        (("--device", "memory=0,int8=1"), "must be positive"),
+        *(
+            (("--device", f"memory={figure},int8=1"), f"memory={figure} is not from 0.001 to 1e+09")
+            for figure in ("0", "-1", "inf", "nan", "1e-320")
+        ),
+        (("--device", "memory=1,int8=1e10"), "int8=1e10 is not from 0.001 to 1e+09 Gop/s"),
+        (("--kv-cache-dtype", "int3"), "'int3' is not supported"),
         (("--device", "int8=100"), "memory and at least one"),
         (("--format", "q4_0", "--bits", "4"), "bits and groups of its own"),
         (("--format", "nf4"), "is not one of"),
@@ -339,6 +344,38 @@ def test_wrong_use(arguments: tuple[str, ...], message: str) -> None:
     result = CliRunner().invoke(app, ["plan", "quantization", str(FAMILIES / "llama"), *arguments])
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("flag", ["--context", "--prompt-len"])
+@pytest.mark.parametrize("tokens", ["129", "99999999999999"])
+def test_no_more_than_the_models_context(flag: str, tokens: str) -> None:
+    path = str(FAMILIES / "llama/config.json")
+    arguments = ["plan", "quantization", path, *DEVICE, flag, tokens]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, SettingsError)
+    assert f"{flag} {tokens} is more than the model's context of 128" in str(result.exception)
+    assert json.loads(run(path, *DEVICE, "--json"))["prompt_len"] == 128  # not 512
+    assert json.loads(run(path, *DEVICE, flag, "128", "--json"))
+
+
+def test_a_narrower_cache(tmp_path: Path) -> None:
+    subject("llama-2-7b", tmp_path)
+    common = (str(tmp_path / "llama-2-7b"), *DEVICE, "--format", "q4_0", "--context", "1024")
+    found = {
+        name: json.loads(run(*common, "--kv-cache-dtype", name, "--json"))
+        for name in ("auto", "int8", "int4")
+    }
+    assert [each["kv_bytes_per_token"] for each in found.values()] == [
+        2 * 32 * 32 * 128 * 2, 32 * 32 * (2 * 128 + 4), 32 * 32 * (128 + 8),
+    ]  # fmt: skip
+    attention = [
+        next(part for part in each["plans"][0]["decode"]["parts"] if part["name"] == "attention")
+        for each in found.values()
+    ]
+    for each, part in zip(found.values(), attention, strict=True):
+        assert part["arithmetic"] == ("bf16" if each["kv_cache_dtype"] == "bf16" else "int8")
+        assert part["kv_bytes"] == 1026 * each["kv_bytes_per_token"]
+    assert "(139,264 bytes a token in int4, whatever" in run(*common, "--kv-cache-dtype", "int4")
 
 
 def test_a_config_that_is_none(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostModel, OpCost, Rates
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
 from octavo.model.program import (
     Add,
@@ -262,16 +262,21 @@ def plan(
     stored: Stored,
     device: Device,
     *,
+    layout: KvLayout | None = None,
     context: int,
     prompt: int,
     quantized: Arithmetic = Arithmetic.INT8,
     isa: str | None = None,
 ) -> Plan:
     """``context``: tokens in the cache of each sequence that decodes; ``prompt``: tokens read at
-    once in prefill; ``quantized``: what multiplies quantized weights.
+    once in prefill; ``quantized``: what multiplies quantized weights; ``layout``: of the cache
+    (None: in bf16).
     """
-    layout = KvLayout.of(subject.program.config)
+    layout = layout or KvLayout.of(subject.program.config)
     units = arithmetic(stored, quantized)
+    # As the engine's kernels: codes are multiplied as they are where quantized weights are.
+    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
+    attention = quantized if codes else Arithmetic.BF16
 
     def costs(sizes: dict[str, int]) -> CostModel:
         return CostModel(
@@ -279,7 +284,7 @@ def plan(
             layout,
             weight_bytes=sizes,
             arithmetic=units,
-            attention=Arithmetic.BF16,
+            attention=attention,
         )
 
     model = costs(stored.sizes)

@@ -16,6 +16,7 @@ from octavo.cli.bench.throughput import length
 from octavo.cli.options import Model
 
 if TYPE_CHECKING:
+    from octavo.kv.layout import KvLayout
     from octavo.plan.quantization import Device, PartCost, Phase, Plan, Stored, Subject
     from octavo.plan.schemes import Scheme
 
@@ -24,6 +25,8 @@ EXAMPLES = (
     "octavo plan quantization llama-2-7b/config.json --format gptq --bits 4 --group-size 64",
     "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
 )
+
+LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e9  # of a device: GB/s, Gop/s
 
 _DEVICE_HELP = (
     "machine: this one's limits, as octavo bench machine stores them. Or figures: memory in GB/s, "
@@ -61,14 +64,26 @@ def command(
         str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
     ] = "bf16",
     context: Annotated[
+        str | None,
+        typer.Option(
+            parser=length,
+            metavar="TOKENS",
+            help="In the cache of a sequence that decodes.",
+            show_default="128",
+        ),
+    ] = None,
+    prompt_len: Annotated[
+        str | None,
+        typer.Option(
+            parser=length, metavar="TOKENS", help="Read at once in prefill.", show_default="512"
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
         str,
         typer.Option(
-            parser=length, metavar="TOKENS", help="In the cache of a sequence that decodes."
+            metavar="DTYPE", help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
         ),
-    ] = "128",
-    prompt_len: Annotated[
-        str, typer.Option(parser=length, metavar="TOKENS", help="Read at once in prefill.")
-    ] = "512",
+    ] = "auto",
     arithmetic: Annotated[
         str,
         typer.Option(
@@ -90,6 +105,7 @@ def command(
     """
     from octavo.engine.load import SettingsError
     from octavo.execute.cost import Arithmetic
+    from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import quantization as planning
     from octavo.plan import schemes
 
@@ -98,10 +114,15 @@ def command(
     try:
         edges = schemes.scheme(embedding_format)
         chosen = _chosen(format, bits, group_size, asymmetric)
+        kv_dtype = KvDtype.of(kv_cache_dtype)
         on = _device(device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     subject = _subject(model)
+    most = subject.program.config.context_length
+    in_cache = _tokens("--context", context, 128, most)
+    prompt = _tokens("--prompt-len", prompt_len, 512, most)
+    layout = KvLayout.of(subject.program.config, dtype=kv_dtype)
     skipped: dict[str, str] = {}
     variants = [stored] if (stored := planning.as_stored(subject)) and chosen is None else []
     for scheme in schemes.survey() if chosen is None else [chosen]:
@@ -116,8 +137,9 @@ def command(
             subject,
             variant,
             on,
-            context=int(context),  # parsed already
-            prompt=int(prompt_len),
+            layout=layout,
+            context=in_cache,
+            prompt=prompt,
             quantized=Arithmetic(arithmetic),
         )
         for variant in variants
@@ -127,17 +149,28 @@ def command(
             "model": subject.name,
             "parameters": subject.parameters,
             "device": on.name,
-            "context": int(context),
-            "prompt_len": int(prompt_len),
-            "kv_bytes_per_token": _kv_bytes(subject),
+            "context": in_cache,
+            "prompt_len": prompt,
+            "kv_cache_dtype": kv_dtype,
+            "kv_bytes_per_token": layout.bytes_per_token,
             "plans": [as_dict(subject, each) for each in plans],
             "skipped": skipped,
         }
         typer.echo(json.dumps(facts, indent=2))
     elif chosen is None:
-        typer.echo(as_table(subject, on, plans, skipped, int(context), int(prompt_len)))
+        typer.echo(as_table(subject, on, plans, skipped, layout, in_cache, prompt))
     else:
-        typer.echo(as_sums(subject, on, plans[0], chosen, edges, int(context), int(prompt_len)))
+        typer.echo(as_sums(subject, on, plans[0], chosen, edges, layout, in_cache, prompt))
+
+
+def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
+    """Raises `SettingsError` for more than the model's context."""
+    from octavo.engine.load import SettingsError
+
+    tokens = min(default, most) if given is None else int(given)  # parsed already
+    if tokens > most:
+        raise SettingsError(f"{flag} {tokens} is more than the model's context of {most} tokens")
+    return tokens
 
 
 def _chosen(
@@ -194,6 +227,11 @@ def _device(text: str) -> Device:
                 f"device {text!r} is neither machine nor figures such as "
                 "memory=48,int8=940,bf16=470,fp32=235 (GB/s and Gop/s)"
             )
+        if not LEAST_FIGURE <= figures[key] <= MOST_FIGURE:  # nan neither
+            raise ValueError(
+                f"--device: {item} is not from {LEAST_FIGURE:g} to {MOST_FIGURE:g} "
+                f"{'GB/s' if key == 'memory' else 'Gop/s'}"
+            )
     given = [figures[key] for key in ("fp32", "bf16", "int8") if key in figures]
     if "memory" not in figures or not given:
         raise ValueError(f"device {text!r}: memory and at least one of int8, bf16, fp32 are needed")
@@ -207,12 +245,6 @@ def _device(text: str) -> Device:
         bf16_ops_per_second=1e9 * bf16,
     )
     return Device(text, lambda _: rates)
-
-
-def _kv_bytes(subject: Subject) -> int:
-    from octavo.kv.layout import KvLayout
-
-    return KvLayout.of(subject.program.config).bytes_per_token
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -270,6 +302,7 @@ def as_table(
     device: Device,
     plans: list[Plan],
     skipped: dict[str, str],
+    layout: KvLayout,
     context: int,
     prompt: int,
 ) -> str:
@@ -300,7 +333,7 @@ def as_table(
         "",
         f"bounds of {device.name}: memory {_figures(rates)}",
         f"decode: one sequence, {context} tokens in its cache, whatever the format: "
-        f"{_kv_bytes(subject):,} bytes a token.",
+        f"{layout.bytes_per_token:,} bytes a token ({layout.dtype}).",
         f"prefill: {prompt} tokens. from batch: sequences from which decode takes longer to "
         "compute than to read.",
         "One format with all its sums: --format, with --bits and --group-size.",
@@ -314,6 +347,7 @@ def as_sums(
     plan: Plan,
     scheme: Scheme,
     edges: Scheme,
+    layout: KvLayout,
     context: int,
     prompt: int,
 ) -> str:
@@ -351,7 +385,7 @@ def as_sums(
     lines += [
         "",
         f"decode, one sequence with {context} tokens in its cache "
-        f"({_kv_bytes(subject):,} bytes a token, whatever the format)",
+        f"({layout.bytes_per_token:,} bytes a token in {layout.dtype}, whatever the format)",
         *_phase_lines(plan.decode),
     ]
     if plan.held_decode_tokens_per_second is not None:

@@ -31,6 +31,7 @@ from octavo.plan.quantization import (
 )
 from octavo.plan.schemes import scheme
 from oracle.tiny_folders import FAMILIES, folder, talking_folder
+from quant.quantizing import make, qwen3_folder
 
 # As published; the parameters are what transformers 5.24 counts of each.
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -246,6 +247,20 @@ def test_a_quantized_file_takes_what_its_tensors_take(tmp_path: Path) -> None:
         size = sum(x.nbytes for key, x in tensors.items() if f"layers.0.{name}." in key)
         assert stored.sizes[f"layers.0.{part}"] == size
     assert stored.sizes["output_norm"] == 4 * 32
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (4, None)])
+def test_what_quantize_writes_takes_what_was_planned(
+    bits: int, group: int | None, tmp_path: Path
+) -> None:
+    source = qwen3_folder(tmp_path / "source")
+    made = make(source, tmp_path / "made", format="gptq", bits=bits, group=group)
+    written = as_stored(Subject.of(load(tmp_path / "made")))
+    assert written is not None
+    planned = in_scheme(Subject.of(load(source)), scheme("gptq", bits, group or -1), scheme("bf16"))
+    assert written.sizes == planned.sizes
+    # Norms are counted as they are held, in F32; these are in BF16.
+    assert made.nbytes == planned.bytes - planned.part_bytes("norms") // 2
 
 
 def test_a_format_that_does_not_fit_names_the_matrix(tmp_path: Path) -> None:

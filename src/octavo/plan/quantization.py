@@ -123,7 +123,8 @@ def in_scheme(subject: Subject, scheme: Scheme, edges: Scheme) -> Stored:
     for role, shape in subject.program.weights.items():
         own = {"layers": scheme, "norms": GGUF[WeightFormat.F32]}.get(part(role), edges)
         try:
-            sizes[role] = own.matrix_bytes(prod(shape[:-1]), shape[-1])
+            outputs, inputs = prod(shape[-2:-1]), shape[-1]  # of each matrix of a stack
+            sizes[role] = prod(shape[:-2]) * own.matrix_bytes(outputs, inputs)
         except ValueError as error:
             raise ValueError(f"{error} ({role})") from None
         formats[role] = own.format

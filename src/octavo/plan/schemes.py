@@ -1,12 +1,12 @@
 """What a weight takes in each format: bits of its own, and a share of what its group shares.
 
-A scheme is a sum of terms, each so many bits for so many inputs of a row:
+A scheme is a sum of terms, each so many bits for so many inputs of a row, or of all rows together:
 
-    bytes a weight = bits/8 + scale bytes/group + zero bytes/group
+    bytes a weight = bits/8 + scale bytes/group + zero bytes/group + index bytes/outputs
 
 The terms of the GGUF formats are their blocks' fields (ggml's block structures; K formats keep
 6-bit or 4-bit scales of small groups under 16-bit scales of 256); those of GPTQ (AutoGPTQ's
-qweight, qzeros, scales), AWQ (its GEMM layout) and compressed-tensors (pack-quantized,
+qweight, qzeros, scales, g_idx), AWQ (its GEMM layout) and compressed-tensors (pack-quantized,
 int-quantized) are their tensors.
 """
 
@@ -21,24 +21,30 @@ from octavo.checkpoint.base import WeightFormat
 
 
 class Term(NamedTuple):
-    """``bits`` for each ``per`` inputs of a row; ``per`` 0: for a whole row."""
+    """``bits`` for each ``per`` inputs of a row; ``per`` 0: for a whole row. ``shared``: once for
+    all rows of a matrix.
+    """
 
     bits: int
     what: str  # "" is the number itself
     per: int = 1
+    shared: bool = False
 
     def groups(self, inputs: int) -> int:
         return -(-inputs // self.per) if self.per else 1
 
-    def share(self, inputs: int) -> Fraction:
-        """Bytes a weight of a row of ``inputs``."""
-        return Fraction(self.bits * self.groups(inputs), 8 * inputs)
+    def share(self, outputs: int, inputs: int) -> Fraction:
+        """Bytes a weight of an [outputs, inputs] matrix."""
+        rows = outputs if self.shared else 1
+        return Fraction(self.bits * self.groups(inputs), 8 * inputs * rows)
 
-    def text(self, inputs: int) -> str:
+    def text(self, outputs: int, inputs: int) -> str:
         if not self.what:
             return f"{self.bits} bits/8"
         size = self.bits / 8
         each = f"{size:g} {'byte' if size == 1 else 'bytes'} {self.what}"
+        if self.shared:
+            return f"{each}/{outputs} outputs"
         if self.per and inputs % self.per:  # the last group is shorter
             return f"{self.groups(inputs)} × {each}/{inputs}"
         return f"{each}/{self.per or inputs}"
@@ -61,22 +67,22 @@ class Scheme:
                 return f"rows of {inputs} are no whole groups of {term.per}"
         return None
 
-    def row_bytes(self, inputs: int) -> Fraction:
-        return sum((term.share(inputs) for term in self.terms), Fraction(0)) * inputs
-
     def matrix_bytes(self, outputs: int, inputs: int) -> int:
         """Of an [outputs, inputs] matrix. Raises `ValueError` when it cannot be stored so."""
         if (problem := self.problem(inputs)) is not None:
             raise ValueError(f"{self.name}: {problem}")
-        return ceil(outputs * self.row_bytes(inputs))
+        return ceil(outputs * inputs * self._share(outputs, inputs))
 
-    def bytes_per_weight(self, inputs: int) -> float:
-        return float(self.row_bytes(inputs) / inputs)
+    def bytes_per_weight(self, outputs: int, inputs: int) -> float:
+        return float(self._share(outputs, inputs))
 
-    def sum(self, inputs: int) -> str:
+    def _share(self, outputs: int, inputs: int) -> Fraction:
+        return sum((term.share(outputs, inputs) for term in self.terms), Fraction(0))
+
+    def sum(self, outputs: int, inputs: int) -> str:
         """The arithmetic of a weight's bytes, from the terms to the result."""
-        shares = [term.share(inputs) for term in self.terms]
-        steps = [" + ".join(term.text(inputs) for term in self.terms)]
+        shares = [term.share(outputs, inputs) for term in self.terms]
+        steps = [" + ".join(term.text(outputs, inputs) for term in self.terms)]
         if len(shares) > 1:
             steps.append(" + ".join(f"{float(share):.9g}" for share in shares))
         return " = ".join([*steps, f"{float(sum(shares)):.9g}"])
@@ -139,7 +145,7 @@ def scheme(
         found = GGUF[WeightFormat[name.upper()]]
         if bits is not None or group is not None:
             raise ValueError(
-                f"{found.name} has bits and groups of its own: {found.sum(256)}; "
+                f"{found.name} has bits and groups of its own: {found.sum(1, 256)}; "
                 f"--bits and --group-size are for {', '.join(BITS)}"
             )
         return found
@@ -153,6 +159,8 @@ def scheme(
     terms = [Term(bits, ""), Term(16, "scale", per)]
     if name != "compressed-tensors" or not symmetric:
         terms.append(Term(bits, "zero", per))
+    if name == "gptq":
+        terms.append(Term(32, "g_idx", shared=True))  # each input's group
     wide = f"group {group}" if per else "a row"
     kind = "" if name != "compressed-tensors" else " sym" if symmetric else " asym"
     return Scheme(

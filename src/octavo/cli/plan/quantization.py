@@ -255,7 +255,7 @@ def as_dict(subject: Subject, plan: Plan) -> dict[str, Any]:
     return {
         "format": stored.name,
         "bytes_per_weight": plan.bytes_per_weight,
-        "sum": None if stored.scheme is None else stored.scheme.sum(_widest(subject)),
+        "sum": None if stored.scheme is None else stored.scheme.sum(*_commonest(subject)),
         "layers_bytes": stored.part_bytes("layers"),
         "embedding_bytes": stored.part_bytes("embedding"),
         "head_bytes": stored.part_bytes("head"),
@@ -289,11 +289,13 @@ def _phase_dict(phase: Phase) -> dict[str, Any]:
 # --- for people ----------------------------------------------------------------------------------
 
 
-def _widest(subject: Subject) -> int:
-    """Inputs of most of the layers' weights: where a scale for a whole row depends on them."""
-    counts: Counter[int] = Counter()
+def _commonest(subject: Subject) -> tuple[int, int]:
+    """The [outputs, inputs] of most of the layers' weights: what rows and matrices share depends
+    on them.
+    """
+    counts: Counter[tuple[int, int]] = Counter()
     for shape in subject.matrices().values():
-        counts[shape[-1]] += prod(shape)
+        counts[shape[-2], shape[-1]] += prod(shape)
     return counts.most_common(1)[0][0]
 
 
@@ -315,10 +317,10 @@ def as_table(
         f"{'':<{width}}{'weight':>11}{'MB':>10}{'MB':>10}{'tokens/s':>10}{'by':>8}"
         f"{'tokens/s':>10}{'batch':>7}  the weight's sum",
     ]
-    widest = _widest(subject)
+    shape = _commonest(subject)
     for plan in plans:
         stored = plan.stored
-        how = stored.scheme.sum(widest) if stored.scheme else _formats(stored)
+        how = stored.scheme.sum(*shape) if stored.scheme else _formats(stored)
         crossing = "never" if plan.crossing is None else f"{plan.crossing}"
         bound = {"bytes": "bytes", "operations": "ops"}[plan.decode.bound]
         lines.append(
@@ -353,12 +355,16 @@ def as_sums(
 ) -> str:
     stored, rates = plan.stored, plan.rates
     lines = [*_shape(subject), "", f"bytes a weight: {scheme.name}"]
-    inputs = sorted({shape[-1] for shape in subject.matrices().values()})
-    sums = {each: scheme.sum(each) for each in inputs}
+    shapes = sorted({shape[-2:] for shape in subject.matrices().values()})
+    sums = {shape: scheme.sum(*shape) for shape in shapes}
+    rows = {inputs: sums[outputs, inputs] for outputs, inputs in shapes}
     if len(set(sums.values())) == 1:
-        lines.append(f"  {sums[inputs[0]]}")
-    else:  # what a row shares depends on its length
-        lines += [f"  rows of {each}: {how}" for each, how in sums.items()]
+        lines.append(f"  {sums[shapes[0]]}")
+    elif all(rows[inputs] == how for (_, inputs), how in sums.items()):
+        # What a row shares depends on its length …
+        lines += [f"  rows of {inputs}: {rows[inputs]}" for inputs in sorted(rows)]
+    else:  # … and what a matrix shares on its rows.
+        lines += [f"  {outputs}·{inputs}: {how}" for (outputs, inputs), how in sums.items()]
     lines += ["", "weights"]
     weights = {"layers": 0, "embedding": 0, "head": 0, "norms": 0}
     for role, shape in subject.program.weights.items():

@@ -317,7 +317,10 @@ def test_too_little_room_is_said_before(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     source = qwen3_folder(tmp_path / "source")
-    with pytest.raises(QuantizeError, match="group size 64 does not divide the 96 inputs"):
+    with pytest.raises(
+        QuantizeError,
+        match=r"source: model\.layers\.0\.mlp\.down_proj\S* has 96 inputs, .*group size 64",
+    ):
         make(source, tmp_path / "out", group=64)
     assert not (tmp_path / "out").exists()
 
@@ -366,15 +369,19 @@ def spoilt(role: str, where: int, value: float, path: Path) -> Any:
 def test_numbers_that_are_none_are_named(tmp_path: Path) -> None:
     source = qwen3_folder(tmp_path / "source")
     chosen, format = recipe("gptq")
-
-    def run(checkpoint: Any) -> None:
-        quantize(checkpoint, chosen, format, tmp_path / "out", SAMPLES, lambda report: None)
-
-    with pytest.raises(QuantizeError, match=r"layers\.1\.mlp\.up_proj.*no numbers"):
-        run(spoilt("layers.1.ffn_up", 5, np.nan, source))
+    for method in ("gptq", "rtn", "awq"):
+        bad = spoilt("layers.1.ffn_up", 5, np.nan, source)
+        with pytest.raises(QuantizeError) as caught:
+            quantize(
+                bad, recipe(method)[0], format, tmp_path / method, SAMPLES, lambda report: None
+            )
+        name = "model.layers.1.mlp.up_proj.weight"
+        assert str(caught.value) == f"{source}: {name}: has weights that are no numbers"
     # Weights that are finite and make values that are not.
     other = tmp_path / "other"
-    with pytest.raises(QuantizeError, match=r"layers\.0\.ffn_gate: its inputs.*not all finite"):
+    with pytest.raises(
+        QuantizeError, match=r"layers\.0\.mlp\.gate_proj\S*: its inputs.*not all finite"
+    ):
         quantize(
             spoilt("layers.0.ffn_norm", 3, 3e38, source), chosen, format, other, SAMPLES,
             lambda report: None,

@@ -16,12 +16,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from enum import Enum
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.checkpoint.base import Checkpoint, Weight
+from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
 from octavo.execute import reference
 from octavo.model.families import program
 from octavo.model.program import Op
@@ -85,6 +86,7 @@ class Quantizer:
         stored: Stored,
     ) -> None:
         self.recipe = recipe
+        self.path = checkpoint.path
         self.config = checkpoint.config
         self.samples = samples
         self.stored = stored
@@ -98,7 +100,7 @@ class Quantizer:
         group = self.recipe.scheme.group
         for layer in self.layers:
             for role in layer.matrices:
-                inputs, name = self.program.weights[role][1], self.weights[role].name
+                inputs, name = self.program.weights[role][1], self._name(role)
                 if inputs % INPUTS:
                     raise QuantizeError(
                         f"{name} has {inputs} inputs, not a multiple of {INPUTS}: Octavo could "
@@ -106,11 +108,14 @@ class Quantizer:
                     )
                 if group is not None and inputs % group:
                     raise QuantizeError(
-                        f"group size {group} does not divide the {inputs} inputs of {name}: "
-                        f"choose one that does, such as {_dividing(inputs)}"
+                        f"{name} has {inputs} inputs, which group size {group} does not "
+                        f"divide: choose one that does, such as {_dividing(inputs)}"
                     )
         if self.recipe.method is not Method.RTN and self.samples is None:
             raise QuantizeError(f"{self.recipe.method.value} needs a calibration text")
+
+    def _name(self, role: str) -> str:
+        return f"{self.path}: {self.weights[role].name}"
 
     def settings(self) -> dict[str, Any]:
         """Everything that results depend on."""
@@ -141,7 +146,7 @@ class Quantizer:
         calibrated = self.recipe.method is not Method.RTN
         hidden = self._start() if calibrated and first < len(self.layers) else []
         for index, layer in enumerate(self.layers):
-            weights = _Weights(self.weights, layer)
+            weights = _Weights(self.path, self.weights, layer)
             if index < first:
                 result = state.load(index)  # a damaged one is better known now than at the end
                 if hidden:
@@ -187,7 +192,7 @@ class Quantizer:
             for values in hidden:
                 self._run(ops, weights, values, rest)
                 moments.add(values[shared.x])
-            _finite(moments, shared.roles[0])
+            self._finite(moments, shared.roles[0])
             done = shared.first
             stacked = np.concatenate([weights[role] for role in shared.roles])
             with self._naming(shared.roles[0]):
@@ -228,7 +233,7 @@ class Quantizer:
                 lambda op, x: moments[op.weight].add(x) if op.weight in firsts else None,
             )
         for role in firsts:
-            _finite(moments[role], role)
+            self._finite(moments[role], role)
         own = {role: weights[role] for role in layer.weights}
         with self._naming(layer.matrices[0]):
             result = LayerResult(*awq(self.recipe.scheme, layer, own, moments, self.stored))
@@ -286,14 +291,23 @@ class Quantizer:
     def _naming(self, role: str) -> Iterator[None]:
         try:
             yield
+        except CheckpointError:
+            raise  # it says already where
         except ValueError as error:
-            raise QuantizeError(f"{self.weights[role].name}: {error}") from None
+            raise QuantizeError(f"{self._name(role)}: {error}") from None
+
+    def _finite(self, moments: Moments, role: str) -> None:
+        if not moments.finite:
+            raise QuantizeError(
+                f"{self._name(role)}: its inputs on the calibration text are not all finite numbers"
+            )
 
 
 class _Weights(Mapping[str, Float32]):
     """A layer's weights in fp32, made when asked for and kept; ``changed`` ones instead."""
 
-    def __init__(self, stored: Mapping[str, Weight], layer: LayerOps) -> None:
+    def __init__(self, path: Path, stored: Mapping[str, Weight], layer: LayerOps) -> None:
+        self._path = path
         self._stored = stored
         self._layer = layer
         self._kept: dict[str, Float32] = {}
@@ -306,7 +320,7 @@ class _Weights(Mapping[str, Float32]):
             weight = self._stored[role]
             values = dequantize(weight)
             if not np.isfinite(values).all():
-                raise QuantizeError(f"{weight.name}: has weights that are no numbers")
+                raise QuantizeError(f"{self._path}: {weight.name}: has weights that are no numbers")
             self._kept[role] = values
         return self._kept[role]
 
@@ -339,13 +353,6 @@ def _rows(weight: Weight, rows: npt.NDArray[np.int32]) -> Weight:
     """A matrix of some of its rows."""
     data = np.concatenate([weight.rows(row, row + 1) for row in rows.tolist()])
     return weight._replace(shape=(len(rows), *weight.shape[1:]), source=data)
-
-
-def _finite(moments: Moments, role: str) -> None:
-    if not moments.finite:
-        raise QuantizeError(
-            f"{role}: its inputs on the calibration text are not all finite numbers"
-        )
 
 
 def _dividing(inputs: int) -> str:

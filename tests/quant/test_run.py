@@ -187,6 +187,15 @@ def test_a_kill_while_work_is_removed_leaves_a_run_to_go_on_with(
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
+def test_what_is_whole_is_not_written_over(tmp_path: Path) -> None:
+    """Not where a kill left an empty work folder in it."""
+    source = qwen3_folder(tmp_path / "source")
+    make(source, tmp_path / "out")
+    (tmp_path / "out" / WORK).mkdir()
+    with pytest.raises(QuantizeError, match="holds no interrupted run"):
+        make(source, tmp_path / "out", symmetric=True)
+
+
 def test_a_work_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
     source = qwen3_folder(tmp_path / "source")
     (tmp_path / "theirs").mkdir()

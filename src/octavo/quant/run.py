@@ -19,7 +19,7 @@ from octavo.quant.gguf_writer import GgufTarget
 from octavo.quant.gptq import Order
 from octavo.quant.layouts import Format, layout_of
 from octavo.quant.quantizer import Method, Progress, Quantizer, Recipe
-from octavo.quant.state import QuantizeError, State
+from octavo.quant.state import STATE, QuantizeError, State
 
 WORK = QUANTIZING
 
@@ -118,7 +118,8 @@ def _work_folder(out: Path, format: Format) -> Path:
     if out.exists() and not out.is_dir():
         raise QuantizeError(f"{out}: exists and is no folder")
     work = out / WORK
-    if out.exists() and any(out.iterdir()) and not work.exists():
+    others = out.exists() and any(path.name != WORK for path in out.iterdir())
+    if others and not (work / STATE).exists():
         raise QuantizeError(
             f"{out}: exists and holds no interrupted run; choose another name or remove it"
         )

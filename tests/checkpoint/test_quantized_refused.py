@@ -272,6 +272,22 @@ def test_zero_points_that_some_groups_have(tmp_path: Path) -> None:
     assert f"has no {Q}.weight_zero_point beside it" in refused(path)
 
 
+def test_an_order_that_is_missing(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    config = writer.ct_config(4, 32, symmetric=True, layout="pack-quantized")
+    group = config["config_groups"]["group_0"]
+    group["weights"] = group["weights"] | {"actorder": "group"}
+    quantize_all(
+        path,
+        config,
+        lambda x: (
+            m := quantized(x, 4, 32, symmetric=True),
+            writer.pack_quantized(m, symmetric=True),
+        ),
+    )
+    assert "weight_g_idx beside it, and actorder asks for one" in refused(path)
+
+
 def test_groups_that_no_kernel_takes(tmp_path: Path) -> None:
     path = folder("llama", tmp_path / "m")
     quantize_all(path, gptq_config(4, 16), lambda x: (m := quantized(x, 4, 16), writer.gptq(m)))

@@ -62,7 +62,9 @@ class CompressedTensors(Layout):
         whole = keys.text("format", "dense")
         layouts, settings, symmetric, order, activations = set(), [], True, False, None
         packed = []
-        self.symmetric: set[tuple[Setting, bool]] = set()  # groups, and whether they are packed
+        # Groups, and whether they are packed: those without zero points, and without an order.
+        self.symmetric: set[tuple[Setting, bool]] = set()
+        self.ordered_as_is: set[tuple[Setting, bool]] = set()
         for name in groups.values:
             group = groups.object(name)
             layout = group.text("format", whole)
@@ -81,7 +83,10 @@ class CompressedTensors(Layout):
                 self.symmetric.add((setting, layout in PACKED))
             else:
                 symmetric = False
-            order |= weights.values.get("actorder") in ("group", "dynamic", True)
+            if weights.values.get("actorder") in ("group", "dynamic", True):
+                order = True
+            else:
+                self.ordered_as_is.add((setting, layout in PACKED))
         self.settings = distinct(keys, settings)
         self.packed = list(dict.fromkeys(packed))  # settings of packed groups
         super().__init__(
@@ -122,7 +127,7 @@ class CompressedTensors(Layout):
                 self.stored.refuse(self.name(module, "weight_shape"), f"is {shape}, not {[n, k]}")
         scales, group = self._scales(module, n, k)
         zeros = self._zeros(module, (n, k), group, bits)
-        order = self._order(module, group, k)
+        order = self._order(module, group, k, bits)
         size = stream_bytes(bits, k)
 
         def parts(first: int, last: int) -> Parts:
@@ -137,7 +142,7 @@ class CompressedTensors(Layout):
         weight = self.shaped(module, "weight", (n, k), "I8")
         scales, group = self._scales(module, n, k)
         zeros = self._zeros(module, (n, k), group, 8)
-        order = self._order(module, group, k)
+        order = self._order(module, group, k, 8)
 
         def parts(first: int, last: int) -> Parts:
             numbers = weight[first:last].view(np.uint8) ^ np.uint8(128)
@@ -169,7 +174,7 @@ class CompressedTensors(Layout):
         groups = -(-k // group)
         half = np.uint8(1 << (bits - 1))
         if "weight_zero_point" not in module.tensors:
-            if not self._symmetric("weight_packed" in module.tensors, group, k, bits):
+            if not self._among(self.symmetric, module, group, k, bits):
                 self.stored.refuse(
                     self.name(module, "weight_scale"),
                     f"has no {module.name}.weight_zero_point beside it, and symmetric is false",
@@ -193,17 +198,27 @@ class CompressedTensors(Layout):
             self.refuse_shape(module, "weight_zero_point", list(packed))
         return lambda first, last: words_columns(zeros.T, bits, first, last).T
 
-    def _symmetric(self, packed: bool, group: int, k: int, bits: int) -> bool:
-        """Whether a symmetric group of the configuration may be that of such a module."""
+    def _among(
+        self, groups: set[tuple[Setting, bool]], module: Module, group: int, k: int, bits: int
+    ) -> bool:
+        """Whether one of these groups of the configuration may be that of a module."""
+        packed = "weight_packed" in module.tensors
         return any(
             packed == of_packed
             and (setting.bits == bits or not packed)
             and (setting.group == group or (group == k and not 0 < setting.group < k))
-            for setting, of_packed in self.symmetric
+            for setting, of_packed in groups
         )
 
-    def _order(self, module: Module, group: int, k: int) -> npt.NDArray[np.int32] | None:
-        if "weight_g_idx" not in module.tensors or group == k:
+    def _order(self, module: Module, group: int, k: int, bits: int) -> npt.NDArray[np.int32] | None:
+        if group == k:
+            return None
+        if "weight_g_idx" not in module.tensors:
+            if not self._among(self.ordered_as_is, module, group, k, bits):
+                self.stored.refuse(
+                    self.name(module, "weight_scale"),
+                    f"has no {module.name}.weight_g_idx beside it, and actorder asks for one",
+                )
             return None
         g_idx = self.shaped(module, "weight_g_idx", (k,), "I32", "I64")
         if (g_idx == -1).all():

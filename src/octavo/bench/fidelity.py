@@ -19,6 +19,7 @@ from octavo.quant import fidelity
 from octavo.quant.distance import Fidelity
 from octavo.quant.fidelity import Distributions, Exact, Int32, Served
 from octavo.quant.kernel_check import check
+from octavo.quant.text import read_text
 
 _SPARE = 4  # steps of `Drive` before all sequences decode
 
@@ -47,7 +48,7 @@ def measure(
         raise SettingsError(
             "speculative_config has no part in fidelity: speculation changes no distribution"
         )
-    content = fidelity.default_text() if text is None else fidelity.read_text(text)
+    content = fidelity.default_text() if text is None else read_text(text, fidelity.TextError)
     where = "the default text" if text is None else str(text)
     other = load(resolve(against))
     checkpoints = [load(resolve(model)) for model in models]

@@ -239,7 +239,8 @@ def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
 def _samples(
     checkpoint: Checkpoint, calibration: Path | None, count: int, asked: int | None
 ) -> Any:
-    from octavo.quant.calibrate import default_text, read_text, samples
+    from octavo.quant.calibrate import CalibrationError, default_text, samples
+    from octavo.quant.text import read_text
 
     context = checkpoint.config.context_length
     if asked is not None and asked > context:
@@ -254,8 +255,10 @@ def _samples(
             f"not of {_SEQ_LEN}",
             file=sys.stderr,
         )
-    text = default_text() if calibration is None else read_text(calibration)
-    where = "the default text" if calibration is None else str(calibration)
+    if calibration is None:
+        text, where = default_text(), "the default text"
+    else:
+        text, where = read_text(calibration, CalibrationError), str(calibration)
     return samples(checkpoint.tokenizer, text, count, length, where)
 
 

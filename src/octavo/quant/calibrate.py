@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import numpy.typing as npt
 
@@ -28,14 +26,6 @@ def default_text() -> str:
             "this Python has no pydoc_data to calibrate with: name a text with --calibration"
         ) from None
     return "\n\n".join(text for _, text in sorted(topics.items()))
-
-
-def read_text(path: Path) -> str:
-    """Raises `CalibrationError`, or `OSError`."""
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"{path}: is not UTF-8 text: byte {error.start}") from None
 
 
 def samples(

@@ -23,7 +23,6 @@ from functools import cached_property
 from importlib import resources
 from itertools import pairwise
 from operator import is_
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -64,14 +63,6 @@ def default_text() -> str:
     and Historical Essays* (1912), both in the public domain; docs/serving.md and model/rope.py.
     """
     return resources.files("octavo.quant").joinpath(DEFAULT_TEXT).read_text("utf-8")
-
-
-def read_text(path: Path) -> str:
-    """Raises `TextError` for what is not UTF-8, and `OSError`."""
-    try:
-        return path.read_text("utf-8")
-    except UnicodeDecodeError as error:
-        raise TextError(f"{path}: is not UTF-8 text: byte {error.start}") from None
 
 
 def windows(

@@ -16,12 +16,12 @@ PACKAGE = Path(octavo.__file__).parent
 # What each room may import from; `engine/clock.py` and the like are reached through their room.
 ALLOWED: dict[str, set[str]] = {
     "model": set(),
-    "checkpoint": {"model", "_native"},
+    "checkpoint": {"model", "strict_json", "_native"},
     "kv": {"model"},
     "sample": {"_native"},
     "schedule": {"kv", "model", "sample", "execute.batch"},
     "execute": {"kv", "model", "checkpoint", "_native"},
-    "speculate": {"schedule", "sample", "kv", "model"},
+    "speculate": {"schedule", "sample", "kv", "model", "strict_json"},
     "engine": {
         *("schedule", "speculate", "sample", "execute", "kv", "model", "checkpoint", "_native"),
     },

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from octavo.checkpoint.base import CheckpointError
+from octavo.strict_json import once
 
 
 @contextmanager
@@ -61,14 +62,6 @@ def read_file(path: Path, most: int) -> bytes:
 
 def json_object(path: Path, data: bytes, what: str = "") -> dict[str, Any]:
     """A JSON object in which no key appears twice. Raises `CheckpointError` naming ``what``."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
-                raise ValueError(f"{key!r} appears twice")
-            found[key] = value
-        return found
 
     def no_number(name: str) -> NoReturn:
         raise ValueError(f"{name} is not a JSON number")

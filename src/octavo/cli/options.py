@@ -11,6 +11,8 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from octavo.strict_json import once
+
 Model = Annotated[
     str,
     typer.Argument(
@@ -47,8 +49,6 @@ def max_model_len(text: str) -> int | None:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    from octavo.speculate.config import once
-
     try:
         given = json.loads(text, object_pairs_hook=once)
     except ValueError as error:

@@ -12,6 +12,7 @@ from octavo.speculate.drafter import Drafter
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import LONGEST
 from octavo.speculate.suffix import SuffixDrafter
+from octavo.strict_json import once
 
 MOST_TOKENS = 64  # of a draft
 _LONGEST_NGRAM = 15
@@ -21,16 +22,6 @@ _OPTIONS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests",),
 }
-
-
-def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object in which no key appears twice. Raises `ValueError`."""
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"{key!r} appears twice")
-        found[key] = value
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

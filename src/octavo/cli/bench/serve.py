@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.options import option, takes
+from octavo.cli.options import json_object, option, takes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,16 +25,6 @@ EXAMPLES = (
     "octavo bench serve --dataset-name prefix_repetition --max-concurrency 16 --num-prompts 100",
     "octavo bench serve --dataset-name azure --dataset-path trace.csv --trace-duration 60",
 )
-
-
-def json_object(text: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise typer.BadParameter(f"not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object")
-    return value
 
 
 _SERVER, _DATASET, _TRAFFIC, _SAMPLING, _RESULT = (

@@ -23,7 +23,7 @@ sanitize: setup  ## the C++ tests under address, undefined-behaviour and thread 
 	$(BIN)/pytest -q -m sanitize
 
 long: setup models  ## the long runs of the property tests (hours)
-	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0
+	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0 --hypothesis-profile search
 
 bench: setup models  ## what produces the published figures
 	for script in benchmarks/[!_]*.py; do $(BIN)/python $$script || exit 1; done

@@ -1,4 +1,7 @@
-"""Shared by all rooms: the real models, from the cache that `make test` fills."""
+"""Shared by all rooms: the real models, from the cache that `make test` fills; and how property
+tests draw: the same examples each time, so that a red run is the change's fault; others in `make
+long`, which says how to repeat one that failed.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,13 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from octavo.checkpoint import pull
+
+settings.register_profile("search", deadline=None)
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 def _model(name: str) -> Path:

@@ -91,9 +91,27 @@ def test_tokens_are_the_bytes_of_the_text(
     text = data.draw(st.text(st.characters(exclude_categories=("Cs", "Cc", "Cn"))))
     text = text.replace("▁", " ")
     ids = tokenizer.encode(text, add_special_tokens=False)
+    # A text may spell a special token, which stands for no bytes.
+    spelled = [
+        tokenizer.token_text(token_id).encode()
+        if tokenizer.is_special(token_id)
+        else tokenizer.token_bytes(token_id)
+        for token_id in ids
+    ]
+    assert b"".join(spelled) == text.encode()
+    assert tokenizer.decode(ids, skip_special_tokens=False) == text
     joined = b"".join(tokenizer.token_bytes(token_id) for token_id in ids)
     assert joined.decode(errors="replace") == tokenizer.decode(ids)
-    assert joined == text.encode()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_special_token_inside_a_text(name: str, real: Callable[[str], Tokenizer]) -> None:
+    tokenizer = real(name)
+    special = {"smollm2": "<|im_end|>", "gemma3-270m": "<end_of_turn>"}[name]
+    ids = tokenizer.encode(f"a{special}b", add_special_tokens=False)
+    assert [tokenizer.is_special(token_id) for token_id in ids] == [False, True, False]
+    assert tokenizer.decode(ids) == "ab"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"a{special}b"
 
 
 @pytest.mark.parametrize("name", MODELS)

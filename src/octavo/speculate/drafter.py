@@ -1,9 +1,21 @@
-"""What guesses. A user's own drafter is one class with these four methods."""
+"""What guesses, from the text alone or by computing.
+
+A user's own drafter is one class with the four methods of `Drafter`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.execute.batch import StepResult
+from octavo.schedule.batching import Scheduled
+from octavo.schedule.sequence import Sequence as Seq
+
+Float32 = npt.NDArray[np.float32]
 
 
 class Draft(NamedTuple):
@@ -11,11 +23,16 @@ class Draft(NamedTuple):
 
     ``evidence`` is a class of the drafter's own, from 0 to 15, that says how much speaks for the
     guess (say, how long a match it rests on): how often guesses are right is learned for each class
-    apart.
+    apart. ``alternatives`` are other guesses at the same tokens, each from the first on; they are
+    checked in the same pass, as branches of a tree. ``probabilities`` [len(token_ids), vocabulary]
+    are those that the tokens were drawn by, for the rule that weighs them against the target's;
+    None: the guess was certain, as far as the drafter goes.
     """
 
     token_ids: Sequence[int]
     evidence: int = 0
+    alternatives: Sequence[Sequence[int]] = ()
+    probabilities: Float32 | None = None
 
 
 NO_DRAFT = Draft(())
@@ -48,4 +65,34 @@ class Drafter(Protocol):
 
     def end(self, sequence: int) -> None:
         """The sequence is over; its number does not come again."""
+        ...
+
+
+class ModelDrafter(Protocol):
+    """Guesses by computing, for all sequences of a step at once.
+
+    It sees the scheduler's own sequences: ``token_ids``, of which the last has not been through the
+    target, ``slot`` (of the target's cache; another one after a preemption) and
+    ``output.sampler``, the `SamplerState` behind the last token. It changes none of them: to draw
+    as the target will draw, with its random numbers and penalties, it draws with a fork of the
+    state. As with a `Drafter` nothing it does changes an output, and one that raises is not asked
+    again.
+    """
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> Sequence[Draft]:
+        """A draft for each of the sequences, of at most so many tokens; shorter or none is fine,
+        and where the count is 0 it is none.
+        """
+        ...
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        """A step has been computed and its samples drew ``runs``; nothing is committed yet."""
+        ...
+
+    def end(self, seq: Seq) -> None:
+        """The sequence is over, known or not."""
+        ...
+
+    def close(self) -> None:
+        """Gives memory and threads back."""
         ...

@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "sample": {"_native"},
     "schedule": {"kv", "model", "sample", "execute.batch"},
     "execute": {"kv", "model", "checkpoint", "_native"},
-    "speculate": {"schedule", "sample", "kv", "model", "strict_json"},
+    "speculate": {"schedule", "sample", "execute", "kv", "model", "checkpoint", "strict_json"},
     "engine": {
         *("schedule", "speculate", "sample", "execute", "kv", "model", "checkpoint", "_native"),
     },

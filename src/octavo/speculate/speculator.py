@@ -172,7 +172,7 @@ class Speculator:
 
     def _checked(self, answer: Draft, most: int) -> Draft:
         """A drafter's answer as plain integers, or `ValueError` or `TypeError`."""
-        given, evidence = answer
+        given, evidence, *_ = answer
         token_ids = [index(token) for token in given[:most]]
         evidence = index(evidence)
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):

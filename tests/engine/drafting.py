@@ -9,7 +9,11 @@ from typing import Any
 import numpy as np
 
 from engine.checking import VOCAB, FakeSampler, FakeState
+from octavo.engine.clock import VirtualClock
+from octavo.execute.batch import StepResult
 from octavo.sample.scripted import ScriptedSampler, ScriptedState
+from octavo.schedule.batching import Scheduled
+from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.drafter import Draft
 from octavo.speculate.speculator import Speculator
 
@@ -57,7 +61,8 @@ class Oracle:
         assert count >= 0
         if count == 0:
             return Draft([0] * 3 if self.kind == "long" else [])
-        known = self.speculator._known
+        assert self.speculator._reader is not None
+        known = self.speculator._reader.known
         seq = next(seq for seq, each in known.items() if each.number == sequence)
         assert self._texts[sequence] == seq.token_ids.tolist()
         owner = seq.owner
@@ -96,7 +101,8 @@ class Coin:
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
         assert self.speculator is not None
-        known = self.speculator._known
+        assert self.speculator._reader is not None
+        known = self.speculator._reader.known
         seq = next(seq for seq, each in known.items() if each.number == sequence)
         self._states[sequence] = seq.output.sampler
 
@@ -118,3 +124,54 @@ class Coin:
             draft.append(token if right else (token + 1) % self._sampler.vocab_size)
         state.num_generated -= count
         return Draft(draft)
+
+
+class Passes:
+    """A `ModelDrafter` for a `ScriptedSampler`: each token of a draft is right with a certain
+    probability, and each further token of all drafts takes ``cost`` seconds of the clock.
+    """
+
+    def __init__(
+        self, rate: float, cost: float, sampler: ScriptedSampler, clock: VirtualClock
+    ) -> None:
+        self.closed = False
+        self.raises = ""  # name of the method that does
+        self.seen = 0  # tokens of all runs
+        self._rate = rate
+        self._cost = cost
+        self._sampler = sampler
+        self._clock = clock
+        self._random = random.Random(3)
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        self._fail("propose")
+        self._clock.advance(self._cost * max(counts))
+        return [self._draft(*each) for each in zip(decoding, counts, strict=True)]
+
+    def _draft(self, seq: Seq, count: int) -> Draft:
+        assert 0 <= count <= seq.num_to_come - 1
+        state = seq.output.sampler.fork(seq.choice)
+        draft = []
+        for _ in range(count):
+            token = self._sampler._token(state)
+            state.num_generated += 1
+            right = self._random.random() < self._rate
+            draft.append(token if right else (token + 1) % self._sampler.vocab_size)
+        return Draft(draft)
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        self._fail("observe")
+        assert len(runs) == len(scheduled.samples)
+        self.seen += sum(map(len, runs))
+
+    def end(self, seq: Seq) -> None:
+        self._fail("end")
+
+    def close(self) -> None:
+        assert not self.closed
+        self.closed = True
+        self._fail("close")
+
+    def _fail(self, method: str) -> None:
+        if self.raises == method:
+            raise RuntimeError("injected")

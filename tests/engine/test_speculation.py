@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.checking import CheckingExecutor, FakeSampler, build
-from engine.drafting import Coin, Oracle
+from engine.drafting import Coin, Oracle, Passes
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine, EngineStats, NoText, TextFactory
@@ -68,22 +68,27 @@ def simulator(
     batch: int,
     *,
     rate: float | None,
+    cost: float | None = None,
     pinned: int | None = None,
     stop_rate: float = 0.0,
     text: TextFactory = NoText,
     eos: Collection[int] = (),
 ) -> Engine:
-    """The engine on a cost model; ``rate``: of right guesses, None: no speculation."""
+    """The engine on a cost model; ``rate``: of right guesses, None: no speculation; ``cost``:
+    seconds of each pass of a drafter that computes, None: one that does not.
+    """
     layout = KvLayout.of(MODEL)
     limits = SchedulerConfig(max_model_len=1024, max_num_seqs=batch, max_logits_rows=512)
     rates = Rates(30e9, 200e9, 50e-6, int8_ops_per_second=500e9)
     clock, sampler = VirtualClock(), ScriptedSampler(MODEL.vocab_size, stop_rate)
     speculator = None
     if rate is not None:
-        drafter = Coin(rate, sampler)
-        speculator = drafter.speculator = Speculator(
-            drafter, MODEL.vocab_size, pinned, now=clock.now
-        )
+        drafter: Coin | Passes = Coin(rate, sampler)
+        if cost is not None:
+            drafter = Passes(rate, cost, sampler, clock)
+        speculator = Speculator(drafter, MODEL.vocab_size, pinned, now=clock.now)
+        if isinstance(drafter, Coin):
+            drafter.speculator = speculator
     return Engine(
         CostExecutor(program(MODEL), layout, num_blocks=64 * batch, rates=rates),
         Scheduler(limits, layout, 64 * batch),
@@ -193,6 +198,67 @@ def test_time_is_never_lost(batch: int, rate: float) -> None:
         assert stats.draft_tokens <= 0.1 * stats.generation_tokens  # it has turned itself off
 
 
+@pytest.mark.parametrize("cost", [0.0, 1e-4, 1e-3])
+@pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("pinned", [None, 3])
+def test_answers_are_the_same_with_a_drafter_that_computes(
+    cost: float, rate: float, pinned: int | None
+) -> None:
+    def run(rate: float | None) -> tuple[dict[Any, Answer], EngineStats]:
+        engine = simulator(8, rate=rate, cost=cost, pinned=pinned, stop_rate=0.02, eos=(7,))
+        got = answers(engine, 5, max_tokens=60, n=2)
+        if engine.speculator:
+            drafter = engine.speculator._model
+            assert isinstance(drafter, Passes)
+            assert drafter.seen >= sum(len(answer.token_ids) for answer in got[0].values())
+            assert not engine.speculator.num_known
+            engine.close()
+            assert drafter.closed
+        return got
+
+    expected, _ = run(None)
+    got, stats = run(rate)
+    assert got == expected
+    if rate > 0 and pinned:
+        assert stats.accepted_tokens > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "cost"), [(1, 0.0), (1, 5e-5), (1, 3e-4), (1, 2e-3), (8, 5e-5), (8, 2e-3), (32, 3e-4)]
+)
+@pytest.mark.parametrize("rate", [0.0, 0.5, 0.9])
+def test_time_is_never_lost_where_drafting_takes_time(batch: int, rate: float, cost: float) -> None:
+    def seconds(rate: float | None) -> tuple[float, EngineStats]:
+        engine = simulator(batch, rate=rate, cost=cost)
+        _, stats = answers(engine, batch, max_tokens=400 if batch < 32 else 150)
+        return engine.clock.now(), stats
+
+    without, _ = seconds(None)
+    took, _ = seconds(rate)
+    assert took <= without / 0.97
+    if batch == 1 and rate >= 0.9 and cost <= 5e-5:
+        assert took <= without / 1.5
+
+
+@pytest.mark.parametrize("method", ["propose", "observe", "end", "close"])
+def test_a_drafter_that_computes_and_fails_is_given_up(
+    method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = simulator(4, rate=0.5, cost=0.0, pinned=3)
+    assert engine.speculator
+    drafter = engine.speculator._model
+    assert isinstance(drafter, Passes)
+    drafter.raises = method
+    with caplog.at_level(logging.WARNING):
+        got, stats = answers(engine, 4, max_tokens=30)
+        engine.close()
+    assert {len(answer.token_ids) for answer in got.values()} == {30}
+    assert stats.drafter_failures == (method != "close")
+    assert drafter.closed
+    assert len(caplog.records) == 1
+    assert "drafter" in caplog.text
+
+
 def test_drafts_preempt_nobody() -> None:
     """Two requests of 34 + 35 tokens in blocks of 16: with 7 blocks one is preempted once."""
     for num_blocks, preemptions in ((7, 1), (11, 0)):
@@ -248,7 +314,7 @@ def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.speculate.speculator._READ", 7)
+    monkeypatch.setattr("octavo.speculate.reader._READ", 7)
     engine = build(max_logits_rows=64)
     assert isinstance(engine.sampler, FakeSampler)
     oracle = Oracle("long", engine.sampler)

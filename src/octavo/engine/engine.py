@@ -287,6 +287,8 @@ class Engine:
         scheduled = self.scheduler.schedule(started, self.speculator)
         if scheduled is None:
             return deltas
+        if scheduled.drafts is not None and self.speculator is not None:
+            scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
         try:
             result = self.executor.execute(scheduled.batch)
             states = [seq.output.sampler for seq in scheduled.samples]
@@ -308,7 +310,7 @@ class Engine:
         for seq, why in failures:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         if self.speculator is not None:
-            self.speculator.learn(scheduled, drawn.runs, now - started)
+            self.speculator.learn(scheduled, result, drawn.runs, now - started)
         self.scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         stats = self._stats
@@ -466,4 +468,6 @@ class Engine:
         """End every request and give the executor's memory back."""
         for state in list(self._requests.values()):
             self._end(state, FinishReason.ABORT, self._ended)
+        if self.speculator is not None:
+            self.speculator.close()
         self.executor.close()

@@ -26,6 +26,7 @@ from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.speculator import Speculator
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
@@ -271,11 +272,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
-    speculator = None
-    if (speculation := config.speculation) is not None:
-        speculator = Speculator(
-            speculation.drafter(), checkpoint.config.vocab_size, speculation.num_speculative_tokens
-        )
+    speculation = config.speculation
+    drafter: Drafter | ModelDrafter | None = None
+    if speculation is not None and not speculation.computes:
+        drafter = speculation.drafter()  # which may be refused: before anything large is read
     if config.quantization is not None:
         threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)
@@ -309,12 +309,22 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         threads=config.threads,
         isa=config.isa,
     )
+    sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
+    if speculation is not None and speculation.computes:
+        drafter = speculation.model_drafter(
+            Target(checkpoint, compute, executor, scheduler, sampler)
+        )
+    speculator = None
+    if speculation is not None and drafter is not None:
+        speculator = Speculator(
+            drafter, checkpoint.config.vocab_size, speculation.num_speculative_tokens
+        )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer
     engine = Engine(
         executor,
         scheduler,
-        NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool),
+        sampler,
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.execute.batch import Batch
+from octavo.execute.batch import Batch, Float32
 from octavo.kv.cache import KvCache
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.sequence import Sequence
@@ -54,6 +54,8 @@ class Scheduled:
     sample_rows: list[int]  # … from which row of logits on (n > 1: first tokens share a row)
     prompt_rows: list[PromptRows]
     drafts: list[list[int]] | None = None  # of each of the decodes; None: of nobody
+    probabilities: list[Float32 | None] | None = None  # [draft's tokens or more, vocabulary], those
+    # that each draft was drawn by; None: it was certain, or all were
     stale: bool = False  # a sequence in it has ended since
 
     @property

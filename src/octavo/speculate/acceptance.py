@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 NUM_CLASSES = 16  # of evidence
-_FIRST_GUESS = 0.5
+FIRST_GUESS = 0.5
 _WEIGHT = 2.0  # trials that the guess at a position counts for: the rate at the position before
 _MEMORY = 256.0  # trials of a position remembered
 _OWN_WEIGHT = 4.0  # trials that a sequence's being like the others counts for
@@ -34,12 +34,16 @@ class Own:
 
 
 class Acceptance:
-    """Running estimates of P(the draft at a position is right | all before it were)."""
+    """Running estimates of P(the draft at a position is right | all before it were).
 
-    def __init__(self, longest: int) -> None:
+    ``first_guess`` is what they are before anything has been seen.
+    """
+
+    def __init__(self, longest: int, first_guess: float = FIRST_GUESS) -> None:
+        self._first_guess = first_guess
         self._right = [[0.0] * longest for _ in range(NUM_CLASSES)]
         self._tried = [[0.0] * longest for _ in range(NUM_CLASSES)]
-        self._rates = [[_FIRST_GUESS] * longest for _ in range(NUM_CLASSES)]
+        self._rates = [[first_guess] * longest for _ in range(NUM_CLASSES)]
         self._outdated: set[int] = set()  # classes whose rates are to be made anew
 
     def gains(self, evidence: int, own: Own, length: int) -> list[float]:
@@ -80,7 +84,7 @@ class Acceptance:
 
     def _update(self, evidence: int) -> None:
         right, tried, rates = self._right[evidence], self._tried[evidence], self._rates[evidence]
-        rate = _FIRST_GUESS
+        rate = self._first_guess
         for at in range(len(rates)):
             rate = rates[at] = (right[at] + _WEIGHT * rate) / (tried[at] + _WEIGHT)
         self._outdated.discard(evidence)

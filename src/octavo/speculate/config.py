@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from octavo.speculate.drafter import Drafter
+from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import LONGEST
 from octavo.speculate.suffix import SuffixDrafter
@@ -22,6 +22,7 @@ _OPTIONS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests",),
 }
+_COMPUTING: frozenset[str] = frozenset()  # methods whose drafters are made for a loaded model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +119,21 @@ class SpeculativeConfig:
             f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays"
         )
 
+    @property
+    def computes(self) -> bool:
+        """Whether the drafter needs the loaded model: `model_drafter` makes it then."""
+        return self.method in _COMPUTING
+
+    def model_drafter(self, target: Target) -> ModelDrafter:
+        """A new one, of a method that computes. Raises `ValueError` where it does not suit the
+        target.
+        """
+        raise ValueError(f"speculative_config: method {self.method!r} computes nothing")
+
     def drafter(self) -> Drafter:
-        """A new one. Raises `ValueError` where a class cannot be had."""
+        """A new one, of a method that does not compute. Raises `ValueError` where a class cannot
+        be had.
+        """
         if self.method == "ngram":
             return NgramDrafter(*self.orders)
         if self.method == "suffix":

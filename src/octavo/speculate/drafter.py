@@ -6,14 +6,21 @@ A user's own drafter is one class with the four methods of `Drafter`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo.checkpoint.base import Checkpoint
 from octavo.execute.batch import StepResult
+from octavo.model.program import Program
+from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
+from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
+
+if TYPE_CHECKING:  # the compiled module is not needed to guess from text
+    from octavo.execute.native import NativeExecutor
 
 Float32 = npt.NDArray[np.float32]
 
@@ -68,6 +75,17 @@ class Drafter(Protocol):
         ...
 
 
+class Target(NamedTuple):
+    """The model that drafts are checked by, loaded: what a `ModelDrafter` is made for."""
+
+    checkpoint: Checkpoint
+    program: Program
+    executor: NativeExecutor
+    scheduler: Scheduler  # its ``kv`` and ``config`` too
+    sampler: Sampler
+
+
+@runtime_checkable
 class ModelDrafter(Protocol):
     """Guesses by computing, for all sequences of a step at once.
 

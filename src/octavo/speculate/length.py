@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.step_times import StepTimes
 
 _LEAST = 0.02  # a gain below this is within what can be known …
@@ -26,13 +27,18 @@ def worthwhile(times: StepTimes, num_sequences: int, num_tokens: int, most: int)
 
 
 def choose(
-    times: StepTimes, gains: Sequence[Sequence[float]], num_tokens: int, room: int
+    times: StepTimes,
+    gains: Sequence[Sequence[float]],
+    num_tokens: int,
+    room: int,
+    drafting: DraftTimes | None = None,
 ) -> list[int]:
     """How many tokens of each sequence's draft to check, to get most tokens for the time.
 
     ``gains`` are, for each sequence, the probabilities that its tokens become output: they do not
     rise. The step has ``num_tokens`` tokens without drafts and room for so many more. Whatever the
-    number of drafts, the likeliest are the ones to take.
+    number of drafts, the likeliest are the ones to take. ``drafting``: what they cost to be made;
+    None: they have been made.
     """
     ranked = sorted(
         ((gain, index) for index, each in enumerate(gains) for gain in each),
@@ -42,10 +48,15 @@ def choose(
     best = _worth(times) * len(gains) / times.predict(num_tokens)
     taken, done = 0, 0
     expected = float(len(gains))
+    lengths: dict[int, int] = {}
     for size, seconds in times.hoped(num_tokens, num_tokens + len(ranked)):
         while done < size - num_tokens:
-            expected += ranked[done][0]
+            gain, index = ranked[done]
+            expected += gain
+            lengths[index] = lengths.get(index, 0) + 1
             done += 1
+        if drafting is not None:
+            seconds += drafting.predict(len(lengths), max(lengths.values()))
         speed = expected / seconds
         if speed > best:
             best, taken = speed, done

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from itertools import count
 from operator import index
 from typing import NamedTuple
 
+import numpy as np
+
+from octavo.execute.batch import StepResult
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.acceptance import NUM_CLASSES, Acceptance, Own
-from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter
+from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Own
+from octavo.speculate.draft_times import DraftTimes
+from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, ModelDrafter
 from octavo.speculate.length import choose, worthwhile
+from octavo.speculate.reader import Reader
 from octavo.speculate.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
@@ -24,19 +27,8 @@ _IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
 _SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
 _LONGEST_REST = 32  # steps
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay
-_READ = 4096  # tokens of text that the drafter is given in a step: some milliseconds
-_FEW = 64  # more at once are a text's beginning, which is not drafting in vain
-
-
-class _Known:
-    """A sequence as the drafter knows it."""
-
-    __slots__ = ("num_tokens", "number", "own")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.num_tokens = 0
-        self.own = Own()
+_TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
+_TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 
 
 class _Asked(NamedTuple):
@@ -50,13 +42,15 @@ class Speculator:
     """Implements the scheduler's `Proposer`. Nothing that it does changes an output.
 
     ``num_tokens`` pins the drafts' length; None: for each sequence and step the one that pays most,
-    often none. A drafter that fails is given up, with one line in the log. ``now`` is the clock, in
-    seconds, that the drafter's own time is read from.
+    often none. A `Drafter` is asked first, and of what it says as much is checked as pays; a
+    `ModelDrafter`, whose every token costs time, only for what will pay, its own time included. A
+    drafter that fails is given up, with one line in the log. ``now`` is the clock, in seconds, that
+    the drafter's own time is read from.
     """
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: Drafter | ModelDrafter,
         vocab_size: int,
         num_tokens: int | None = None,
         *,
@@ -64,162 +58,268 @@ class Speculator:
     ) -> None:
         self.failures = 0
         self.times = StepTimes()
-        self._drafter: Drafter | None = drafter
+        self.draft_times = DraftTimes()  # of a drafter that computes
+        self._model: ModelDrafter | None = None
+        self._reader: Reader | None = None
+        if isinstance(drafter, ModelDrafter):
+            self._model = drafter
+        else:
+            self._reader = Reader(drafter, now)
         self._vocab_size = vocab_size
         self._pinned = num_tokens
         self._longest = LONGEST if num_tokens is None else num_tokens
-        self._acceptance = Acceptance(self._longest)
-        self._known: dict[Seq, _Known] = {}
-        self._numbers = count()
+        first = FIRST_GUESS if self._model is None else _TRUSTED
+        self._acceptance = Acceptance(self._longest, first)
+        self._ahead = Acceptance(self._longest, first)  # before a draft is made: of one class
+        self._own: dict[Seq, _Own] = {}
         self._asked: dict[Seq, _Asked] = {}
         self._now = now
-        self._began = 0.0  # when drafting began, less the reading of new texts
-        self._reading = False  # whether a text was not yet read to its end
+        self._spent = 0.0  # seconds that the drafter took since the last step
         self._rest = 0  # steps without asking
+        self._trial = False  # whether that rest was for a drafter that computes
         self._useful = 1.0  # share of the asking that led to drafts, of late
 
     @property
     def num_known(self) -> int:
-        """Sequences the drafter was told of that have not ended."""
-        return len(self._known)
+        """Sequences that have been asked about and have not ended."""
+        return len(self._own)
+
+    @property
+    def _gone(self) -> bool:
+        return self._reader is None and self._model is None
 
     def propose(self, decoding: list[Seq], num_tokens: int, room: int) -> list[list[int]]:
         """As `Proposer` says."""
         self._asked.clear()
-        drafter = self._drafter
-        if drafter is None:
+        self._spent = 0.0
+        if self._gone:
             return [[]] * len(decoding)
-        self._began = self._now()
-        most = min(room, len(decoding) * self._longest)
-        if self._pinned is None:
-            if self._rest > 0:
-                self._rest -= 1
-                return [[]] * len(decoding)
-            if num_tokens == len(decoding) and self.times.stale(num_tokens):
-                return [[]] * len(decoding)  # what drafts are worth is what they bring beside none
-            if not worthwhile(self.times, len(decoding), num_tokens, most):
-                self._rest = _UNWORTHY
-                return [[]] * len(decoding)
+        most = [min(self._longest, seq.num_to_come - 1) for seq in decoding]
+        began = self._now()
         try:
-            drafts = self._ask(drafter, decoding)
+            if self._pinned is not None:
+                drafts = self._ask(decoding, _within(most, room))
+            elif self._resting(decoding, num_tokens, min(room, sum(most))):
+                return [[]] * len(decoding)
+            elif self._reader is not None:
+                drafts = self._guess_first(self._reader, decoding, most, num_tokens, room)
+            else:
+                drafts = self._choose_first(decoding, most, num_tokens, room)
         except (Exception, SystemExit) as error:
             self._give_up(error)
             return [[]] * len(decoding)
-        if self._pinned is not None:
-            return [list(draft.token_ids) for draft in drafts]
-        if not self._asked:
-            if not self._reading:
-                self._pause(num_tokens)
-            return [[]] * len(decoding)
+        finally:
+            self._spent += self._now() - began
+        return [list(draft.token_ids) for draft in drafts]
+
+    def _resting(self, decoding: list[Seq], num_tokens: int, most: int) -> bool:
+        """Whether no drafter need be asked."""
+        if self._rest > 0:
+            self._rest -= 1
+            return True
+        if num_tokens == len(decoding) and self.times.stale(num_tokens):
+            return True  # what drafts are worth is what they bring beside none
+        if not worthwhile(self.times, len(decoding), num_tokens, most):
+            self._rest = _UNWORTHY
+            return True
+        return False
+
+    def _guess_first(
+        self, reader: Reader, decoding: list[Seq], most: list[int], num_tokens: int, room: int
+    ) -> list[Draft]:
+        """Drafts cost little: as much of them is taken as pays."""
+        began = self._now()
+        drafts = self._ask(decoding, most)
+        if self._asked:
+            drafts = self._best(decoding, drafts, num_tokens, room)
+        if any(draft.token_ids for draft in drafts):
+            self._useful += 0.1 * (1 - self._useful)
+        elif self._asked or not reader.behind:
+            self._useful *= 0.9
+            share = _IDLE_SHARE * min(1.0, 0.1 + 0.9 * self._useful / _SELDOM)
+            spent = self._now() - began - reader.seconds
+            steps = spent / (share * self.times.predict(num_tokens))
+            self._rest = min(_LONGEST_REST, int(steps))
+        return drafts
+
+    def _choose_first(
+        self, decoding: list[Seq], most: list[int], num_tokens: int, room: int
+    ) -> list[Draft]:
+        """Each token drafted costs a pass: only what is expected to pay is drafted; and of that no
+        more is checked than pays, the drafts known.
+        """
         gains = [
-            self._acceptance.gains(draft.evidence, self._known[seq].own, len(draft.token_ids))
+            self._ahead.gains(0, self._own_of(seq).ahead, longest)
+            for seq, longest in zip(decoding, most, strict=True)
+        ]
+        counts = choose(self.times, gains, num_tokens, room, self.draft_times)
+        if not any(counts):
+            counts = _within([min(longest, _TRIAL) for longest in most], room)
+            if not self._trial:
+                # Acceptance may have changed since: now and then it is looked at.
+                self._trial = True
+                cost = self.draft_times.predict(len(decoding), _TRIAL)
+                cost += self.times.predict(num_tokens + sum(counts))
+                self._rest = int(cost / (_IDLE_SHARE * self.times.predict(num_tokens)))
+                return [NO_DRAFT] * len(decoding)
+        self._trial = False
+        began = self._now()
+        drafts = self._ask(decoding, counts)
+        asking = sum(count > 0 for count in counts)
+        if asking:
+            self.draft_times.observe(asking, max(counts), self._now() - began)
+        return self._best(decoding, drafts, num_tokens, room) if self._asked else drafts
+
+    def _best(
+        self, decoding: list[Seq], drafts: list[Draft], num_tokens: int, room: int
+    ) -> list[Draft]:
+        """As much of the drafts as pays."""
+        gains = [
+            self._acceptance.gains(draft.evidence, self._own_of(seq), len(draft.token_ids))
             if draft.token_ids
             else ()
             for seq, draft in zip(decoding, drafts, strict=True)
         ]
         counts = choose(self.times, gains, num_tokens, room)
-        if not any(counts):
-            self._pause(num_tokens)
-        else:
-            self._useful += 0.1 * (1 - self._useful)
-        return [list(draft.token_ids[:n]) for draft, n in zip(drafts, counts, strict=True)]
+        return [
+            draft if count == len(draft.token_ids) else _cut(draft, count)
+            for draft, count in zip(drafts, counts, strict=True)
+        ]
 
-    def _ask(self, drafter: Drafter, decoding: list[Seq]) -> list[Draft]:
+    def _ask(self, decoding: list[Seq], counts: list[int]) -> list[Draft]:
         """The drafter's guesses, checked. Raises whatever it raises."""
-        numbers: list[int] = []
-        counts: list[int] = []
-        left = _READ
         for seq in decoding:
-            known = self._known.get(seq)
-            if known is None:
-                known = self._known[seq] = _Known(next(self._numbers))
-            left -= self._tell(drafter, seq, known, left)
-            if known.num_tokens:
-                numbers.append(known.number)
-                whole = known.num_tokens == len(seq.token_ids)
-                counts.append(min(self._longest, seq.num_to_come - 1) if whole else 0)
-        self._reading = left <= 0
-        answers = drafter.propose(numbers, counts)
-        if len(answers) != len(numbers):
-            raise ValueError(f"{len(answers)} drafts for {len(numbers)} sequences")
+            self._own_of(seq)
+        drafter = self._reader or self._model
+        assert drafter is not None
+        answers = drafter.propose(decoding, counts)
+        if len(answers) != len(decoding):
+            raise ValueError(f"{len(answers)} drafts for {len(decoding)} sequences")
         drafts: list[Draft] = []
-        given = iter(zip(answers, counts, strict=True))
-        for seq in decoding:
-            if not self._known[seq].num_tokens:
-                drafts.append(NO_DRAFT)
-                continue
-            answer, most = next(given)
+        for seq, answer, most in zip(decoding, answers, counts, strict=True):
             draft = self._checked(answer, most)
             if draft.token_ids:
                 self._asked[seq] = _Asked(draft, len(seq.token_ids))
             drafts.append(draft)
         return drafts
 
-    def _tell(self, drafter: Drafter, seq: Seq, known: _Known, most: int) -> int:
-        """Up to ``most`` tokens that the drafter has not seen; how many it was. It gets copies."""
-        tokens: array[int] = seq.token_ids[known.num_tokens : known.num_tokens + max(0, most)]
-        if not tokens:
-            return 0
-        before = self._now()
-        if known.num_tokens:
-            drafter.extend(known.number, tokens)
-        else:
-            drafter.start(known.number, tokens, seq.owner.request.cache_salt)
-        if len(tokens) > _FEW:
-            self._began += self._now() - before
-        known.num_tokens += len(tokens)
-        return len(tokens)
-
     def _checked(self, answer: Draft, most: int) -> Draft:
         """A drafter's answer as plain integers, or `ValueError` or `TypeError`."""
-        given, evidence, *_ = answer
-        token_ids = [index(token) for token in given[:most]]
+        given, evidence, alternatives, probabilities = Draft(*answer)
+        token_ids = self._tokens(given, most)
         evidence = index(evidence)
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
         if not 0 <= evidence < NUM_CLASSES:
             raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
-        return Draft(token_ids, evidence)
+        others = tuple(self._tokens(each, most) for each in alternatives)
+        if probabilities is not None:
+            if probabilities.ndim != 2 or probabilities.shape[1] != self._vocab_size:
+                raise ValueError(f"probabilities have shape {probabilities.shape}")
+            if len(probabilities) < len(token_ids):
+                raise ValueError(
+                    f"probabilities of {len(probabilities)} of {len(token_ids)} tokens"
+                )
+            probabilities = np.asarray(probabilities, np.float32)
+        return Draft(token_ids, evidence, others, probabilities)
 
-    def learn(self, scheduled: Scheduled, runs: Sequence[Sequence[int]], seconds: float) -> None:
-        """A step has run, in so many seconds, and its samples drew ``runs``."""
-        if self._drafter is None:
+    def _tokens(self, given: Sequence[int], most: int) -> list[int]:
+        token_ids = [index(token) for token in given[:most]]
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
+            raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
+        return token_ids
+
+    def draft_of(self, seq: Seq) -> Draft:
+        """The sequence's draft of this step, whole, however much of it is checked: for its
+        alternatives and probabilities.
+        """
+        asked = self._asked.get(seq)
+        return NO_DRAFT if asked is None else asked.draft
+
+    def probabilities(self, decodes: Sequence[Seq]) -> list[Float32 | None] | None:
+        """For each of a step's sequences [at least its draft's tokens, vocabulary], or None where
+        a guess was certain; None: all were.
+        """
+        each = [self.draft_of(seq).probabilities for seq in decodes]
+        return each if any(one is not None for one in each) else None
+
+    def learn(
+        self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]], seconds: float
+    ) -> None:
+        """A step has run, in so many seconds with its drafting, and its samples drew ``runs``;
+        nothing is committed yet.
+        """
+        if self._gone:
             return
-        self.times.observe(scheduled.batch.num_tokens, seconds, prompts=bool(scheduled.chunks))
-        if not self._asked:
-            return
-        for seq, run in zip(scheduled.decodes, runs, strict=False):
+        size, prompts = scheduled.batch.num_tokens, bool(scheduled.chunks)
+        self.times.observe(size, seconds - self._spent, prompts=prompts)
+        for seq, run in zip(scheduled.decodes, runs, strict=False) if self._asked else ():
             asked = self._asked.get(seq)
-            known = self._known.get(seq)
-            if asked is not None and known is not None and asked.num_tokens == len(seq.token_ids):
+            own = self._own.get(seq)
+            if asked is not None and own is not None and asked.num_tokens == len(seq.token_ids):
                 draft = asked.draft
-                self._acceptance.learn(draft.evidence, known.own, draft.token_ids, run)
+                self._acceptance.learn(draft.evidence, own, draft.token_ids, run)
+                if self._model is not None:
+                    self._ahead.learn(0, own.ahead, draft.token_ids, run)
         self._asked.clear()
+        if self._model is not None:
+            try:
+                self._model.observe(scheduled, result, runs)
+            except (Exception, SystemExit) as error:
+                self._give_up(error)
 
     def end(self, seq: Seq, beyond: int = 0) -> None:
         """A sequence is over; its last ``beyond`` tokens did not become output."""
-        known = self._known.pop(seq, None)
+        self._own.pop(seq, None)
         self._asked.pop(seq, None)
-        if known is None or not known.num_tokens or self._drafter is None:
-            return
         try:
-            rest = seq.token_ids[known.num_tokens : len(seq.token_ids) - beyond]
-            if 0 < len(rest) <= _FEW:
-                self._drafter.extend(known.number, rest)
-            self._drafter.end(known.number)
+            if self._reader is not None:
+                self._reader.end(seq, beyond)
+            elif self._model is not None:
+                self._model.end(seq)
         except (Exception, SystemExit) as error:
             self._give_up(error)
 
-    def _pause(self, num_tokens: int) -> None:
-        """Rest after drafting in vain, so that it costs next to nothing."""
-        self._useful *= 0.9
-        share = _IDLE_SHARE * min(1.0, 0.1 + 0.9 * self._useful / _SELDOM)
-        spent = self._now() - self._began
-        self._rest = min(_LONGEST_REST, int(spent / (share * self.times.predict(num_tokens))))
+    def close(self) -> None:
+        """Gives the drafter's memory and threads back."""
+        model, self._model, self._reader = self._model, None, None
+        self._own.clear()
+        self._asked.clear()
+        if model is not None:
+            try:
+                model.close()
+            except (Exception, SystemExit):
+                logger.exception("the drafter cannot be closed")
+
+    def _own_of(self, seq: Seq) -> _Own:
+        own = self._own.get(seq)
+        if own is None:
+            own = self._own[seq] = _Own()
+        return own
 
     def _give_up(self, error: Exception | SystemExit) -> None:
         self.failures += 1
-        self._drafter = None
-        self._known.clear()
-        self._asked.clear()
         logger.error("the drafter failed and is not asked again: %r", error)
+        self.close()
+
+
+class _Own(Own):
+    """How a sequence's drafts did by what spoke for them and, ``ahead``, all of them."""
+
+    __slots__ = ("ahead",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = Own()
+
+
+def _within(counts: list[int], room: int) -> list[int]:
+    """The counts, cut to ``room`` in all."""
+    fitting = []
+    for count in counts:
+        fitting.append(min(count, room))
+        room -= fitting[-1]
+    return fitting
+
+
+def _cut(draft: Draft, count: int) -> Draft:
+    """Its first tokens. What else it says stays: it may say more than is used."""
+    return draft._replace(token_ids=draft.token_ids[:count]) if count else NO_DRAFT

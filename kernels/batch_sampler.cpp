@@ -22,23 +22,23 @@ BatchSampler::BatchSampler(int64_t vocab_size, const ScanKernels &scan,
 }
 
 void BatchSampler::draw(std::vector<Draw> &draws) {
-    // Draws of one state depend on each other: they are one item, so that one thread does them.
-    std::vector<size_t> order(draws.size());
-    std::iota(order.begin(), order.end(), size_t{0});
-    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
-        return std::less<>()(draws[a].state, draws[b].state);
+    for_each_state(draws, [](Sampler &sampler, Draw &draw) {
+        draw.drawn = sampler.draw(draw.logits, *draw.state);
+        return true;
     });
-    std::vector<size_t> begins; // of items in `order`
-    for (size_t i = 0; i < order.size(); ++i)
-        if (i == 0 || draws[order[i]].state != draws[order[i - 1]].state)
-            begins.push_back(i);
-    const auto items = static_cast<int64_t>(begins.size());
-    begins.push_back(order.size());
-    for_each(items, [&](Sampler &sampler, int64_t item) {
-        for (size_t i = begins[item]; i < begins[item + 1]; ++i) {
-            Draw &draw = draws[order[i]];
-            draw.drawn = sampler.draw(draw.logits, *draw.state);
-        }
+}
+
+void BatchSampler::verify(std::vector<Verification> &verifications) {
+    for_each_state(verifications, [](Sampler &sampler, Verification &entry) {
+        entry.drawn = sampler.verify(entry.logits, *entry.state, entry.guess, entry.q);
+        return entry.drawn.error == RowError::kNone && entry.drawn.token == entry.guess;
+    });
+}
+
+void BatchSampler::probabilities(const std::vector<Spread> &rows) {
+    for_each(static_cast<int64_t>(rows.size()), [&](Sampler &sampler, int64_t item) {
+        const Spread &row = rows[item];
+        sampler.probabilities(row.logits, *row.state, row.out);
     });
 }
 
@@ -46,6 +46,27 @@ void BatchSampler::look_up(std::vector<Lookup> &lookups, int64_t top) {
     for_each(static_cast<int64_t>(lookups.size()), [&](Sampler &sampler, int64_t item) {
         Lookup &lookup = lookups[item];
         lookup.error = sampler.logprobs(lookup.logits, lookup.token, top, lookup.logprobs);
+    });
+}
+
+template <typename Entry, typename Body>
+void BatchSampler::for_each_state(std::vector<Entry> &entries, Body body) {
+    // Entries of one state depend on each other: they are one item, so that one thread does them.
+    std::vector<size_t> order(entries.size());
+    std::iota(order.begin(), order.end(), size_t{0});
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) {
+        return std::less<>()(entries[a].state, entries[b].state);
+    });
+    std::vector<size_t> begins; // of items in `order`
+    for (size_t i = 0; i < order.size(); ++i)
+        if (i == 0 || entries[order[i]].state != entries[order[i - 1]].state)
+            begins.push_back(i);
+    const auto items = static_cast<int64_t>(begins.size());
+    begins.push_back(order.size());
+    for_each(items, [&](Sampler &sampler, int64_t item) {
+        bool going = true;
+        for (size_t i = begins[item]; going && i < begins[item + 1]; ++i)
+            going = body(sampler, entries[order[i]]);
     });
 }
 

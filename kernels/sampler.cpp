@@ -25,6 +25,11 @@ float value_of(uint32_t key) {
     return std::bit_cast<float>(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
 
+// A weight as a probability, where 1 / unit is the weight of all.
+float share(float weight, double unit) {
+    return static_cast<float>(static_cast<double>(weight) * unit);
+}
+
 // Keys between which the wanted threshold lies: measure(>= low) >= target > measure(>= high).
 struct Interval {
     uint32_t low;
@@ -66,26 +71,68 @@ Sampler::Sampler(int64_t vocab_size, const ScanKernels &scan)
       maxima_(num_blocks_), sums_(num_blocks_), ids_(vocab_size) {}
 
 Drawn Sampler::draw(const float *logits, SamplerState &state) {
-    const SamplingOptions &options = state.options();
+    return choose(logits, state, [this](const float *row, const SamplerState &before) {
+        if (before.options().temperature == 0)
+            return first_maximum(row);
+        const double noise = before.uniform(before.num_generated());
+        return draw_from(truncate(row, before.options()), row, noise);
+    });
+}
+
+RowError Sampler::probabilities(const float *logits, const SamplerState &state, float *out) {
+    const float *row = adjusted(logits, state);
+    const RowError error = scan_row(row);
+    if (error != RowError::kNone || state.options().temperature == 0)
+        std::fill_n(out, vocab_size_, 0.0f);
+    if (error != RowError::kNone)
+        return error;
+    if (state.options().temperature == 0)
+        out[first_maximum(row)] = 1;
+    else
+        spread(truncate(row, state.options()), row, out);
+    return error;
+}
+
+Drawn Sampler::verify(const float *logits, SamplerState &state, int32_t guess, const float *q) {
+    return choose(logits, state, [&](const float *row, const SamplerState &before) {
+        const SamplingOptions &options = before.options();
+        if (options.temperature == 0)
+            return first_maximum(row);
+        const int64_t position = before.num_generated();
+        const Kept kept = truncate(row, options);
+        const double noise = before.uniform(position, Stream::kVerified);
+        if (guess < 0)
+            return draw_from(kept, row, noise);
+        const double certainty = q != nullptr ? q[guess] : 1.0;
+        const double test = before.uniform(position, Stream::kAcceptance);
+        if (test * certainty < probability(kept, row, guess))
+            return guess;
+        return redraw(kept, row, options, guess, q, noise);
+    });
+}
+
+const float *Sampler::adjusted(const float *logits, const SamplerState &state) {
+    if (!state.adjusts())
+        return logits;
+    adjusted_.resize(vocab_size_);
+    state.adjust(logits, adjusted_.data());
+    return adjusted_.data();
+}
+
+template <typename Pick>
+Drawn Sampler::choose(const float *logits, SamplerState &state, Pick pick) {
     Drawn drawn;
-    const float *row = logits;
-    if (state.adjusts()) {
-        adjusted_.resize(vocab_size_);
-        state.adjust(logits, adjusted_.data());
-        row = adjusted_.data();
-    }
+    const float *row = adjusted(logits, state);
     drawn.error = scan_row(row);
     if (drawn.error != RowError::kNone)
         return drawn;
-    const int32_t token = options.temperature == 0
-                              ? first_maximum(row)
-                              : random(row, options, state.uniform(state.num_generated()));
-    if (options.logprobs >= 0) {
+    const int32_t token = pick(row, state);
+    if (state.options().logprobs >= 0) {
         if (row != logits)
             drawn.error = scan_row(logits);
         if (drawn.error != RowError::kNone)
             return drawn;
-        read_logprobs(logits, token, options.logprobs, drawn.logprobs);
+        read_logprobs(logits, token, state.options().logprobs, drawn.logprobs);
     }
     state.record(token);
     drawn.token = token;
@@ -112,7 +159,8 @@ int32_t Sampler::first_maximum(const float *logits) const {
     return static_cast<int32_t>(std::find(begin, logits + vocab_size_, maximum_) - logits);
 }
 
-int32_t Sampler::random(const float *logits, const SamplingOptions &options, double noise) {
+// Cuts a scanned row by min_p, top_k and top_p.
+Sampler::Kept Sampler::truncate(const float *logits, const SamplingOptions &options) {
     const float scale = 1 / options.temperature;
     // min_p's share of the greatest probability, as a logit.
     const float floor =
@@ -126,14 +174,11 @@ int32_t Sampler::random(const float *logits, const SamplingOptions &options, dou
         weigh_candidates(scale);
         if (top_p < 1)
             keep_mass(top_p * candidate_mass());
-        return draw_from_candidates(noise);
+        return {Left::kCandidates, scale, floor};
     }
     if (top_k == 0 && top_p == 1) {
         scan_.exponentials(logits, vocab_size_, maximum_, scale, floor, nullptr, sums_.data());
-        return draw_from_row(noise, [&](int64_t begin, int64_t count, float *weights) {
-            float sum;
-            scan_.exponentials(logits + begin, count, maximum_, scale, floor, weights, &sum);
-        });
+        return {Left::kEverything, scale, floor};
     }
     weights_.resize(vocab_size_);
     if (top_k > 0)
@@ -152,16 +197,84 @@ int32_t Sampler::random(const float *logits, const SamplingOptions &options, dou
             if (found >= mass) {
                 keep_top(static_cast<int64_t>(candidates_.size()));
                 keep_mass(mass);
-                return draw_from_candidates(noise);
+                return {Left::kCandidates, scale, floor};
             }
             if (found < mass / 2)
                 break;
         }
         cut_to_mass(mass);
     }
+    return {Left::kWeights, scale, floor};
+}
+
+int32_t Sampler::draw_from(const Kept &kept, const float *logits, double noise) {
+    if (kept.left == Left::kCandidates)
+        return draw_from_candidates(noise);
     return draw_from_row(noise, [&](int64_t begin, int64_t count, float *weights) {
-        std::copy_n(weights_.data() + begin, count, weights);
+        if (kept.left == Left::kWeights) {
+            std::copy_n(weights_.data() + begin, count, weights);
+            return;
+        }
+        float sum;
+        scan_.exponentials(logits + begin, count, maximum_, kept.scale, kept.floor, weights, &sum);
     });
+}
+
+// The very number that `spread` writes for the token.
+float Sampler::probability(const Kept &kept, const float *logits, int32_t token) {
+    float weight = 0;
+    float sum;
+    switch (kept.left) {
+    case Left::kCandidates:
+        for (const Candidate &candidate : candidates_)
+            if (candidate.id == token)
+                weight = candidate.value;
+        return share(weight, 1 / candidate_mass());
+    case Left::kWeights:
+        return share(weights_[token], 1 / total_weight());
+    case Left::kEverything:
+        scan_.exponentials(logits + token, 1, maximum_, kept.scale, kept.floor, &weight, &sum);
+    }
+    return share(weight, 1 / total_weight());
+}
+
+// What truncation left as probabilities, [vocab_size]; `out` may be weights_.
+void Sampler::spread(const Kept &kept, const float *logits, float *out) {
+    if (kept.left == Left::kCandidates) {
+        const double unit = 1 / candidate_mass();
+        std::fill_n(out, vocab_size_, 0.0f);
+        for (const Candidate &candidate : candidates_)
+            out[candidate.id] = share(candidate.value, unit);
+        return;
+    }
+    const double unit = 1 / total_weight();
+    const float *weights = weights_.data();
+    if (kept.left == Left::kEverything) {
+        scan_.exponentials(logits, vocab_size_, maximum_, kept.scale, kept.floor, out,
+                           sums_.data());
+        weights = out;
+    }
+    for (int64_t i = 0; i < vocab_size_; ++i)
+        out[i] = share(weights[i], unit);
+}
+
+// Draws from max(0, p - q) without the rejected guess, where it is 0 if q is a distribution.
+int32_t Sampler::redraw(const Kept &kept, const float *logits, const SamplingOptions &options,
+                        int32_t guess, const float *q, double noise) {
+    weights_.resize(vocab_size_);
+    spread(kept, logits, weights_.data());
+    if (q != nullptr)
+        for (int64_t i = 0; i < vocab_size_; ++i) {
+            const float excess = q[i] > 0 ? weights_[i] - q[i] : weights_[i];
+            weights_[i] = excess > 0 ? excess : 0;
+        }
+    weights_[guess] = 0;
+    scan_.cut(weights_.data(), vocab_size_, 0, sums_.data()); // sums them
+    if (total_weight() > 0)
+        return draw_from({Left::kWeights, kept.scale, kept.floor}, logits, noise);
+    if (q != nullptr) // nothing is above q but for rounding
+        return redraw(truncate(logits, options), logits, options, guess, nullptr, noise);
+    return guess; // there is nothing else: q was no distribution
 }
 
 // Lists every token with a logit >= floor and >= some threshold that at least `wanted` tokens

@@ -43,6 +43,20 @@ class Sampler {
     // Draws a token and records it in the state; records nothing where there is an error.
     Drawn draw(const float *logits, SamplerState &state);
 
+    // The distribution that a draw would come from, [vocab_size]; zeros where there is an error.
+    // Records nothing.
+    RowError probabilities(const float *logits, const SamplerState &state, float *out);
+
+    // Speculative sampling (Leviathan et al., 2023; Chen et al., 2023), a token at a time. With p
+    // that distribution and q the one, [vocab_size], that `guess` was drawn from, accepts the guess
+    // with probability min(1, p(guess) / q(guess)) and otherwise draws from max(0, p - q), which
+    // never gives the guess; either way the token comes from p. A null q is certain of the guess.
+    // Without a guess (-1) the token is drawn from p. Records and fails as `draw` does.
+    //
+    // A q that is no distribution costs the exactness, but no token comes that p has not. The noise
+    // is of streams of its own, so that guesses may be drawn with a copy of the state.
+    Drawn verify(const float *logits, SamplerState &state, int32_t guess, const float *q);
+
     // The logprob and rank of a token in the model's own distribution, and the `top` likeliest
     // tokens.
     RowError logprobs(const float *logits, int32_t token, int64_t top, Logprobs &out);
@@ -53,9 +67,30 @@ class Sampler {
         int32_t id;
     };
 
+    // Where the weights of what truncation left are.
+    enum class Left {
+        kCandidates, // in candidates_; they are few
+        kWeights,    // in weights_
+        kEverything, // to be computed from the logits, but for those below the floor
+    };
+    struct Kept {
+        Left left;
+        float scale;
+        float floor;
+    };
+
+    const float *adjusted(const float *logits, const SamplerState &state);
+    // pick(row, state) gives the token, of a row after masks, bias and penalties that was scanned.
+    template <typename Pick> Drawn choose(const float *logits, SamplerState &state, Pick pick);
     RowError scan_row(const float *logits);
     int32_t first_maximum(const float *logits) const;
-    int32_t random(const float *logits, const SamplingOptions &options, double noise);
+
+    Kept truncate(const float *logits, const SamplingOptions &options);
+    int32_t draw_from(const Kept &kept, const float *logits, double noise);
+    float probability(const Kept &kept, const float *logits, int32_t token);
+    void spread(const Kept &kept, const float *logits, float *out);
+    int32_t redraw(const Kept &kept, const float *logits, const SamplingOptions &options,
+                   int32_t guess, const float *q, double noise);
 
     // Few tokens, as a list.
     void collect(const float *logits, int64_t wanted, float floor);

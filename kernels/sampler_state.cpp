@@ -60,11 +60,11 @@ SamplerState SamplerState::fork(uint32_t choice) const {
     return copy;
 }
 
-double SamplerState::uniform(int64_t position) const {
-    // Key: the seed. Counter: the position and the choice, so that the streams of parallel
-    // sequences share no block.
+double SamplerState::uniform(int64_t position, Stream stream) const {
+    // Key: the seed. Counter: the position, the choice and the stream, so that neither parallel
+    // sequences nor streams share a block.
     uint32_t words[4] = {static_cast<uint32_t>(position), static_cast<uint32_t>(position >> 32),
-                         options_.choice, 0};
+                         options_.choice, static_cast<uint32_t>(stream)};
     philox(words, static_cast<uint32_t>(options_.seed), static_cast<uint32_t>(options_.seed >> 32));
     const uint64_t bits = (uint64_t{words[0]} << 32 | words[1]) >> 11;
     return static_cast<double>(bits) * 0x1p-53;

@@ -33,6 +33,13 @@ struct SamplingOptions {
     uint32_t choice = 0; // which of the request's parallel sequences
 };
 
+// Streams of noise that share no number.
+enum class Stream : uint32_t {
+    kDraw = 0,       // plain draws, a drafter's too
+    kAcceptance = 1, // whether a drafter's guess is accepted
+    kVerified = 2,   // draws of the rule that accepts or rejects guesses
+};
+
 class SamplerState {
   public:
     // Throws std::invalid_argument if an id is outside the vocabulary.
@@ -49,7 +56,7 @@ class SamplerState {
     SamplerState fork(uint32_t choice) const;
 
     // The noise in [0, 1) of the draw at a position: the same whenever it is asked for.
-    double uniform(int64_t position) const;
+    double uniform(int64_t position, Stream stream = Stream::kDraw) const;
 
     // Whether the next draw's logits differ from the model's before temperature.
     bool adjusts() const;

@@ -1,5 +1,6 @@
 #include "batch_sampler.h"
 
+#include <algorithm>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -23,6 +24,8 @@ namespace octavo {
 namespace {
 
 using Logits = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Weights = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Probabilities = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Ids = std::vector<int32_t>;
 
 const char *explain(RowError error) {
@@ -49,37 +52,41 @@ const float *row_of(const Logits &logits, int64_t row, int64_t vocab_size) {
     return logits.data() + row * logits.stride(0);
 }
 
-// (token ids, list of logprobs or None, {index: error}).
-nb::tuple sample(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
-                 const nb::sequence &states) {
-    std::vector<BatchSampler::Draw> draws;
-    draws.reserve(nb::len(states));
-    bool any_logprobs = false;
+// One Entry for each (row, state), its `logits` and `state` set.
+template <typename Entry>
+std::vector<Entry> pair_up(const BatchSampler &sampler, const Logits &logits,
+                           const nb::sequence &rows, const nb::sequence &states) {
+    std::vector<Entry> entries;
+    entries.reserve(nb::len(states));
     for (nb::handle handle : states) {
         auto &state = nb::cast<SamplerState &>(handle);
         if (state.vocab_size() != sampler.vocab_size())
             throw std::invalid_argument("a state belongs to another vocabulary");
-        any_logprobs = any_logprobs || state.options().logprobs >= 0;
-        draws.push_back({nullptr, &state, {}});
+        entries.emplace_back().state = &state;
     }
-    if (nb::len(rows) != draws.size())
+    if (nb::len(rows) != entries.size())
         throw std::invalid_argument(std::to_string(nb::len(rows)) + " rows for " +
-                                    std::to_string(draws.size()) + " states");
+                                    std::to_string(entries.size()) + " states");
     size_t index = 0;
     for (nb::handle row : rows)
-        draws[index++].logits = row_of(logits, nb::cast<int64_t>(row), sampler.vocab_size());
-    {
-        nb::gil_scoped_release release;
-        sampler.draw(draws);
-    }
+        entries[index++].logits = row_of(logits, nb::cast<int64_t>(row), sampler.vocab_size());
+    return entries;
+}
+
+// (token ids, list of logprobs or None, {index: error}).
+template <typename Entry> nb::tuple drawn_of(const std::vector<Entry> &entries) {
+    const bool any_logprobs = std::any_of(entries.begin(), entries.end(), [](const Entry &entry) {
+        return entry.state->options().logprobs >= 0;
+    });
     nb::list tokens;
     nb::list logprobs;
     nb::dict errors;
-    index = 0;
-    for (const auto &[row, state, drawn] : draws) {
+    size_t index = 0;
+    for (const Entry &entry : entries) {
+        const Drawn &drawn = entry.drawn;
         tokens.append(drawn.token);
         if (any_logprobs) {
-            if (state->options().logprobs >= 0 && drawn.error == RowError::kNone)
+            if (entry.state->options().logprobs >= 0 && drawn.token >= 0)
                 logprobs.append(as_tuple(drawn.token, drawn.logprobs));
             else
                 logprobs.append(nb::none());
@@ -89,6 +96,55 @@ nb::tuple sample(BatchSampler &sampler, const Logits &logits, const nb::sequence
         ++index;
     }
     return nb::make_tuple(tokens, any_logprobs ? nb::object(logprobs) : nb::none(), errors);
+}
+
+nb::tuple sample(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
+                 const nb::sequence &states) {
+    auto draws = pair_up<BatchSampler::Draw>(sampler, logits, rows, states);
+    {
+        nb::gil_scoped_release release;
+        sampler.draw(draws);
+    }
+    return drawn_of(draws);
+}
+
+nb::tuple verify(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
+                 const nb::sequence &states, const Ids &guesses, const nb::sequence &drawn_from) {
+    auto entries = pair_up<BatchSampler::Verification>(sampler, logits, rows, states);
+    if (guesses.size() != entries.size() || nb::len(drawn_from) != entries.size())
+        throw std::invalid_argument("as many guesses and distributions as states, or none");
+    std::vector<Weights> held; // so that what was converted lives until the end
+    size_t index = 0;
+    for (nb::handle given : drawn_from) {
+        BatchSampler::Verification &entry = entries[index];
+        entry.guess = guesses[index++];
+        if (entry.guess < -1 || entry.guess >= sampler.vocab_size())
+            throw std::invalid_argument("a guess, " + std::to_string(entry.guess) +
+                                        ", is outside the vocabulary");
+        if (given.is_none())
+            continue;
+        held.push_back(nb::cast<Weights>(given));
+        if (static_cast<int64_t>(held.back().shape(0)) != sampler.vocab_size())
+            throw std::invalid_argument("a guess's distribution is not one over the vocabulary");
+        entry.q = held.back().data();
+    }
+    {
+        nb::gil_scoped_release release;
+        sampler.verify(entries);
+    }
+    return drawn_of(entries);
+}
+
+void probabilities(BatchSampler &sampler, const Logits &logits, const nb::sequence &rows,
+                   const nb::sequence &states, const Probabilities &out) {
+    auto entries = pair_up<BatchSampler::Spread>(sampler, logits, rows, states);
+    if (out.shape(0) != entries.size() ||
+        static_cast<int64_t>(out.shape(1)) != sampler.vocab_size())
+        throw std::invalid_argument("the result has not a row of the vocabulary for each state");
+    for (size_t i = 0; i < entries.size(); ++i)
+        entries[i].out = out.data() + i * out.shape(1);
+    nb::gil_scoped_release release;
+    sampler.probabilities(entries);
 }
 
 nb::list prompt_logprobs(BatchSampler &sampler, const Logits &logits, const Ids &rows,
@@ -160,7 +216,12 @@ void bind_sampler(nb::module_ &m) {
         .def("record", &SamplerState::record, "token_id"_a)
         .def("rewind", &SamplerState::rewind, "count"_a)
         .def("fork", &SamplerState::fork, "choice"_a)
-        .def("uniform", &SamplerState::uniform, "position"_a);
+        .def(
+            "uniform",
+            [](const SamplerState &self, int64_t position, uint32_t stream) {
+                return self.uniform(position, static_cast<Stream>(stream));
+            },
+            "position"_a, "stream"_a = 0);
     nb::class_<BatchSampler>(m, "Sampler")
         .def(
             "__init__",
@@ -172,6 +233,8 @@ void bind_sampler(nb::module_ &m) {
             },
             "vocab_size"_a, "isa"_a, "pool"_a.none())
         .def("sample", &sample, "logits"_a, "rows"_a, "states"_a)
+        .def("verify", &verify, "logits"_a, "rows"_a, "states"_a, "guesses"_a, "drawn_from"_a)
+        .def("probabilities", &probabilities, "logits"_a, "rows"_a, "states"_a, "out"_a.noconvert())
         .def("prompt_logprobs", &prompt_logprobs, "logits"_a, "rows"_a, "token_ids"_a, "top"_a);
     m.def(
         "philox",

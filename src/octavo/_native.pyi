@@ -71,7 +71,7 @@ class SamplerState:
     def record(self, token_id: int) -> None: ...
     def rewind(self, count: int) -> None: ...
     def fork(self, choice: int) -> SamplerState: ...
-    def uniform(self, position: int) -> float: ...
+    def uniform(self, position: int, stream: int = 0) -> float: ...
 
 _Logprobs = tuple[int, float, int, tuple[tuple[int, float], ...]]
 
@@ -83,6 +83,21 @@ class Sampler:
         rows: Sequence[int],
         states: Sequence[object],
     ) -> tuple[list[int], list[_Logprobs | None] | None, dict[int, str]]: ...
+    def verify(
+        self,
+        logits: npt.NDArray[np.float32] | None,
+        rows: Sequence[int],
+        states: Sequence[object],
+        guesses: Sequence[int],
+        drawn_from: Sequence[npt.NDArray[np.float32] | None],
+    ) -> tuple[list[int], list[_Logprobs | None] | None, dict[int, str]]: ...
+    def probabilities(
+        self,
+        logits: npt.NDArray[np.float32] | None,
+        rows: Sequence[int],
+        states: Sequence[object],
+        out: npt.NDArray[np.float32],
+    ) -> None: ...
     def prompt_logprobs(
         self,
         logits: npt.NDArray[np.float32] | None,

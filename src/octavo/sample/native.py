@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from octavo import _native
 from octavo.sample.params import MIN_TEMPERATURE, SamplingParams
 from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
@@ -55,11 +57,29 @@ class NativeSampler:
     def sample(
         self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
     ) -> Sampled:
-        token_ids, logprobs, errors = self._native.sample(logits, rows, states)
-        if logprobs is not None:
-            named = [None if entry is None else TokenLogprobs(*entry) for entry in logprobs]
-            return Sampled(token_ids, named, errors)
-        return Sampled(token_ids, None, errors)
+        return _named(*self._native.sample(logits, rows, states))
+
+    def verify(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        guesses: Sequence[int],
+        drawn_from: Sequence[Float32 | None],
+    ) -> Sampled:
+        return _named(*self._native.verify(logits, rows, states, guesses, drawn_from))
+
+    def probabilities(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        out: Float32 | None = None,
+    ) -> Float32:
+        if out is None:
+            out = np.empty((len(states), self.vocab_size), np.float32)
+        self._native.probabilities(logits, rows, states, out)
+        return out
 
     def prompt_logprobs(
         self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int
@@ -67,3 +87,14 @@ class NativeSampler:
         """As the protocol says. Raises ValueError where a logit is not a number or infinite."""
         entries = self._native.prompt_logprobs(logits, rows, token_ids, top)
         return [TokenLogprobs(*entry) for entry in entries]
+
+
+def _named(
+    token_ids: list[int],
+    logprobs: list[tuple[int, float, int, tuple[tuple[int, float], ...]] | None] | None,
+    errors: dict[int, str],
+) -> Sampled:
+    if logprobs is None:
+        return Sampled(token_ids, None, errors)
+    named = [None if entry is None else TokenLogprobs(*entry) for entry in logprobs]
+    return Sampled(token_ids, named, errors)

@@ -81,6 +81,43 @@ class Sampler(Protocol):
         """
         ...
 
+    def probabilities(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        out: Float32 | None = None,
+    ) -> Float32:
+        """The distribution that each (row, state) would draw from, [len(states), vocab], in ``out``
+        if given (contiguous). Records nothing. A row that cannot give a token gets zeros.
+
+        After bias, masks, penalties, temperature and truncation; at temperature 0 the one token has
+        all of it.
+        """
+        ...
+
+    def verify(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        guesses: Sequence[int],
+        drawn_from: Sequence[Float32 | None],
+    ) -> Sampled:
+        """Draws a token for each (row, state) by way of guesses (Leviathan et al., 2023; Chen et
+        al., 2023) and records it; what comes has the distribution p that `sample` draws from.
+
+        A guess x that was drawn from q, ``drawn_from`` [vocab] (None: x for certain), is accepted
+        with probability min(1, p(x) / q(x)); else the token is drawn from max(0, p - q), which
+        never gives x. After that the state's later entries are not looked at: they give -1 and no
+        error. An entry with the guess -1 is drawn from p; it is its state's last. Failures are as
+        in `sample`, and end their state's entries too.
+
+        It has random numbers of its own, so that guesses may be drawn with forks of the states. p
+        is met exactly if whether an entry is there does not depend on its guess, unless q is None.
+        """
+        ...
+
     def prompt_logprobs(
         self, logits: Float32 | None, rows: Sequence[int], token_ids: Sequence[int], top: int
     ) -> list[TokenLogprobs]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
 
@@ -87,6 +89,43 @@ class ScriptedSampler:
             else:
                 asked = True
                 logprobs.append(self._uniform(token_ids[-1], state.logprobs))
+        return Sampled(token_ids, logprobs if asked else None, {})
+
+    def probabilities(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        out: Float32 | None = None,
+    ) -> Float32:
+        if out is None:
+            out = np.empty((len(states), self.vocab_size), np.float32)
+        out[:] = 0
+        for row, state in zip(out, states, strict=True):
+            assert isinstance(state, ScriptedState)
+            row[self._token(state)] = 1
+        return out
+
+    def verify(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        guesses: Sequence[int],
+        drawn_from: Sequence[Float32 | None],
+    ) -> Sampled:
+        token_ids = [-1] * len(states)
+        logprobs: list[TokenLogprobs | None] = [None] * len(states)
+        ended: set[int] = set()
+        for index, (state, guess) in enumerate(zip(states, guesses, strict=True)):
+            if id(state) not in ended:
+                sampled = self.sample(None, (), (state,))
+                (token_ids[index],) = sampled.token_ids
+                if sampled.logprobs is not None:
+                    (logprobs[index],) = sampled.logprobs
+                if token_ids[index] != guess:
+                    ended.add(id(state))
+        asked = any(entry is not None for entry in logprobs)
         return Sampled(token_ids, logprobs if asked else None, {})
 
     def prompt_logprobs(

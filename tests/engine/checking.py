@@ -171,22 +171,30 @@ class CheckingExecutor:
         step = self.scheduler._scheduled
         assert step is not None
         drafts = dict(zip(step.decodes, step.drafts or (), strict=False))
-        by_slot = {seq.slot: seq for seq in self.scheduler.decoding + self.scheduler.prefilling}
+        running = self.scheduler.decoding + self.scheduler.prefilling
+        by_slot = {seq.slot: (seq, drafts.get(seq, [])) for seq in running}
+        branched = [
+            (branch.slot, (step.decodes[index], branch.token_ids))
+            for index, branches in step.branches.items()
+            for branch in branches
+        ]
+        assert not by_slot.keys() & dict(branched).keys()
+        by_slot |= branched
+        assert len(branched) <= len(kv.tables[0]) - len(kv.num_tokens)
         spans = []
         for index, slot in enumerate(batch.seq_slots.tolist()):
             begin, end = offsets[index], offsets[index + 1]
-            seq = by_slot[slot]
+            seq, draft = by_slot[slot]
             start = int(batch.positions[begin])
             stop = start + end - begin
             assert batch.positions[begin:end].tolist() == list(range(start, stop))
-            draft = drafts.get(seq, [])
             known = seq.token_ids[start:].tolist() + draft
             assert batch.token_ids[begin:end].tolist() == known[: stop - start]
             if draft:
                 assert stop == len(seq.token_ids) + len(draft)
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
-            spans.append((seq, start, stop, hashes))
+            spans.append((slot, start, stop, hashes))
             if (self.crash_next or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
@@ -198,10 +206,10 @@ class CheckingExecutor:
         if self.crash_next or self.poison in batch.token_ids:
             self.crash_next = False
             raise Crash("injected")
-        for seq, start, stop, hashes in spans:
+        for slot, start, stop, hashes in spans:
             for group, kind in enumerate(self.layout.groups):
                 first = 0 if kind.window is None else max(0, start - kind.window + 1)
-                row = batch.block_tables[group, seq.slot, first // size : -(-stop // size)]
+                row = batch.block_tables[group, slot, first // size : -(-stop // size)]
                 if (row < 0).any():
                     raise WrongContent(f"a key that position {start} sees was given back")
                 keys = self.content[row].reshape(-1)[first % size :][: stop - first]
@@ -229,6 +237,7 @@ def build(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_logits_rows: int | None = None,
+    max_branches: int = 0,
     enable_prefix_caching: bool = True,
     max_num_queued_reqs: int | None = None,
     max_num_queued_tokens: int | None = None,
@@ -246,6 +255,7 @@ def build(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_logits_rows=max_logits_rows,
+        max_branches=max_branches,
         enable_prefix_caching=enable_prefix_caching,
         max_num_queued_reqs=max_num_queued_reqs,
         max_num_queued_tokens=max_num_queued_tokens,

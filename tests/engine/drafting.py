@@ -175,3 +175,47 @@ class Passes:
     def _fail(self, method: str) -> None:
         if self.raises == method:
             raise RuntimeError("injected")
+
+
+class Branching(Speculator):
+    """Proposes random trees, as a scheduler must be able to stand them: right continuations in the
+    draft or in a branch, repeated branches, branches that begin others, empty and too long ones.
+    """
+
+    def __init__(self, oracle: Oracle, *args: Any, **kwargs: Any) -> None:
+        super().__init__(oracle, *args, **kwargs)
+        self.sampler = oracle._sampler
+        self.rng = oracle._random
+        self.trees: dict[int, list[list[int]]] = {}
+
+    def propose(self, decoding: list[Seq], num_tokens: int, room: int) -> list[list[int]]:
+        rng = self.rng
+        self.trees = {}
+        drafts = []
+        for index, seq in enumerate(decoding):
+            paths = [self._path(seq) for _ in range(rng.choice((1, 1, 2, 3, 5)))]
+            if rng.random() < 0.3:
+                paths.append(rng.choice(paths)[: rng.randint(0, 5)])
+            if rng.random() < 0.3:
+                known = rng.choice(paths)
+                paths.append(known + [rng.randrange(VOCAB) for _ in range(rng.randint(0, 3))])
+            drafts.append(paths[0])
+            if len(paths) > 1:
+                self.trees[index] = paths[1:]
+        return drafts
+
+    def _path(self, seq: Seq) -> list[int]:
+        """Right up to some token, and any from there on."""
+        rng, sampler = self.rng, self.sampler
+        length = rng.choice((0, 1, 2, 3, 5, 9, 40))
+        right = rng.choice((0, 0, 1, 2, length))
+        owner = seq.owner
+        generated = len(seq.token_ids) - owner.num_prompt_tokens
+        path = []
+        for at in range(length):
+            state = FakeState(owner.request.params.seed or 0, seq.choice, [0] * (generated + at))
+            path.append(sampler.draw(state) if at < right else rng.randrange(sampler.vocab))
+        return path
+
+    def alternatives(self) -> dict[int, list[list[int]]]:
+        return self.trees

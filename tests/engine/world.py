@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
-from engine.drafting import Oracle
+from engine.drafting import Branching, Oracle
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
 from octavo.kv.prefix import chain_hash
@@ -54,6 +54,7 @@ class Setting:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_logits_rows: int | None = None
+    max_branches: int = 0
     enable_prefix_caching: bool = True
     vocab: int = 3
     hashes: int = 0  # how many different hashes there are, to force collisions; 0: all
@@ -82,7 +83,8 @@ class Setting:
             vocab=rng.choice((1, 2, 3, 60)),
             hashes=rng.choice((0, 0, 0, 5, 30, 200)),
             max_num_queued_reqs=rng.choice((None, None, 3)),
-            drafter=rng.choice((None, *Oracle.KINDS)),
+            max_branches=rng.choice((0, 1, 3, 20)),
+            drafter=rng.choice((None, "tree", "tree", *Oracle.KINDS)),
             num_drafts=rng.choice((None, 1, 2, 5, 20)),
         )
 
@@ -103,6 +105,7 @@ class World:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_logits_rows=setting.max_logits_rows,
+            max_branches=setting.max_branches,
             enable_prefix_caching=setting.enable_prefix_caching,
             max_num_queued_reqs=setting.max_num_queued_reqs,
             vocab=setting.vocab,
@@ -116,7 +119,8 @@ class World:
         self.executor.poison = POISON
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
-            self.engine.speculator = oracle.speculator = Speculator(
+            kind = Branching if setting.drafter == "tree" else Speculator
+            self.engine.speculator = oracle.speculator = kind(
                 oracle, VOCAB, setting.num_drafts, now=self.engine.clock.now
             )
         self.engine.observers.append(self)

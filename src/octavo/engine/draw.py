@@ -22,6 +22,26 @@ class Drawn(NamedTuple):
     scores: dict[PromptRows, list[TokenLogprobs] | str]  # or why there are none
 
 
+class _Logits:
+    """A step's rows of logits, of which so many are held at a time."""
+
+    def __init__(self, result: StepResult, total: int) -> None:
+        self.total = total
+        sliced = result.logits is not None and result.logits_from is not None
+        self.size = max(1, len(result.logits) if sliced else total)  # type: ignore[arg-type]
+        self._first = 0
+        self._held = result.logits
+        self._from = result.logits_from
+
+    def part(self, row: int) -> tuple[int, Float32 | None]:
+        """The rows held with ``row`` among them, and which is the first of them."""
+        first = row // self.size * self.size
+        if first != self._first:
+            assert self._from is not None
+            self._first, self._held = first, self._from(first)
+        return first, self._held
+
+
 def draw(
     sampler: Sampler, scheduled: Scheduled, states: Sequence[SamplerState], result: StepResult
 ) -> Drawn:
@@ -29,8 +49,9 @@ def draw(
     ``scheduled.prompt_rows``.
     """
     rows = scheduled.sample_rows
+    logits = _Logits(result, len(scheduled.batch.logits_rows))
     if scheduled.drafts is None:
-        sampled, scores = _sample(sampler, rows, states, scheduled, result)
+        sampled, scores = _sample(sampler, rows, states, scheduled, logits)
         runs = [[token] for token in sampled.token_ids]
         logprobs = None if sampled.logprobs is None else [[entry] for entry in sampled.logprobs]
         for index in sampled.errors:
@@ -43,8 +64,11 @@ def draw(
     sizes += [1] * (len(states) - len(sizes))
     spread = [row + at for row, size in zip(rows, sizes, strict=True) for at in range(size)]
     owners = [state for state, size in zip(states, sizes, strict=True) for _ in range(size)]
-    sampled, scores = _sample(sampler, spread, owners, scheduled, result)
-    return _verified(scheduled.drafts, states, sizes, sampled, scores)
+    sampled, scores = _sample(sampler, spread, owners, scheduled, logits)
+    drawn = _verified(scheduled.drafts, states, sizes, sampled, scores)
+    if scheduled.branches:
+        _follow(sampler, scheduled, states, logits, drawn)
+    return drawn
 
 
 def _verified(
@@ -76,32 +100,94 @@ def _verified(
     return Drawn(runs, None if sampled.logprobs is None else logprobs, errors, scores)
 
 
+def _follow(
+    sampler: Sampler,
+    scheduled: Scheduled,
+    states: Sequence[SamplerState],
+    logits: _Logits,
+    drawn: Drawn,
+) -> None:
+    """Where a run has left its draft and goes on as a branch does, draw on from the branch's rows:
+    they are those of decoding token by token, and the sampler's state is behind the run.
+
+    This holds whatever rule verified the draft. The token that took a rejected one's place was
+    drawn from the target's distribution or, under speculative sampling, from the residual
+    max(0, p - q), normalised; neither knows of branches. Miao et al. ("SpecInfer", 2024, multi-step
+    speculative sampling) then try one branch after another: each is accepted with the residual's
+    probability of its token over the branch's own of it, and otherwise taken out of the residual.
+    Branches are certain of their tokens, so the divisor is 1, and what is taken out is the token
+    itself: this is to draw from the residual once and to follow the branch that has the token, if
+    there is one. Behind it the target's own distribution counts again.
+    """
+    going = [index for index in scheduled.branches if drawn.runs[index]]
+    while True:
+        # Rows come in the order of branches, so the lowest part of the logits is done first.
+        heads = {index: head for index in going if (head := _head(scheduled, drawn, index))}
+        if not heads:
+            return
+        first, held = logits.part(min(row for row, _ in heads.values()))
+        going = [index for index, (row, _) in heads.items() if row >= first + logits.size]
+        spans = {
+            index: (row - first, guesses[: first + logits.size - row - 1])
+            for index, (row, guesses) in heads.items()
+            if row < first + logits.size
+        }
+        sampled = sampler.sample(
+            held,
+            [row + at for row, guesses in spans.values() for at in range(1 + len(guesses))],
+            [states[index] for index, (_, guesses) in spans.items() for _ in (None, *guesses)],
+        )
+        begin = 0
+        for index, (_, guesses) in spans.items():
+            end = begin + 1 + len(guesses)
+            tokens = sampled.token_ids[begin:end]
+            kept = replay(guesses, tokens)
+            states[index].rewind(len(tokens) - tokens.count(-1) - kept)
+            drawn.runs[index] += tokens[:kept]
+            if drawn.logprobs is not None:
+                given = sampled.logprobs
+                drawn.logprobs[index] += given[begin : begin + kept] if given else [None] * kept
+            if kept:
+                going.append(index)
+            begin = end
+
+
+def _head(scheduled: Scheduled, drawn: Drawn, index: int) -> tuple[int, list[int]] | None:
+    """The row of logits behind a run, in a branch that goes as the run does, and the guesses that
+    follow it there.
+    """
+    run = drawn.runs[index]
+    for branch in scheduled.branches[index]:
+        if branch.token_ids[: len(run)] == run:
+            return branch.row + len(run) - 1, branch.token_ids[len(run) :]
+    return None
+
+
 def _sample(
     sampler: Sampler,
     rows: Sequence[int],
     states: Sequence[SamplerState],
     scheduled: Scheduled,
-    result: StepResult,
+    logits: _Logits,
 ) -> tuple[Sampled, dict[PromptRows, list[TokenLogprobs] | str]]:
     """A draw from each of the rows by its state, and the prompts' scores."""
-    logits = result.logits
-    total = len(scheduled.batch.logits_rows)
     scores: dict[PromptRows, list[TokenLogprobs] | str] = {}
-    if logits is None or len(logits) == total or result.logits_from is None:
-        sampled = sampler.sample(logits, rows, states)
+    if logits.size >= logits.total:
+        _, held = logits.part(0)
+        sampled = sampler.sample(held, rows, states)
         for span in scheduled.prompt_rows:
-            _score(sampler, span, 0, total, logits, scores)
+            _score(sampler, span, 0, logits.total, held, scores)
         return sampled, scores
 
     token_ids = [-1] * len(rows)
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     errors: dict[int, str] = {}
-    first = 0
-    while True:
-        end = first + len(logits)
+    for begin in range(0, logits.total, logits.size):
+        first, held = logits.part(begin)
+        end = first + logits.size
         here = [index for index, row in enumerate(rows) if first <= row < end]
         part = sampler.sample(
-            logits, [rows[index] - first for index in here], [states[index] for index in here]
+            held, [rows[index] - first for index in here], [states[index] for index in here]
         )
         for at, index in enumerate(here):
             token_ids[index] = part.token_ids[at]
@@ -109,10 +195,7 @@ def _sample(
                 logprobs[index] = part.logprobs[at]
         errors |= {here[at]: why for at, why in part.errors.items()}
         for span in scheduled.prompt_rows:
-            _score(sampler, span, first, end, logits, scores)
-        if end == total:
-            break
-        first, logits = end, result.logits_from(end)
+            _score(sampler, span, first, end, held, scores)
     return Sampled(token_ids, logprobs if any(logprobs) else None, errors), scores
 
 

@@ -27,6 +27,7 @@ from octavo.schedule.request import (
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.speculate.speculator import Speculator
+from octavo.speculate.verify import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -357,7 +358,9 @@ class Engine:
                 text += output.text.finish()
                 reason = FinishReason.LENGTH
             if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
-                self._count_draft(record, scheduled.drafts[index], run)
+                branches = scheduled.branches.get(index, ())
+                guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]
+                self._count_draft(record, guesses, run)
             if reason is not None:
                 self._leave(seq, beyond)
                 if self.scheduler.finish(seq, reason):
@@ -379,18 +382,19 @@ class Engine:
             output.prompt_logprobs = None
         self._stats.generation_tokens += generated
 
-    def _count_draft(self, record: RequestRecord, draft: list[int], run: list[int]) -> None:
-        """A draft was checked; ``run`` is what became output."""
-        accepted = len(run) - (len(run) > len(draft) or run[-1] != draft[len(run) - 1])
+    def _count_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
+        """A draft and its alternatives were checked; ``run`` is what became output."""
+        accepted = max(agreement(guess, run) for guess in guesses)
+        drafted = sum(map(len, guesses))
         stats = self._stats
         stats.drafts += 1
-        stats.draft_tokens += len(draft)
+        stats.draft_tokens += drafted
         stats.accepted_tokens += accepted
         positions = stats.accepted_per_position
-        positions += [0] * (len(draft) - len(positions))
+        positions += [0] * (max(map(len, guesses)) - len(positions))
         for at in range(accepted):
             positions[at] += 1
-        record.draft_tokens += len(draft)
+        record.draft_tokens += drafted
         record.accepted_tokens += accepted
 
     def _leave(self, seq: Sequence, beyond: int = 0) -> None:

@@ -27,7 +27,7 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
-from octavo.speculate.speculator import Speculator
+from octavo.speculate.speculator import BRANCHES, Speculator
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
 
@@ -101,6 +101,11 @@ class EngineConfig:
         if speculation is None:
             return self.max_num_seqs
         return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + speculation.longest))
+
+    @property
+    def max_branches(self) -> int:
+        """Most guesses beside the drafts that a step checks."""
+        return 0 if self.speculation is None else BRANCHES
 
     def layout_of(self, model: ModelConfig) -> KvLayout:
         return KvLayout.of(model, self.block_size, KvDtype.of(self.kv_cache_dtype))
@@ -188,7 +193,8 @@ def plan_cache(
             f"{model.context_length} tokens"
         )
     # A model of windows only needs few blocks however long its context, but tables for all of it.
-    table_bytes = 4 * len(layout.groups) * config.max_num_seqs  # a block of a sequence
+    table_rows = config.max_num_seqs + config.max_branches
+    table_bytes = 4 * len(layout.groups) * table_rows  # a block of each
     table_room = max(left // 8, _TABLES_ALWAYS)
     longest_table = table_room // table_bytes * layout.block_size
     if config.max_model_len is not None and wanted > longest_table:
@@ -292,6 +298,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logits_rows=config.max_logits_rows,
+        max_branches=config.max_branches,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
@@ -304,7 +311,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         num_blocks=plan.num_blocks,
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
-        max_seqs=limits.max_num_seqs,
+        max_seqs=scheduler.kv.tables.shape[1],
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=config.threads,
         isa=config.isa,

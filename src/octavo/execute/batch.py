@@ -52,8 +52,8 @@ class StepResult(NamedTuple):
 
     None from the cost executor, which computes no numbers. A large vocabulary times many sequences
     is more memory than an executor may want to hold: then these are the first of the L rows only,
-    and ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is where
-    the rows before it ended. ``hidden`` [L, width] are the rows that all the logits are made of,
+    and ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is a
+    multiple of their number. ``hidden`` [L, width] are the rows that all the logits are made of,
     behind the last norm, from an executor that was asked to keep them; valid as long.
     """
 

@@ -2,7 +2,8 @@
 
 A sequence has a slot: its row in ``tables``. The cache knows nothing of requests; the scheduler
 tells it which positions it is about to write (`reserve`), and afterwards that they are written
-(`advance`).
+(`advance`). For the time of a step a slot may have branches, each a row of its own, in which it
+goes on otherwise (`branch`); of these the slot takes one over or none.
 """
 
 from __future__ import annotations
@@ -43,12 +44,21 @@ class Hit:
 NO_HIT = Hit((), 0)
 
 
+@dataclass(frozen=True, slots=True)
+class _Branch:
+    """The blocks before ``first`` are the slot's, those from there to ``end`` its own."""
+
+    slot: int
+    first: int
+    end: int
+
+
 class KvCache:
     """Block tables, pool and prefix index, kept consistent.
 
-    ``tables`` [groups, slots, blocks] int32 is updated in place; entry [g, slot, b] is the block
-    of positions b * block_size … in group g, -1 where nothing is allocated or where a window has
-    given the block back. ``num_tokens`` [slots] int32 counts the positions written.
+    ``tables`` [groups, slots + branches, blocks] int32 is updated in place; entry [g, slot, b] is
+    the block of positions b * block_size … in group g, -1 where nothing is allocated or where a
+    window has given the block back. ``num_tokens`` [slots] int32 counts the positions written.
 
     A block that several sequences refer to, or whose content is in the prefix index, is never
     written: `reserve` first copies it (``copies``, in order, before anything else in the step).
@@ -61,6 +71,7 @@ class KvCache:
         max_seqs: int,
         max_blocks_per_seq: int,
         *,
+        max_branches: int = 0,
         enable_prefix_caching: bool = True,
         hasher: Hash = chain_hash,
     ) -> None:
@@ -70,7 +81,7 @@ class KvCache:
         self.index = PrefixIndex(num_blocks, len(layout.groups), hasher)
         self.enable_prefix_caching = enable_prefix_caching
         self.tables: Int32 = np.full(
-            (len(layout.groups), max_seqs, max_blocks_per_seq), -1, dtype=np.int32
+            (len(layout.groups), max_seqs + max_branches, max_blocks_per_seq), -1, dtype=np.int32
         )
         self.num_tokens: Int32 = np.zeros(max_seqs, dtype=np.int32)
         self.num_blocks: Int32 = np.zeros(max_seqs, dtype=np.int32)  # allocated, given back or not
@@ -81,6 +92,8 @@ class KvCache:
         self._tip: list[Node | None] = [None] * max_seqs  # node of the last registered block
         self._registered = [0] * max_seqs  # blocks registered or taken from the index
         self._slots = list(range(max_seqs - 1, -1, -1))
+        self._rows = list(range(max_seqs + max_branches - 1, max_seqs - 1, -1))  # for branches
+        self._branches: dict[int, _Branch] = {}  # by row
 
     # Sizes
 
@@ -91,6 +104,10 @@ class KvCache:
     def peak_blocks(self, num_tokens: int) -> int:
         """Most blocks a sequence of ``num_tokens`` positions holds, written one by one."""
         return peak_blocks(self.layout, num_tokens)
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._branches)
 
     def held_blocks(self, slot: int) -> int:
         end = int(self.num_blocks[slot])
@@ -186,7 +203,11 @@ class KvCache:
         return child
 
     def close(self, slot: int) -> None:
-        """Give the slot and its blocks back; what is cached stays usable, its beginning longest."""
+        """Give the slot, its branches and blocks back; what is cached stays usable, its beginning
+        longest.
+        """
+        for row in [row for row, branch in self._branches.items() if branch.slot == slot]:
+            self._drop(row)
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
             for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
@@ -272,6 +293,57 @@ class KvCache:
         self.num_blocks[slot] = held
         self._leave_behind(slot, start)
 
+    # Branches, for the time of a step
+
+    def branch(self, slot: int, count: int) -> int | None:
+        """A row of ``tables`` in which the slot goes on otherwise, its next ``count`` positions
+        writable; None where rows or blocks do not suffice. The slot, whose next position is
+        reserved, stays as it is: what it has written so far both read, and of the block that it is
+        about to write the branch gets a copy.
+        """
+        size = self.block_size
+        start = int(self.num_tokens[slot])
+        first, end = start // size, -(-(start + count) // size)
+        groups = len(self._windows)
+        if not self._rows or (end - first) * groups > self.pool.num_free:
+            return None
+        row = self._rows.pop()
+        self.tables[:, row, :first] = self.tables[:, slot, :first]
+        for position in range(first, end):
+            for group in range(groups):
+                self.tables[group, row, position] = self._allocate()
+        if start % size:
+            sources, copies = self.tables[:, slot, first], self.tables[:, row, first]
+            self.copies += zip(sources.tolist(), copies.tolist(), strict=True)
+        self._branches[row] = _Branch(slot, first, end)
+        return row
+
+    def adopt(self, row: int) -> None:
+        """The branch's slot goes on as in the branch, which is no more."""
+        branch = self._branches.pop(row)
+        slot, first, end = branch.slot, branch.first, branch.end
+        for group in range(len(self._windows)):
+            for block in self.tables[group, slot, first : int(self.num_blocks[slot])].tolist():
+                self.pool.release(block, keep=self.index.holds(block))
+        self.tables[:, slot, first:] = self.tables[:, row, first:]
+        self.num_blocks[slot] = end
+        self._free_row(row, end)
+
+    def prune(self) -> None:
+        """Give all branches back."""
+        for row in [*self._branches]:
+            self._drop(row)
+
+    def _drop(self, row: int) -> None:
+        branch = self._branches.pop(row)
+        for block in self.tables[:, row, branch.first : branch.end].ravel().tolist():
+            self.pool.release(block, keep=False)
+        self._free_row(row, branch.end)
+
+    def _free_row(self, row: int, end: int) -> None:
+        self.tables[:, row, :end] = -1
+        self._rows.append(row)
+
     def register(self, slot: int, tokens: array[int]) -> None:
         """Enter the slot's newly filled blocks into the prefix index. ``tokens`` are the
         sequence's, at least those written.
@@ -352,7 +424,14 @@ class KvCache:
         """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
         self.pool.check()
         self.index.check()
-        blocks, counts = np.unique(self.tables[self.tables >= 0], return_counts=True)
+        held = [self.tables[:, : len(self.num_tokens)].ravel()]
+        for row, branch in self._branches.items():
+            held.append(self.tables[:, row, branch.first : branch.end].ravel())
+            beginning = self.tables[:, (row, branch.slot), : branch.first]
+            if (beginning[:, 0] != beginning[:, 1]).any():
+                raise RuntimeError("a branch has another beginning than its slot")
+        named = np.concatenate(held)
+        blocks, counts = np.unique(named[named >= 0], return_counts=True)
         refs = np.zeros(self.pool.num_blocks, dtype=np.int64)
         refs[blocks] = counts
         wrong = np.flatnonzero(refs != np.array(self.pool.refs))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,19 @@ class PromptRows(NamedTuple):
     size: int
 
 
+Branches = dict[int, list[tuple[int, list[int]]]]  # rows of the block tables, tokens guessed
+
+
+class Branch(NamedTuple):
+    """Another guess at a decoding sequence's next tokens than its draft: the sequence's last token
+    and these go through the model in a row of the block tables of their own.
+    """
+
+    slot: int  # the row of the block tables
+    token_ids: list[int]
+    row: int  # of the logits behind the first of them; behind the last token they are the draft's
+
+
 @dataclass(slots=True, eq=False)
 class Scheduled:
     """One step: the batch, and whom its logits are for. Valid until the next `schedule`."""
@@ -56,11 +70,32 @@ class Scheduled:
     drafts: list[list[int]] | None = None  # of each of the decodes; None: of nobody
     probabilities: list[Float32 | None] | None = None  # [draft's tokens or more, vocabulary], those
     # that each draft was drawn by; None: it was certain, or all were
+    branches: dict[int, list[Branch]] = field(default_factory=dict)  # by index of the decode
     stale: bool = False  # a sequence in it has ended since
 
     @property
     def sequences(self) -> list[Sequence]:
         return [*self.decodes, *(chunk.seq for chunk in self.chunks)]
+
+    def taken(self, index: int, run: Items[int]) -> Branch | None:
+        """In which branch a decode went on that drew ``run``; None: as in its draft."""
+        known = list(run[:-1])
+        if index not in self.branches:
+            return None
+        assert self.drafts is not None
+        if self.drafts[index][: len(known)] == known:
+            return None
+        for branch in self.branches[index]:
+            if branch.token_ids[: len(known)] == known:
+                return branch
+        raise ValueError(f"nothing in the step led to the run {run}")
+
+    def last_row(self, index: int, run: Items[int]) -> int:
+        """The row of logits that the last token of a decode's ``run`` was drawn from."""
+        branch = self.taken(index, run)
+        if branch is None:
+            return self.sample_rows[index] + len(run) - 1
+        return branch.row + len(run) - 2
 
 
 class BatchBuilder:
@@ -74,16 +109,23 @@ class BatchBuilder:
         self.decode_slots: Int32 = np.empty(0, dtype=np.int32)
         self._token_ids: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
         self._positions: Int32 = np.empty(config.max_num_batched_tokens, dtype=np.int32)
-        self._seq_slots: Int32 = np.empty(config.max_num_seqs, dtype=np.int32)
+        most_spans = config.max_num_seqs + config.max_branches
+        self._seq_slots: Int32 = np.empty(most_spans, dtype=np.int32)
         # 0, 1, 2, …: offsets, rows and positions are slices of it.
-        longest = max(config.max_num_batched_tokens, config.max_model_len, config.max_num_seqs)
+        longest = max(config.max_num_batched_tokens, config.max_model_len, most_spans)
         self._counting: Int32 = np.arange(longest + 1, dtype=np.int32)
         self._row_list = list(range(config.max_num_seqs))
 
     def build(
-        self, decodes: list[Sequence], chunks: list[Chunk], drafts: list[list[int]] | None = None
+        self,
+        decodes: list[Sequence],
+        chunks: list[Chunk],
+        drafts: list[list[int]] | None = None,
+        branches: Branches | None = None,
     ) -> Scheduled:
-        """``decodes`` are the sequences of ``decode_slots``, in that order; ``drafts`` theirs."""
+        """``decodes`` are the sequences of ``decode_slots``, in that order, ``drafts`` theirs, and
+        ``branches`` theirs by index.
+        """
         slots = self.decode_slots
         count = len(slots)
         if drafts is None:
@@ -93,12 +135,13 @@ class BatchBuilder:
         else:
             total, offsets, sample_rows = self._write_spans(decodes, drafts)
         samples = decodes[:]
-        if not chunks:
+        if not chunks and not branches:
             batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
             return Scheduled(batch, decodes[:], [], samples, sample_rows, [], drafts)
-        seq_slots = self._seq_slots[: count + len(chunks)]
+        spans = count + len(chunks) + sum(map(len, (branches or {}).values()))
+        seq_slots = self._seq_slots[:spans]
         seq_slots[:count] = slots
-        offsets = np.concatenate((offsets[: count + 1], self._counting[: len(chunks)]))
+        offsets = np.concatenate((offsets[: count + 1], self._counting[: spans - count]))
         rows = [self._counting[:total]]
         prompt_rows: list[PromptRows] = []
         num_rows = total
@@ -123,8 +166,29 @@ class BatchBuilder:
                 samples += drawing
                 sample_rows += [num_rows - 1] * len(drawing)
             total = end
+        # Last, so that they are in the last rows of logits, whichever part of them is held.
+        placed: dict[int, list[Branch]] = {}
+        span = count + len(chunks)
+        for index, guesses in (branches or {}).items():
+            seq = decodes[index]
+            start = int(self._kv.num_tokens[seq.slot])
+            placed[index] = []
+            for slot, token_ids in guesses:
+                size = 1 + len(token_ids)
+                end = total + size
+                self._token_ids[total:end] = [seq.token_ids[-1], *token_ids]
+                self._positions[total:end] = self._counting[start : start + size]
+                seq_slots[span] = slot
+                span += 1
+                offsets[span] = end
+                rows.append(self._counting[total + 1 : end])
+                placed[index].append(Branch(slot, token_ids, num_rows))
+                num_rows += size - 1
+                total = end
         batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
-        return Scheduled(batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts)
+        return Scheduled(
+            batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts, branches=placed
+        )
 
     def _write_spans(
         self, decodes: list[Sequence], drafts: list[list[int]]

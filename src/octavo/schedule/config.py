@@ -13,6 +13,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # most sequences in a batch
     max_num_batched_tokens: int = 512  # most tokens in a step
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
+    max_branches: int = 0  # most guesses beside the drafts that a step checks
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
     max_num_queued_tokens: int | None = None  # prompt tokens waiting
@@ -21,6 +22,8 @@ class SchedulerConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")
+        if self.max_branches < 0:
+            raise ValueError(f"max_branches is {self.max_branches}, below 0")
         for name in ("max_num_queued_reqs", "max_num_queued_tokens"):
             bound = getattr(self, name)
             if bound is not None and bound < 1:

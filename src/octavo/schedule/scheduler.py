@@ -22,7 +22,7 @@ from octavo.kv.cache import NO_HIT, Hit, KvCache
 from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission
-from octavo.schedule.batching import BatchBuilder, Chunk, Scheduled
+from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
@@ -37,6 +37,13 @@ class Proposer(Protocol):
         """Drafts for each of the sequences, an empty list for those that get none. Must not raise.
 
         The step has ``num_tokens`` tokens without drafts, and ``room`` for so many more in all.
+        """
+        ...
+
+    def alternatives(self) -> dict[int, list[list[int]]]:
+        """Beside the drafts just proposed: other guesses at the same tokens, by the index of their
+        sequence, to be checked in the same pass as far as there is room; the most promising first.
+        Each costs its tokens and one more. Must not raise.
         """
         ...
 
@@ -58,6 +65,7 @@ class Scheduler:
             num_blocks,
             config.max_num_seqs,
             -(-config.max_model_len // layout.block_size),
+            max_branches=config.max_branches,
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
@@ -137,13 +145,16 @@ class Scheduler:
             return None
         self._update_decode_slots()
         drafts: list[list[int]] | None = None
+        branches: Branches = {}
         room = min(budget, rows)
         # Whoever is to show that it is not at fault does so without drafts.
         if proposer is not None and self.decoding and room > 0 and not self._suspects:
             num_tokens = self.config.max_num_batched_tokens - budget
             drafts = proposer.propose(self.decoding, num_tokens, room)
             drafts = self._fit(drafts, room) if any(drafts) else None
-        self._scheduled = self._builder.build(self.decoding, chunks, drafts)
+            if drafts is not None:
+                branches = self._branch(proposer.alternatives(), drafts, room)
+        self._scheduled = self._builder.build(self.decoding, chunks, drafts, branches)
         return self._scheduled
 
     def _fit(self, drafts: list[list[int]], room: int) -> list[list[int]] | None:
@@ -164,6 +175,27 @@ class Scheduler:
             fitted.append(draft[:count])
             room -= count
         return fitted if room < before else None
+
+    def _branch(
+        self, alternatives: dict[int, list[list[int]]], drafts: list[list[int]], room: int
+    ) -> Branches:
+        """Rows of the block tables for as many of the alternatives as still have room beside the
+        drafts, cut as those are. A sequence without a draft has none.
+        """
+        left = room - sum(map(len, drafts))
+        branches: Branches = {}
+        for index, guesses in alternatives.items():
+            seq = self.decoding[index]
+            for guess in guesses:
+                count = min(len(guess), left - 1, seq.num_to_come - 1)
+                if count < 1 or not drafts[index]:
+                    break
+                row = self.kv.branch(seq.slot, 1 + count)
+                if row is None:
+                    return branches
+                branches.setdefault(index, []).append((row, guess[:count]))
+                left -= 1 + count
+        return branches
 
     def _grow_decodes(self) -> None:
         """A slot in the cache for the next token of every decoding sequence."""
@@ -334,6 +366,12 @@ class Scheduler:
         """
         self._scheduled = None
         kv = self.kv
+        for index in scheduled.branches:
+            if scheduled.decodes[index].slot >= 0 and (
+                branch := scheduled.taken(index, runs[index])
+            ):
+                kv.adopt(branch.slot)
+        kv.prune()
         decodes, drafts = scheduled.decodes, scheduled.drafts
         slots = self._builder.decode_slots
         drawn = runs[: len(decodes)]
@@ -439,6 +477,8 @@ class Scheduler:
     def check_idle(self) -> None:
         """With no request left nothing may be held; `RuntimeError` otherwise. Costs nothing."""
         kv = self.kv
+        if kv.num_branches:
+            raise RuntimeError("a branch has outlived its step")
         if self.has_work() or kv.pool.num_used or kv.num_free_slots != self.config.max_num_seqs:
             raise RuntimeError(
                 f"no request is left, but {kv.pool.num_used} of {kv.pool.num_blocks} blocks and "
@@ -448,6 +488,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Cache, queue and running sequences agree; `RuntimeError` otherwise."""
         self.kv.check()
+        if self.kv.num_branches:
+            raise RuntimeError("a branch has outlived its step")
         running = self.decoding + self.prefilling
         slots = {seq.slot for seq in running}
         if len(slots) != len(running) or -1 in slots:

@@ -23,6 +23,7 @@ from octavo.speculate.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
+BRANCHES = 16  # most alternatives that a step checks
 _IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
 _SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
 _LONGEST_REST = 32  # steps
@@ -240,6 +241,10 @@ class Speculator:
         """
         each = [self.draft_of(seq).probabilities for seq in decodes]
         return each if any(one is not None for one in each) else None
+
+    def alternatives(self) -> dict[int, list[list[int]]]:
+        """As `Proposer` says."""
+        return {}
 
     def learn(
         self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]], seconds: float

@@ -18,3 +18,11 @@ def replay(draft: Sequence[int], drawn: Sequence[int]) -> int:
         if token != guess:
             return count if token < 0 else count + 1
     return len(drawn) if drawn[-1] >= 0 else len(drawn) - 1
+
+
+def agreement(guess: Sequence[int], run: Sequence[int]) -> int:
+    """How many tokens ``guess`` and ``run`` have in common from the first on."""
+    for count, (one, other) in enumerate(zip(guess, run, strict=False)):
+        if one != other:
+            return count
+    return min(len(guess), len(run))

@@ -21,9 +21,9 @@ struct RowKernels {
     void (*add_scaled)(const float *x, float scale, float *out, int64_t n);
     // x *= scale.
     void (*scale)(float *x, float scale, int64_t n);
-    // out = silu(gate) * up; out may be either.
+    // out = silu(gate) * up (null: 1); out may be either.
     void (*silu)(const float *gate, const float *up, float *out, int64_t n);
-    // out = gelu(gate) * up with the tanh approximation; out may be either.
+    // out = gelu(gate) * up (null: 1) with the tanh approximation; out may be either.
     void (*gelu_tanh)(const float *gate, const float *up, float *out, int64_t n);
     // x = cap * tanh(x / cap).
     void (*softcap)(float *x, float cap, int64_t n);

@@ -16,12 +16,11 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 } // namespace
 
-PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config)
-    : tier_(tier), config_(config), group_heads_(config.num_heads / config.num_kv_heads),
-      head_bytes_(config.head_bytes()),
+PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config, int threads)
+    : tier_(tier), config_(config), threads_(threads),
+      group_heads_(config.num_heads / config.num_kv_heads), head_bytes_(config.head_bytes()),
       tile_tokens_(std::max<int64_t>(1, kTileRows / group_heads_)),
-      least_items_(config.threads > 1 ? config.threads * kItemsAThread : 0),
-      plans_(config.windows.size()) {
+      least_items_(threads > 1 ? threads * kItemsAThread : 0), plans_(config.windows.size()) {
     const int64_t tiles = config.max_tokens / tile_tokens_ + config.max_seqs;
     // What is split has more than a least_items_-th of all chunks, so there are fewer of them.
     const int64_t heads = tiles * config.num_kv_heads;
@@ -32,7 +31,7 @@ PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config)
     shape.head_dim = config.head_dim;
     const int64_t rows = tile_tokens_ * group_heads_;
     thread_floats_ = ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16;
-    thread_space_ = Memory(size_t(thread_floats_ * config.threads) * sizeof(float));
+    thread_space_ = Memory(size_t(thread_floats_ * threads) * sizeof(float));
     slots_ = Memory(size_t(split * chunks * shape.state_floats(group_heads_)) * sizeof(float));
     done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(heads));
     tiles_.reserve(size_t(tiles));
@@ -105,7 +104,7 @@ void PagedAttention::plan(const StepBatch &batch) {
 
 Job PagedAttention::job(int64_t group) const {
     const int64_t items = plans_[size_t(group)].first_item.back();
-    return Job{items, std::max<int64_t>(1, items / (config_.threads * kItemsAThread))};
+    return Job{items, std::max<int64_t>(1, items / (threads_ * kItemsAThread))};
 }
 
 PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, int64_t tile) const {

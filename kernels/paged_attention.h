@@ -26,7 +26,7 @@ class PagedAttention {
         float softcap; // 0: none
     };
 
-    PagedAttention(const Tier &tier, const RuntimeConfig &config);
+    PagedAttention(const Tier &tier, const RuntimeConfig &config, int threads);
 
     // Cuts the batch, which must stay as it is until the next plan.
     void plan(const StepBatch &batch);
@@ -68,6 +68,7 @@ class PagedAttention {
 
     const Tier &tier_;
     const RuntimeConfig &config_;
+    const int threads_;
     const int64_t group_heads_; // query heads of a KV head
     const int64_t head_bytes_;  // of a block: keys and values of one head
     const int64_t tile_tokens_;

@@ -104,16 +104,19 @@ void check_zeros(Format format, const std::byte *data, int64_t n, int64_t k, int
                         format == Format::I3 ? 8 : 16);
 }
 
-Runtime::Runtime(const Tier &tier, const RuntimeConfig &config)
+Runtime::Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool)
     : tier_(tier), config_(checked(config)), block_bytes_(config.block_bytes()),
-      shared_pool_(std::make_shared<ThreadPool>(config.threads)), pool_(*shared_pool_),
-      ordered_(size_t(config.threads)), shared_rows_(kChunkRows * config.threads),
+      shared_pool_(std::move(pool)), pool_(*shared_pool_), ordered_(size_t(pool_.size())),
+      shared_rows_(kChunkRows * pool_.size()),
       logits_(size_t(config.logits_slice * config.vocab_size) * sizeof(float)),
-      arena_(size_t(config.num_blocks) * size_t(block_bytes_)), attention_(tier, config_),
-      token_seqs_(size_t(config.max_tokens)), slot_seen_(size_t(config.max_seqs)) {}
+      arena_(size_t(config.num_blocks) * size_t(block_bytes_)),
+      attention_(tier, config_, pool_.size()), token_seqs_(size_t(config.max_tokens)),
+      slot_seen_(size_t(config.max_seqs)) {}
 
 size_t Runtime::weight_bytes() const {
-    size_t total = weights_.size();
+    size_t total = 0;
+    for (const Memory &arena : weights_)
+        total += arena.size();
     for (const auto &vector : vectors_)
         total += vector.size() * sizeof(float);
     return total;
@@ -122,7 +125,7 @@ size_t Runtime::weight_bytes() const {
 // Building
 
 void Runtime::allocate_weights(size_t bytes) {
-    weights_ = Memory(bytes);
+    weights_.emplace_back(bytes);
     weights_used_ = 0;
 }
 
@@ -137,9 +140,9 @@ int64_t Runtime::add_matrix(Format format, int64_t n, int64_t k, int64_t group) 
     }
     check_group(format, group);
     const size_t packed = aligned(tier_.linear.packed_bytes(format, n, k, group));
-    if (packed > weights_.size() - weights_used_)
+    if (weights_.empty() || packed > weights_.back().size() - weights_used_)
         refuse("packed weights exceed their arena");
-    matrices_.push_back(PackedMatrix{format, n, k, group, weights_.data() + weights_used_});
+    matrices_.push_back(PackedMatrix{format, n, k, group, weights_.back().data() + weights_used_});
     weights_used_ += packed;
     return int64_t(matrices_.size()) - 1;
 }
@@ -159,8 +162,9 @@ void Runtime::pack_rows(int64_t matrix, int64_t first, int64_t last, const std::
                text(needed));
     }
     check_zeros(format, data, last - first, k, group);
-    std::byte *to = weights_.data() + (packed - weights_.data()) +
-                    tier_.linear.packed_bytes(format, first, k, group);
+    // It lies in an arena of ours, and nothing runs meanwhile.
+    std::byte *to =
+        const_cast<std::byte *>(packed) + tier_.linear.packed_bytes(format, first, k, group);
     const Job job{column_blocks(last - first), 4};
     pool_.run(&job, 1, [&](int64_t, int, int64_t begin, int64_t end) {
         tier_.linear.pack(format, data, last - first, k, group, to, begin, end);
@@ -179,6 +183,14 @@ int64_t Runtime::add_order(std::vector<int32_t> order) {
 int64_t Runtime::add_vector(std::vector<float> values) {
     vectors_.push_back(std::move(values));
     return int64_t(vectors_.size()) - 1;
+}
+
+int64_t Runtime::scale_vector(int64_t vector, float factor) {
+    check_range("vector", vector, 0, int64_t(vectors_.size()) - 1);
+    std::vector<float> scaled = vectors_[size_t(vector)];
+    for (float &value : scaled)
+        value *= factor;
+    return add_vector(std::move(scaled));
 }
 
 int64_t Runtime::add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
@@ -215,10 +227,12 @@ void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
     check_range("local activation bytes", local_row_bytes, 0, int64_t(1) << 30);
     if (row_bytes % 64 != 0 || local_row_bytes % 64 != 0)
         refuse("activation rows are not whole cache lines");
-    row_bytes_ = row_bytes;
-    local_row_bytes_ = local_row_bytes;
-    activations_ = Memory(size_t(row_bytes * config_.max_tokens));
-    local_activations_ = Memory(size_t(local_row_bytes * shared_rows_));
+    if (row_bytes > row_bytes_)
+        activations_ = Memory(size_t(row_bytes * config_.max_tokens));
+    if (local_row_bytes > local_row_bytes_)
+        local_activations_ = Memory(size_t(local_row_bytes * shared_rows_));
+    row_bytes_ = std::max(row_bytes, row_bytes_);
+    local_row_bytes_ = std::max(local_row_bytes, local_row_bytes_);
 }
 
 void Runtime::check_value(const Value &value, int64_t width, const char *what) const {
@@ -327,7 +341,30 @@ void Runtime::check_experts(ExpertsRegion &region) const {
     }
 }
 
-void Runtime::add_region(Region region) {
+int64_t Runtime::add_program(std::vector<Region> regions) {
+    Program program{std::move(regions)};
+    for (Region &region : program.regions)
+        check_region(region, program);
+    if (program.outputs == 0)
+        refuse("a program without logits");
+    const size_t count = program.regions.size();
+    programs_.push_back(std::move(program));
+    if (program_ == nullptr)
+        program_ = &programs_.front();
+    jobs_.reserve(count + 1);
+    spans_.reserve(count + 1);
+    job_ends_.resize(std::max(job_ends_.size(), count + 1));
+    chunk_seconds_.resize(std::max(chunk_seconds_.size(), count * size_t(pool_.size())));
+    return int64_t(programs_.size()) - 1;
+}
+
+size_t Runtime::checked_program(int64_t index) const {
+    check_range("program", index, 0, int64_t(programs_.size()) - 1);
+    return size_t(index);
+}
+
+// Whether a region is in order, and what it says of its program.
+void Runtime::check_region(Region &region, Program &program) {
     const bool selected = region.selected;
     const auto value = [&](const Value &v, int64_t width, const char *what) {
         check_value(v, width, what);
@@ -339,6 +376,12 @@ void Runtime::add_region(Region region) {
             const PackedMatrix &matrix = matrices_[size_t(step.matrix)];
             check_range("embedding rows", matrix.n, config_.vocab_size, config_.vocab_size);
             value(step.out, matrix.k, "embedding");
+            program.embeds = true;
+        } else if constexpr (std::is_same_v<Step, InputStep>) {
+            value(step.out, step.width, "input");
+            if (selected || (program.input_width > 0 && program.input_width != step.width))
+                refuse("an input of selected rows only, or of several widths");
+            program.input_width = step.width;
         } else if constexpr (std::is_same_v<Step, NormStep>) {
             value(step.x, step.width, "norm input");
             value(step.out, step.width, "norm output");
@@ -354,6 +397,9 @@ void Runtime::add_region(Region region) {
             value(step.gate, step.width, "gate");
             value(step.up, step.width, "up");
             value(step.out, step.width, "gated output");
+        } else if constexpr (std::is_same_v<Step, ActivateStep>) {
+            value(step.x, step.width, "activation's input");
+            value(step.out, step.width, "activation's output");
         } else if constexpr (std::is_same_v<Step, PrepareStep>) {
             value(step.x, step.k, "linear input");
             check_prepared(step.out, Format(step.format), step.k);
@@ -361,6 +407,7 @@ void Runtime::add_region(Region region) {
         } else if constexpr (std::is_same_v<Step, AngleStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
             value(step.out, 2 * ropes_[size_t(step.rope)].dim, "angles");
+            program.cached = true;
         } else if constexpr (std::is_same_v<Step, RopeStoreStep>) {
             check_range("rope", step.rope, 0, int64_t(ropes_.size()) - 1);
             check_layer(step.group, step.layer);
@@ -368,8 +415,16 @@ void Runtime::add_region(Region region) {
             value(step.k, config_.num_kv_heads * config_.head_dim, "k");
             value(step.v, config_.num_kv_heads * config_.head_dim, "v");
             value(step.angles, 2 * ropes_[size_t(step.rope)].dim, "angles");
+            program.cached = true;
             if (selected)
                 refuse("keys of selected rows only");
+        } else if constexpr (std::is_same_v<Step, KeepStep>) {
+            value(step.x, step.width, "kept rows");
+            if (!selected || (hidden_width_ > 0 && hidden_width_ != step.width))
+                refuse("keeping all rows, or rows of several widths");
+            if (hidden_width_ == 0)
+                hidden_ = Memory(size_t(config_.max_logits_rows * step.width) * sizeof(float));
+            hidden_width_ = step.width;
         } else if constexpr (std::is_same_v<Step, RouteStep>) {
             check_routing(step.routing);
             value(step.logits, routings_[size_t(step.routing)].experts(), "router's logits");
@@ -411,12 +466,16 @@ void Runtime::add_region(Region region) {
         check_layer(attention->layer.group, attention->layer.index);
         value(attention->q, config_.num_heads * config_.head_dim, "q");
         value(attention->out, config_.num_heads * config_.head_dim, "attention output");
+        program.cached = true;
         if (selected || attention->q.local || attention->out.local)
             refuse("attention of selected rows only, or of a thread's");
     } else if (const auto *logits = std::get_if<LogitsRegion>(&region.work)) {
         check_matrix(logits->matrix);
         const PackedMatrix &matrix = matrices_[size_t(logits->matrix)];
-        check_range("logits matrix rows", matrix.n, config_.vocab_size, config_.vocab_size);
+        check_range("logits matrix rows", matrix.n, 1, config_.vocab_size);
+        if (program.outputs > 0)
+            refuse("logits twice");
+        program.outputs = matrix.n;
         check_prepared(logits->activations, matrix.format, matrix.k);
         if (!selected || logits->activations.local)
             refuse("logits of all rows, or of a thread's");
@@ -429,26 +488,20 @@ void Runtime::add_region(Region region) {
     } else if (auto *experts = std::get_if<ExpertsRegion>(&region.work)) {
         check_experts(*experts);
     }
-    regions_.push_back(std::move(region));
-    jobs_.reserve(regions_.size() + 1);
-    spans_.reserve(regions_.size() + 1);
-    job_ends_.resize(regions_.size() + 1);
-    chunk_seconds_.resize(regions_.size() * size_t(pool_.size()));
 }
 
 void Runtime::reset_profile() {
-    for (Region &region : regions_)
-        region.seconds = 0.0;
+    for (Program &program : programs_)
+        for (Region &region : program.regions)
+            region.seconds = 0.0;
 }
 
 // A step
 
-void Runtime::validate(const StepBatch &batch) const {
+void Runtime::validate(const StepBatch &batch, const Program &program) const {
     check_range("number of tokens", batch.tokens, 0, config_.max_tokens);
-    check_range("number of sequences", batch.seqs, 0, config_.max_seqs);
     check_range("number of logits rows", batch.logits, 0, config_.max_logits_rows);
-    const int64_t positions = config_.max_blocks_per_seq * config_.block_size;
-    for (int64_t t = 0; t < batch.tokens; ++t) {
+    for (int64_t t = 0; program.embeds && t < batch.tokens; ++t) {
         if (batch.token_ids[t] < 0 || batch.token_ids[t] >= config_.vocab_size) {
             refuse("token " + text(t) + " has id " + text(batch.token_ids[t]) +
                    ", outside a vocabulary of " + text(config_.vocab_size));
@@ -464,6 +517,13 @@ void Runtime::validate(const StepBatch &batch) const {
     for (int64_t i = 0; i < 2 * batch.num_copies; ++i) {
         check_range("copied block", batch.copies[i], 0, config_.num_blocks - 1);
     }
+    if (program.cached)
+        validate_sequences(batch);
+}
+
+void Runtime::validate_sequences(const StepBatch &batch) const {
+    check_range("number of sequences", batch.seqs, 0, config_.max_seqs);
+    const int64_t positions = config_.max_blocks_per_seq * config_.block_size;
     if (batch.seq_offsets[0] != 0 || batch.seq_offsets[batch.seqs] != batch.tokens) {
         refuse("seq_offsets run from " + text(batch.seq_offsets[0]) + " to " +
                text(batch.seq_offsets[batch.seqs]) + ", not over " + text(batch.tokens) +
@@ -515,15 +575,19 @@ void Runtime::validate(const StepBatch &batch) const {
         refuse("slot " + text(twice) + " is in the batch twice");
 }
 
-void Runtime::step(const StepBatch &batch) {
-    validate(batch);
+void Runtime::step(const StepBatch &batch, int64_t program) {
+    Program &running = programs_[checked_program(program)];
+    validate(batch, running);
+    program_ = &running;
     batch_ = batch;
     first_logits_ = 0;
-    for (int64_t s = 0; s < batch_.seqs; ++s) {
-        std::fill(token_seqs_.begin() + batch_.seq_offsets[s],
-                  token_seqs_.begin() + batch_.seq_offsets[s + 1], int32_t(s));
+    if (running.cached) {
+        for (int64_t s = 0; s < batch_.seqs; ++s) {
+            std::fill(token_seqs_.begin() + batch_.seq_offsets[s],
+                      token_seqs_.begin() + batch_.seq_offsets[s + 1], int32_t(s));
+        }
+        attention_.plan(batch_);
     }
-    attention_.plan(batch_);
     plan_jobs();
     const ThreadPool::Time start =
         profiling_ ? std::chrono::steady_clock::now() : ThreadPool::Time{};
@@ -533,7 +597,7 @@ void Runtime::step(const StepBatch &batch) {
             return copy_blocks(begin, end);
         if (!span.chunked)
             return run_items(span.first, thread, begin, end);
-        const int64_t rows = row_count(regions_[span.first].selected);
+        const int64_t rows = row_count(program_->regions[span.first].selected);
         std::byte *local = local_activations_.data() + thread * kChunkRows * local_row_bytes_;
         for (int64_t row = begin * kPanel; row < end * kPanel; row += kChunkRows) {
             const int64_t last = std::min({rows, end * kPanel, row + kChunkRows});
@@ -551,7 +615,7 @@ void Runtime::compute_logits(int64_t first) {
     if (first % kPanel != 0)
         refuse("row of logits " + text(first) + " is not the first of a panel of " + text(kPanel));
     first_logits_ = first;
-    for (Region &region : regions_) {
+    for (Region &region : program_->regions) {
         const auto *logits = std::get_if<LogitsRegion>(&region.work);
         if (logits == nullptr)
             continue;
@@ -571,10 +635,11 @@ void Runtime::compute_logits(int64_t first) {
 // Adds the times of the jobs to their regions'. Regions done without meeting share their job's time
 // in proportion to what they took on all threads together.
 void Runtime::account(ThreadPool::Time before) {
+    std::vector<Region> &regions = program_->regions;
     const auto of_all_threads = [&](size_t index) {
         double seconds = 0.0;
-        for (size_t at = index; at < chunk_seconds_.size(); at += regions_.size())
-            seconds += chunk_seconds_[at];
+        for (int thread = 0; thread < pool_.size(); ++thread)
+            seconds += chunk_seconds_[size_t(thread) * regions.size() + index];
         return seconds;
     };
     for (size_t job = 0; job < jobs_.size(); ++job) {
@@ -585,34 +650,36 @@ void Runtime::account(ThreadPool::Time before) {
         for (size_t i = span.first; i < span.last; ++i)
             total += of_all_threads(i);
         for (size_t i = span.first; i < span.last; ++i)
-            regions_[i].seconds += span.chunked ? seconds * of_all_threads(i) / total : seconds;
+            regions[i].seconds += span.chunked ? seconds * of_all_threads(i) / total : seconds;
     }
     std::fill(chunk_seconds_.begin(), chunk_seconds_.end(), 0.0);
 }
 
 bool Runtime::is_row_wise(size_t region) const {
-    const auto &work = regions_[region].work;
+    const auto &work = program_->regions[region].work;
     return std::holds_alternative<RowsRegion>(work) || std::holds_alternative<LinearRegion>(work);
 }
 
 Job Runtime::job_of(size_t index, int64_t rows) const {
-    return std::visit([&](const auto &each) { return job_of(each, rows); }, regions_[index].work);
+    return std::visit([&](const auto &each) { return job_of(each, rows); },
+                      program_->regions[index].work);
 }
 
 void Runtime::plan_jobs() {
+    const std::vector<Region> &regions = program_->regions;
     jobs_.clear();
     spans_.clear();
     if (batch_.num_copies > 0) {
         jobs_.push_back(Job{block_bytes_, std::max<int64_t>(64, block_bytes_ / 32 / 64 * 64)});
         spans_.push_back(Span{0, 0, false});
     }
-    for (size_t i = 0; i < regions_.size();) {
-        const bool selected = regions_[i].selected;
+    for (size_t i = 0; i < regions.size();) {
+        const bool selected = regions[i].selected;
         const int64_t rows = row_count(selected);
         Span span{i, i + 1, rows > shared_rows_ && is_row_wise(i)};
         Job job{(rows + kPanel - 1) / kPanel, kChunkRows / kPanel};
         if (span.chunked) {
-            while (span.last < regions_.size() && regions_[span.last].selected == selected &&
+            while (span.last < regions.size() && regions[span.last].selected == selected &&
                    is_row_wise(span.last))
                 ++span.last;
         } else if (rows > 0) {
@@ -628,7 +695,7 @@ void Runtime::plan_jobs() {
 
 // All threads share a region.
 void Runtime::run_items(size_t index, int thread, int64_t begin, int64_t end) {
-    const Region &region = regions_[index];
+    const Region &region = program_->regions[index];
     const Scope scope{0, row_count(region.selected), local_activations_.data(), shared_rows_,
                       ordered_[size_t(thread)].data()};
     if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
@@ -654,7 +721,7 @@ void Runtime::run_chunk(const Span &span, int thread, const Scope &scope) {
     if (profiling_)
         before = std::chrono::steady_clock::now();
     for (size_t i = span.first; i < span.last; ++i) {
-        const Region &region = regions_[i];
+        const Region &region = program_->regions[i];
         if (const auto *rows = std::get_if<RowsRegion>(&region.work)) {
             run(*rows, scope, scope.begin, scope.end);
         } else {
@@ -664,7 +731,7 @@ void Runtime::run_chunk(const Span &span, int thread, const Scope &scope) {
         if (!profiling_)
             continue;
         const ThreadPool::Time now = std::chrono::steady_clock::now();
-        chunk_seconds_[size_t(thread) * regions_.size() + i] +=
+        chunk_seconds_[size_t(thread) * program_->regions.size() + i] +=
             std::chrono::duration<double>(now - before).count();
         before = now;
     }
@@ -709,6 +776,11 @@ void Runtime::run(const EmbedStep &step, int64_t row, const Scope &scope) {
         tier_.row.scale(out, step.scale, matrix.k);
 }
 
+void Runtime::run(const InputStep &step, int64_t row, const Scope &scope) {
+    std::memcpy(row_of(step.out, row, scope), batch_.rows + row * step.width,
+                size_t(step.width) * sizeof(float));
+}
+
 void Runtime::run(const NormStep &step, int64_t row, const Scope &scope) {
     const float *weight = vectors_[size_t(step.weight)].data();
     const float *x = row_of(step.x, row, scope);
@@ -727,6 +799,11 @@ void Runtime::run(const GateStep &step, int64_t row, const Scope &scope) {
     const auto gate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
     gate(row_of(step.gate, row, scope), row_of(step.up, row, scope), row_of(step.out, row, scope),
          step.width);
+}
+
+void Runtime::run(const ActivateStep &step, int64_t row, const Scope &scope) {
+    const auto activate = step.gelu ? tier_.row.gelu_tanh : tier_.row.silu;
+    activate(row_of(step.x, row, scope), nullptr, row_of(step.out, row, scope), step.width);
 }
 
 void Runtime::run(const PrepareStep &step, int64_t row, const Scope &scope) {
@@ -802,6 +879,11 @@ void Runtime::run(const GatherStep &step, int64_t row, const Scope &scope) {
                 size_t(step.width) * sizeof(float));
 }
 
+void Runtime::run(const KeepStep &step, int64_t row, const Scope &scope) {
+    std::memcpy(hidden() + row * step.width, row_of(step.x, row, scope),
+                size_t(step.width) * sizeof(float));
+}
+
 // Linear layers
 
 Job Runtime::job_of(const LinearRegion &region, int64_t) const {
@@ -845,14 +927,12 @@ void Runtime::run(const LogitsRegion &region, int64_t begin, int64_t end) {
     const std::byte *activations = activations_.data() +
                                    region.activations.offset * config_.max_tokens +
                                    first_logits_ * int64_t(row_bytes(matrix));
-    tier_.linear.matmul(matrix, activations, rows, 0, rows, begin, end, logits(),
-                        config_.vocab_size, false);
+    tier_.linear.matmul(matrix, activations, rows, 0, rows, begin, end, logits(), matrix.n, false);
     if (region.softcap == 0.0f)
         return;
     const int64_t width = std::min(matrix.n, end * kColumns) - begin * kColumns;
     for (int64_t row = 0; row < rows; ++row) {
-        tier_.row.softcap(logits() + row * config_.vocab_size + begin * kColumns, region.softcap,
-                          width);
+        tier_.row.softcap(logits() + row * matrix.n + begin * kColumns, region.softcap, width);
     }
 }
 

@@ -1,9 +1,10 @@
 // A model's step on packed weights and a paged KV cache: the ops of a lowered Program, run over a
-// batch by a thread pool, in one call.
+// batch by a thread pool, in one call. Further Programs may share weights, cache and threads.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
+#include <deque>
 #include <string>
 #include <variant>
 #include <vector>
@@ -17,7 +18,6 @@
 namespace octavo {
 
 struct RuntimeConfig {
-    int threads;
     int64_t max_tokens;
     int64_t max_logits_rows;
     int64_t logits_slice; // rows whose logits are held at a time: whole panels, or all
@@ -59,6 +59,11 @@ struct EmbedStep {
     Value out;
     float scale;
 };
+// Takes over the row that the batch brings.
+struct InputStep {
+    Value out;
+    int64_t width;
+};
 struct NormStep {
     Value x;
     int64_t weight;
@@ -73,6 +78,11 @@ struct AddStep {
 };
 struct GateStep {
     Value gate, up, out;
+    int64_t width;
+    bool gelu;
+};
+struct ActivateStep {
+    Value x, out;
     int64_t width;
     bool gelu;
 };
@@ -99,6 +109,11 @@ struct RopeStoreStep {
 // Row r of out = row logits_rows[r] of x.
 struct GatherStep {
     Value x, out;
+    int64_t width;
+};
+// Puts a row by for the caller (hidden()).
+struct KeepStep {
+    Value x;
     int64_t width;
 };
 // Chooses the row's experts by its logits.
@@ -132,9 +147,9 @@ struct CombineStep {
     Value out;
     int64_t width;
 };
-using RowStep =
-    std::variant<EmbedStep, NormStep, AddStep, GateStep, PrepareStep, AngleStep, RopeStoreStep,
-                 GatherStep, RouteStep, SpreadStep, PrepareEachStep, CombineStep>;
+using RowStep = std::variant<EmbedStep, InputStep, NormStep, AddStep, GateStep, ActivateStep,
+                             PrepareStep, AngleStep, RopeStoreStep, GatherStep, KeepStep, RouteStep,
+                             SpreadStep, PrepareEachStep, CombineStep>;
 
 // Regions: each begins when the one before is done.
 struct RowsRegion {
@@ -190,9 +205,19 @@ struct Region {
     double seconds = 0.0;
 };
 
+// Regions that run one after the other.
+struct Program {
+    std::vector<Region> regions;
+    bool embeds = false;     // its tokens have ids
+    bool cached = false;     // … and are of sequences, which have a place in the KV cache
+    int64_t input_width = 0; // its tokens bring rows of this width; 0: none
+    int64_t outputs = 0;     // logits a row
+};
+
 // One step's arrays (execute/batch.py); nothing is trusted.
 struct StepBatch {
     const int32_t *token_ids;
+    const float *rows; // [tokens, input_width]
     const int32_t *positions;
     int64_t tokens;
     const int32_t *seq_offsets;
@@ -207,7 +232,8 @@ struct StepBatch {
 
 class Runtime {
   public:
-    Runtime(const Tier &tier, const RuntimeConfig &config);
+    // `pool` may be another runtime's, if no two ever run at the same time.
+    Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool);
 
     // For others to run on between steps; may outlive the runtime.
     std::shared_ptr<ThreadPool> pool() const { return shared_pool_; }
@@ -218,10 +244,10 @@ class Runtime {
     size_t arena_bytes() const { return arena_.size(); }
     std::byte *block(int64_t index) const { return arena_.data() + index * block_bytes_; }
 
-    // Building, once: weights, whose packed sizes are known beforehand, then regions over an
-    // activation arena. A matrix's rows are packed from file blocks, in whole column blocks and any
-    // order. All throw std::invalid_argument for what could make a step go out of
-    // bounds.
+    // Building, for one program after the other: weights, whose packed sizes are known beforehand,
+    // then regions over an activation arena, which all programs share. A matrix's rows are packed
+    // from file blocks, in whole column blocks and any order. All throw std::invalid_argument for
+    // what could make a step go out of bounds.
     static size_t aligned(size_t bytes) { return (bytes + 63) / 64 * 64; }
     void allocate_weights(size_t bytes);
     int64_t add_matrix(Format format, int64_t n, int64_t k, int64_t group);
@@ -230,6 +256,8 @@ class Runtime {
     // Input i of the matrices that are prepared for with it is element order[i] of a row.
     int64_t add_order(std::vector<int32_t> order);
     int64_t add_vector(std::vector<float> values);
+    // Another vector times a factor.
+    int64_t scale_vector(int64_t vector, float factor);
     // A rotation of the leading `dim` elements of a head by position * frequencies[i], which also
     // multiplies them by `magnitude`.
     int64_t add_rope(int64_t dim, bool interleaved, const std::vector<double> &frequencies,
@@ -240,13 +268,13 @@ class Runtime {
         const int64_t most = Routing::most_slots(experts, chosen, config_.max_tokens);
         return (most * slot_bytes + config_.max_tokens - 1) / config_.max_tokens;
     }
-    // Bytes that a row takes in the arena of all rows, and in those of the threads.
+    // At least so many bytes for a row in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
-    void add_region(Region region);
+    int64_t add_program(std::vector<Region> regions);
 
     // Throws std::invalid_argument naming what is wrong with the batch; nothing has run then.
-    void step(const StepBatch &batch);
-    // Logits [rows, vocab_size] of as many of the wanted rows, from `first` on, as a slice holds;
+    void step(const StepBatch &batch, int64_t program);
+    // Logits [rows, outputs] of as many of the wanted rows, from `first` on, as a slice holds;
     // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
     // not want, or that is not the first of a panel (kernels/linear.h).
     void compute_logits(int64_t first);
@@ -254,6 +282,11 @@ class Runtime {
     int64_t logits_rows() const {
         return std::min(config_.logits_slice, batch_.logits - first_logits_);
     }
+    int64_t outputs() const { return program_->outputs; }
+    // The rows [batch's logits, hidden_width] that were put by; a width of 0: no program does so.
+    float *hidden() const { return reinterpret_cast<float *>(hidden_.data()); }
+    int64_t hidden_width() const { return hidden_width_; }
+    int64_t wanted_rows() const { return batch_.logits; }
 
     // Of the last step: how many times the threads met, and (if it was profiled) the last time, in
     // seconds of the steady clock.
@@ -264,7 +297,7 @@ class Runtime {
     }
 
     void set_profiling(bool on) { profiling_ = on; }
-    const std::vector<Region> &regions() const { return regions_; }
+    const Program &program(int64_t index) const { return programs_[checked_program(index)]; }
     void reset_profile();
 
   private:
@@ -290,7 +323,10 @@ class Runtime {
         bool chunked;
     };
 
-    void validate(const StepBatch &batch) const;
+    size_t checked_program(int64_t index) const;
+    void validate(const StepBatch &batch, const Program &program) const;
+    void validate_sequences(const StepBatch &batch) const;
+    void check_region(Region &region, Program &program);
     void plan_jobs();
     void copy_blocks(int64_t begin, int64_t end);
 
@@ -314,14 +350,17 @@ class Runtime {
     void run(const SlotsRegion &region, int thread, int64_t begin, int64_t end);
     void run(const ExpertsRegion &region, int64_t begin, int64_t end);
     void run(const EmbedStep &step, int64_t row, const Scope &scope);
+    void run(const InputStep &step, int64_t row, const Scope &scope);
     void run(const NormStep &step, int64_t row, const Scope &scope);
     void run(const AddStep &step, int64_t row, const Scope &scope);
     void run(const GateStep &step, int64_t row, const Scope &scope);
+    void run(const ActivateStep &step, int64_t row, const Scope &scope);
     void run(const PrepareStep &step, int64_t row, const Scope &scope);
     void run(const AngleStep &step, int64_t row, const Scope &scope);
     void run(const RopeStoreStep &step, int64_t row, const Scope &scope);
     void store(const RopeStoreStep &step, const Scope &scope, int64_t begin, int64_t end);
     void run(const GatherStep &step, int64_t row, const Scope &scope);
+    void run(const KeepStep &step, int64_t row, const Scope &scope);
     void run(const RouteStep &step, int64_t row, const Scope &scope);
     void run(const SpreadStep &step, int64_t row, const Scope &scope);
     void run(const PrepareEachStep &step, int64_t row, const Scope &scope);
@@ -379,17 +418,18 @@ class Runtime {
     const int64_t block_bytes_;
     std::shared_ptr<ThreadPool> shared_pool_;
     ThreadPool &pool_;
-    Memory weights_;
-    size_t weights_used_ = 0;
+    std::vector<Memory> weights_;
+    size_t weights_used_ = 0; // of the last
     std::vector<PackedMatrix> matrices_;
     std::vector<std::vector<float>> vectors_;
     std::vector<std::vector<int32_t>> orders_;
     std::vector<std::vector<float>> ordered_; // [threads], as long as the longest order
     std::vector<RopeTable> ropes_;
     std::vector<Routing> routings_;
-    std::vector<Region> regions_;
-    std::vector<Job> jobs_;   // of this step
-    std::vector<Span> spans_; // the regions of each; none: the copies
+    std::deque<Program> programs_;
+    Program *program_ = nullptr; // that ran last
+    std::vector<Job> jobs_;      // of this step
+    std::vector<Span> spans_;    // the regions of each; none: the copies
     std::vector<ThreadPool::Time> job_ends_;
     std::vector<double> chunk_seconds_; // [threads][regions], of this step, while profiling
     int64_t row_bytes_ = 0;             // a row's, in the arena of all rows
@@ -400,6 +440,8 @@ class Runtime {
     Memory local_activations_;
     Memory logits_;
     int64_t first_logits_ = 0; // the row that logits_ begins with
+    Memory hidden_;
+    int64_t hidden_width_ = 0;
     Memory arena_;
     PagedAttention attention_;
 

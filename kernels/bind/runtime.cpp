@@ -1,8 +1,10 @@
 #include "bind.h"
 
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
@@ -19,6 +21,8 @@ namespace {
 template <int dims> using Ints = nb::ndarray<const int32_t, nb::ndim<dims>, nb::c_contig>;
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig>;
 using ByteRows = nb::ndarray<uint8_t, nb::ndim<2>, nb::c_contig>;
+using FloatRows = nb::ndarray<const float, nb::ndim<2>, nb::c_contig>;
+using RegionFields = std::tuple<std::string, bool, decltype(Region::work)>;
 
 void check_size(const char *name, size_t size, size_t expected) {
     if (size == expected)
@@ -27,28 +31,41 @@ void check_size(const char *name, size_t size, size_t expected) {
                                 " entries, not " + std::to_string(expected));
 }
 
-// Rows of logits, in the runtime's own memory.
+// Rows in the runtime's own memory.
+nb::object rows_of(Runtime &runtime, float *data, int64_t rows, int64_t width) {
+    const size_t shape[2] = {size_t(rows), size_t(width)};
+    return nb::cast(nb::ndarray<nb::numpy, float, nb::ndim<2>>(data, 2, shape, nb::find(runtime)));
+}
+
 nb::object logits(Runtime &runtime) {
-    const size_t shape[2] = {size_t(runtime.logits_rows()), size_t(runtime.config().vocab_size)};
-    return nb::cast(
-        nb::ndarray<nb::numpy, float, nb::ndim<2>>(runtime.logits(), 2, shape, nb::find(runtime)));
+    return rows_of(runtime, runtime.logits(), runtime.logits_rows(), runtime.outputs());
 }
 
 nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &positions,
                 const Ints<1> &seq_offsets, const Ints<1> &seq_slots, const Ints<3> &block_tables,
-                const Ints<1> &logits_rows, const Ints<2> &copies) {
+                const Ints<1> &logits_rows, const Ints<2> &copies, int64_t index,
+                const std::optional<FloatRows> &rows) {
     const RuntimeConfig &config = runtime.config();
-    check_size("positions", positions.size(), token_ids.size());
-    check_size("seq_offsets", seq_offsets.size(), seq_slots.size() + 1);
-    check_size("block_tables", block_tables.shape(0), config.windows.size());
-    check_size("block_tables[0]", block_tables.shape(1), size_t(config.max_seqs));
-    check_size("block_tables[0, 0]", block_tables.shape(2), size_t(config.max_blocks_per_seq));
+    const Program &program = runtime.program(index);
+    const size_t tokens = rows ? rows->shape(0) : token_ids.size();
+    if (program.input_width > 0 || rows)
+        check_size("rows[0]", rows ? rows->shape(1) : 0, size_t(program.input_width));
+    if (program.embeds)
+        check_size("token_ids", token_ids.size(), tokens);
+    if (program.cached) {
+        check_size("positions", positions.size(), tokens);
+        check_size("seq_offsets", seq_offsets.size(), seq_slots.size() + 1);
+        check_size("block_tables", block_tables.shape(0), config.windows.size());
+        check_size("block_tables[0]", block_tables.shape(1), size_t(config.max_seqs));
+        check_size("block_tables[0, 0]", block_tables.shape(2), size_t(config.max_blocks_per_seq));
+    }
     if (copies.size() > 0)
         check_size("copies[0]", copies.shape(1), 2);
     StepBatch batch{};
     batch.token_ids = token_ids.data();
+    batch.rows = rows ? rows->data() : nullptr;
     batch.positions = positions.data();
-    batch.tokens = int64_t(token_ids.size());
+    batch.tokens = int64_t(tokens);
     batch.seq_offsets = seq_offsets.data();
     batch.seq_slots = seq_slots.data();
     batch.seqs = int64_t(seq_slots.size());
@@ -59,7 +76,7 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
     batch.num_copies = int64_t(copies.size()) / 2;
     {
         nb::gil_scoped_release release;
-        runtime.step(batch);
+        runtime.step(batch, index);
     }
     return logits(runtime);
 }
@@ -98,6 +115,7 @@ void bind_runtime(nb::module_ &m) {
 
     nb::class_<EmbedStep>(m, "EmbedStep")
         .def(nb::init<int64_t, Value, float>(), "matrix"_a, "out"_a, "scale"_a);
+    nb::class_<InputStep>(m, "InputStep").def(nb::init<Value, int64_t>(), "out"_a, "width"_a);
     nb::class_<NormStep>(m, "NormStep")
         .def(nb::init<Value, int64_t, Value, int64_t, int64_t, float>(), "x"_a, "weight"_a, "out"_a,
              "width"_a, "group"_a, "eps"_a);
@@ -106,6 +124,8 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<GateStep>(m, "GateStep")
         .def(nb::init<Value, Value, Value, int64_t, bool>(), "gate"_a, "up"_a, "out"_a, "width"_a,
              "gelu"_a);
+    nb::class_<ActivateStep>(m, "ActivateStep")
+        .def(nb::init<Value, Value, int64_t, bool>(), "x"_a, "out"_a, "width"_a, "gelu"_a);
     nb::class_<PrepareStep>(m, "PrepareStep")
         .def(nb::init<Value, int64_t, int64_t, Prepared, int64_t>(), "x"_a, "format"_a, "k"_a,
              "out"_a, "order"_a);
@@ -115,6 +135,7 @@ void bind_runtime(nb::module_ &m) {
              "angles"_a, "rope"_a, "group"_a, "layer"_a);
     nb::class_<GatherStep>(m, "GatherStep")
         .def(nb::init<Value, Value, int64_t>(), "x"_a, "out"_a, "width"_a);
+    nb::class_<KeepStep>(m, "KeepStep").def(nb::init<Value, int64_t>(), "x"_a, "width"_a);
     nb::class_<RouteStep>(m, "RouteStep").def(nb::init<Value, int64_t>(), "logits"_a, "routing"_a);
     nb::class_<SpreadStep>(m, "SpreadStep")
         .def(nb::init<Prepared, int64_t, int64_t, int64_t, Prepared>(), "rows"_a, "format"_a, "k"_a,
@@ -162,22 +183,23 @@ void bind_runtime(nb::module_ &m) {
     nb::class_<Runtime>(m, "Runtime", "kernels/runtime.h")
         .def(
             "__init__",
-            [](Runtime *self, const std::string &isa, int threads, int64_t max_tokens,
-               int64_t max_logits_rows, int64_t logits_slice, int64_t max_seqs,
+            [](Runtime *self, const std::string &isa, std::shared_ptr<ThreadPool> pool,
+               int64_t max_tokens, int64_t max_logits_rows, int64_t logits_slice, int64_t max_seqs,
                int64_t max_blocks_per_seq, int64_t num_blocks, int64_t vocab_size,
                std::vector<int64_t> windows, int64_t layers_per_group, int64_t block_size,
                int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, int kv_kind) {
                 new (self)
                     Runtime(find_tier(isa),
-                            RuntimeConfig{threads, max_tokens, max_logits_rows, logits_slice,
-                                          max_seqs, max_blocks_per_seq, num_blocks, vocab_size,
+                            RuntimeConfig{max_tokens, max_logits_rows, logits_slice, max_seqs,
+                                          max_blocks_per_seq, num_blocks, vocab_size,
                                           std::move(windows), layers_per_group, block_size,
-                                          num_heads, num_kv_heads, head_dim, KvKind(kv_kind)});
+                                          num_heads, num_kv_heads, head_dim, KvKind(kv_kind)},
+                            std::move(pool));
             },
-            nb::kw_only(), "isa"_a, "threads"_a, "max_tokens"_a, "max_logits_rows"_a,
-            "logits_slice"_a, "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a,
-            "windows"_a, "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a,
-            "head_dim"_a, "kv_kind"_a)
+            nb::kw_only(), "isa"_a, "pool"_a, "max_tokens"_a, "max_logits_rows"_a, "logits_slice"_a,
+            "max_seqs"_a, "max_blocks_per_seq"_a, "num_blocks"_a, "vocab_size"_a, "windows"_a,
+            "layers_per_group"_a, "block_size"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a,
+            "kv_kind"_a)
         .def_prop_ro("pool", &Runtime::pool)
         .def_prop_ro("isa", [](const Runtime &runtime) { return runtime.tier().name; })
         .def_prop_ro("block_bytes", &Runtime::block_bytes)
@@ -210,17 +232,27 @@ void bind_runtime(nb::module_ &m) {
              })
         .def("add_order", &Runtime::add_order)
         .def("add_vector", &Runtime::add_vector)
+        .def("scale_vector", &Runtime::scale_vector)
         .def("add_rope", &Runtime::add_rope)
         .def("add_routing", &Runtime::add_routing)
         .def("slots_row_bytes", &Runtime::slots_row_bytes)
         .def("allocate_activations", &Runtime::allocate_activations)
-        .def("add_region",
-             [](Runtime &runtime, std::string name, bool selected, decltype(Region::work) work) {
-                 runtime.add_region(Region{std::move(name), selected, std::move(work), 0.0});
+        .def("add_program",
+             [](Runtime &runtime, std::vector<RegionFields> fields) {
+                 std::vector<Region> regions;
+                 for (auto &[name, selected, work] : fields)
+                     regions.push_back(Region{std::move(name), selected, std::move(work)});
+                 return runtime.add_program(std::move(regions));
              })
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
-             "logits_rows"_a.noconvert(), "copies"_a.noconvert())
+             "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,
+             "rows"_a.noconvert().none())
+        .def("hidden",
+             [](Runtime &runtime) {
+                 return rows_of(runtime, runtime.hidden(), runtime.wanted_rows(),
+                                runtime.hidden_width());
+             })
         .def(
             "logits",
             [](Runtime &runtime, int64_t first) {
@@ -236,11 +268,13 @@ void bind_runtime(nb::module_ &m) {
         .def_prop_ro("last_meeting", &Runtime::last_meeting)
         .def("set_profiling", &Runtime::set_profiling)
         .def("reset_profile", &Runtime::reset_profile)
-        .def("profile", [](const Runtime &runtime) {
-            nb::list regions;
-            for (const Region &region : runtime.regions()) {
-                regions.append(nb::make_tuple(region.name, region.seconds));
-            }
-            return regions;
-        });
+        .def(
+            "profile",
+            [](const Runtime &runtime, int64_t program) {
+                nb::list regions;
+                for (const Region &region : runtime.program(program).regions)
+                    regions.append(nb::make_tuple(region.name, region.seconds));
+                return regions;
+            },
+            "program"_a);
 }

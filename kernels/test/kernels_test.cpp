@@ -108,6 +108,15 @@ void test_rows(const Tier &tier) {
     row.silu(edges.data(), ones.data(), gated.data(), int64_t(edges.size()));
     for (size_t i = 0; i < edges.size(); ++i)
         expect(tier, "silu", gated[i], edges[i] / (1.0 + std::exp(-double(edges[i]))), 1e-6);
+    // Nothing to multiply by is as good as ones.
+    const Floats many(x.size(), 1.0f);
+    for (const auto activate : {row.silu, row.gelu_tanh}) {
+        Floats alone = x;
+        activate(x.data(), many.data(), out.data(), n);
+        activate(alone.data(), nullptr, alone.data(), n);
+        if (alone != out)
+            expect(tier, "an activation alone", 1, 0, 0);
+    }
     Floats unknown = {NAN};
     row.silu(unknown.data(), ones.data(), unknown.data(), 1);
     if (!std::isnan(unknown[0]))

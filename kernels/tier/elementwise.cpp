@@ -66,12 +66,17 @@ void scale(float *x, float factor, int64_t n) {
     });
 }
 
+// x times the factors from i on, if there are any.
+Vec times(Vec x, const float *factors, int64_t i, int64_t count) {
+    return factors == nullptr ? x : x * load_part(factors + i, count);
+}
+
 void silu(const float *gate, const float *up, float *out, int64_t n) {
     const Vec one = Vec::set(1.0f);
     for_vectors(n, [&](int64_t i, int64_t count) {
         const Vec x = load_part(gate + i, count);
         const Vec activated = x / (one + exp(Vec::set(0.0f) - x));
-        store_part(activated * load_part(up + i, count), out + i, count);
+        store_part(times(activated, up, i, count), out + i, count);
     });
 }
 
@@ -84,7 +89,7 @@ void gelu_tanh(const float *gate, const float *up, float *out, int64_t n) {
         const Vec x = load_part(gate + i, count);
         const Vec inner = fma(x * x * x, Vec::set(0.044715f), x);
         const Vec activated = x / (one + exp(inner * factor));
-        store_part(activated * load_part(up + i, count), out + i, count);
+        store_part(times(activated, up, i, count), out + i, count);
     });
 }
 

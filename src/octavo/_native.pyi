@@ -119,6 +119,9 @@ class Prepared:
 class EmbedStep:
     def __init__(self, matrix: int, out: Value, scale: float) -> None: ...
 
+class InputStep:
+    def __init__(self, out: Value, width: int) -> None: ...
+
 class NormStep:
     def __init__(
         self, x: Value, weight: int, out: Value, width: int, group: int, eps: float
@@ -129,6 +132,9 @@ class AddStep:
 
 class GateStep:
     def __init__(self, gate: Value, up: Value, out: Value, width: int, gelu: bool) -> None: ...
+
+class ActivateStep:
+    def __init__(self, x: Value, out: Value, width: int, gelu: bool) -> None: ...
 
 class PrepareStep:
     def __init__(self, x: Value, format: int, k: int, out: Prepared, order: int) -> None: ...
@@ -143,6 +149,9 @@ class RopeStoreStep:
 
 class GatherStep:
     def __init__(self, x: Value, out: Value, width: int) -> None: ...
+
+class KeepStep:
+    def __init__(self, x: Value, width: int) -> None: ...
 
 class RouteStep:
     def __init__(self, logits: Value, routing: int) -> None: ...
@@ -169,13 +178,16 @@ class CombineStep:
 
 RowStep = (
     EmbedStep
+    | InputStep
     | NormStep
     | AddStep
     | GateStep
+    | ActivateStep
     | PrepareStep
     | AngleStep
     | RopeStoreStep
     | GatherStep
+    | KeepStep
     | RouteStep
     | SpreadStep
     | PrepareEachStep
@@ -231,7 +243,7 @@ class Runtime:
         self,
         *,
         isa: str,
-        threads: int,
+        pool: ThreadPool,
         max_tokens: int,
         max_logits_rows: int,
         logits_slice: int,
@@ -267,13 +279,14 @@ class Runtime:
     ) -> None: ...
     def add_order(self, order: Sequence[int]) -> int: ...
     def add_vector(self, values: Sequence[float]) -> int: ...
+    def scale_vector(self, vector: int, factor: float) -> int: ...
     def add_rope(
         self, dim: int, interleaved: bool, frequencies: Sequence[float], magnitude: float
     ) -> int: ...
     def add_routing(self, experts: int, chosen: int, renormalize: bool) -> int: ...
     def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int: ...
     def allocate_activations(self, row_bytes: int, local_row_bytes: int) -> None: ...
-    def add_region(self, name: str, selected: bool, work: Region) -> None: ...
+    def add_program(self, regions: Sequence[tuple[str, bool, Region]]) -> int: ...
     def step(
         self,
         token_ids: npt.NDArray[np.int32],
@@ -283,7 +296,10 @@ class Runtime:
         block_tables: npt.NDArray[np.int32],
         logits_rows: npt.NDArray[np.int32],
         copies: npt.NDArray[np.int32],
+        program: int,
+        rows: npt.NDArray[np.float32] | None,
     ) -> npt.NDArray[np.float32]: ...
+    def hidden(self) -> npt.NDArray[np.float32]: ...
     def logits(self, first: int) -> npt.NDArray[np.float32]: ...
     def transfer(
         self, blocks: npt.NDArray[np.int32], data: npt.NDArray[np.uint8], to_arena: bool
@@ -294,7 +310,7 @@ class Runtime:
     def last_meeting(self) -> float: ...
     def set_profiling(self, on: bool) -> None: ...
     def reset_profile(self) -> None: ...
-    def profile(self) -> list[tuple[str, float]]: ...
+    def profile(self, program: int) -> list[tuple[str, float]]: ...
 
 # bind/machine_limits.cpp
 

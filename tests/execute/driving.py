@@ -43,6 +43,7 @@ class Driver:
         block_size: int = 16,
         num_blocks: int = 400,
         logits_slice: int = MAX_TOKENS,
+        keep_hidden: bool = False,
         seed: int = 0,
     ) -> None:
         self.layout = KvLayout.of(checkpoint.config, block_size, KvDtype.of(kv_dtype))
@@ -58,6 +59,7 @@ class Driver:
             max_blocks_per_seq=self.MAX_BLOCKS,
             threads=threads,
             isa=isa,
+            keep_hidden=keep_hidden,
         )
         rng = np.random.default_rng(seed)
         self.free = [int(block) for block in rng.permutation(num_blocks)]

@@ -15,9 +15,19 @@ from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model.config import Experts
+from octavo.model.config import Activation, Experts
 from octavo.model.families import program
-from octavo.model.program import ExpertLinear, Linear, Logits, Op, PagedAttention, RmsNorm
+from octavo.model.program import (
+    Activate,
+    ExpertLinear,
+    Input,
+    Linear,
+    Logits,
+    Op,
+    PagedAttention,
+    Program,
+    RmsNorm,
+)
 from octavo.sample.params import SamplingParams
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
@@ -118,6 +128,21 @@ def test_the_ops_add_up_to_the_step(
     assert sum(op.seconds(costs.rates) for op in ops) == pytest.approx(total.seconds)
     for op, cost in zip(costs.costs.program.ops, ops, strict=True):
         assert (cost.kv_bytes > 0) == isinstance(op, PagedAttention)
+
+
+def test_a_program_of_rows_reads_its_weights_and_no_cache() -> None:
+    config = tiny.config()
+    head = Program(
+        config,
+        (Input("x"), Linear("x", "w", "h"), Activate("h", "h", Activation.SILU), Logits("h", "v")),
+        {"x": 64, "h": 48},
+        {"w": (48, 64), "v": (10, 48)},
+    )
+    costs = CostModel(head, KvLayout.of(config), weight_bytes={"w": 1000, "v": 500})
+    counted = costs.step(batch([(7, 1)] * 3, rows=3), PLAIN)
+    assert counted.kv_bytes == 0
+    assert counted.weight_bytes == 1500
+    assert counted.ops == 3 * (2 * 48 * 64 + 9 * 48 + 2 * 10 * 48)
 
 
 @pytest.mark.parametrize(("count", "chosen"), [(4, 1), (4, 2), (5, 3), (3, 3)])

@@ -26,6 +26,7 @@ from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Experts
 from octavo.model.program import (
+    Activate,
     Add,
     Combine,
     Embed,
@@ -237,6 +238,8 @@ class CostModel:
                     ops = 2 * program.widths[x]
                 case RmsNorm(x, weight):
                     fixed, ops = self._size(weight), 4 * program.widths[x]
+                case Activate(x):
+                    ops = 9 * program.widths[x]
                 case GatedActivation(gate):
                     ops = 10 * program.widths[gate]
                 case Add(x):

@@ -74,6 +74,10 @@ class Embed(NamedTuple):
     scale: float
 
 
+class Input(NamedTuple):
+    out: View
+
+
 class Norm(NamedTuple):
     x: View
     weight: str
@@ -92,6 +96,12 @@ class Add(NamedTuple):
 class Gate(NamedTuple):
     gate: View
     up: View
+    out: View
+    activation: Activation
+
+
+class Activate(NamedTuple):
+    x: View
     out: View
     activation: Activation
 
@@ -130,6 +140,12 @@ class Gather(NamedTuple):
     out: View
 
 
+class Keep(NamedTuple):
+    """Puts rows by for whoever asked for the step."""
+
+    x: View
+
+
 class Route(NamedTuple):
     logits: View
     experts: Experts
@@ -163,13 +179,16 @@ class Combine(NamedTuple):
 
 RowStep = (
     Embed
+    | Input
     | Norm
     | Add
     | Gate
+    | Activate
     | Prepare
     | Angles
     | RopeStore
     | Gather
+    | Keep
     | Route
     | Spread
     | PrepareEach
@@ -263,9 +282,11 @@ class _Use:
 def names(op: model.Op) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names an op reads and writes."""
     match op:
-        case model.Embed(out=out):
+        case model.Embed(out=out) | model.Input(out=out):
             return (), (out,)
         case model.RmsNorm(x=x, out=out) | model.Linear(x=x, out=out):
+            return (x,), (out,)
+        case model.Activate(x=x, out=out):
             return (x,), (out,)
         case model.RopeAndStoreKv(q=q, k=k, v=v):
             return (q, k, v), (q,)
@@ -305,24 +326,29 @@ def _single_assignment(program: model.Program) -> tuple[list[_Use], list[int]]:
 
 def lower(
     program: model.Program,
-    formats: dict[str, WeightFormat],
+    formats: Mapping[str, WeightFormat],
     kernels: Formats,
     orders: Mapping[str, int] | None = None,
+    *,
+    keep_hidden: bool = False,
 ) -> Plan:
     """``formats`` gives every matrix weight's format, ``orders`` numbers the order of the inputs of
-    those that have one (`Weight.order`).
+    those that have one (`Weight.order`). ``keep_hidden``: the rows that logits are made of are put
+    by.
     """
-    return _Lowering(program, formats, kernels, orders or {}).run()
+    return _Lowering(program, formats, kernels, orders or {}, keep_hidden).run()
 
 
 class _Lowering:
     def __init__(
         self,
         program: model.Program,
-        formats: dict[str, WeightFormat],
+        formats: Mapping[str, WeightFormat],
         kernels: Formats,
         orders: Mapping[str, int],
+        keep_hidden: bool,
     ) -> None:
+        self.keep_hidden = keep_hidden
         self.formats = formats
         self.kernels = kernels
         self.orders = orders
@@ -476,6 +502,9 @@ class _Lowering:
             case model.Embed():
                 self._rows()
                 self._step("embed", Embed(op.weight, self._new_value(i), op.scale), i)
+            case model.Input():
+                self._rows()
+                self._step("input", Input(self._new_value(i)), i)
             case model.RmsNorm():
                 self._rows()
                 x = self.views[reads[0]]
@@ -486,6 +515,10 @@ class _Lowering:
                 self._rows()
                 x, y = self.views[reads[0]], self.views[reads[1]]
                 self._step("add", Add(x, y, self._in_place(i, *reads)), i)
+            case model.Activate():
+                self._rows()
+                x = self.views[reads[0]]
+                self._step("activate", Activate(x, self._in_place(i, *reads), op.activation), i)
             case model.GatedActivation():
                 gate, up = self.views[reads[0]], self.views[reads[1]]
                 self._rows(gate.experts)
@@ -511,6 +544,9 @@ class _Lowering:
             case model.Linear():
                 return self._linears(i)
             case model.Logits():
+                if self.keep_hidden:
+                    self._rows()
+                    self._step("keep", Keep(self.views[reads[0]]))
                 buffer = self._prepare(reads[0], op.weight)
                 self._region("logits", Logits(op.weight, buffer, op.softcap), (buffer,), (i,))
         return 1

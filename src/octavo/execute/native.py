@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -13,12 +14,12 @@ import numpy.typing as npt
 from octavo import _native
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.execute import lower
-from octavo.execute.batch import Batch, Int32, StepResult, slice_rows
+from octavo.execute.batch import Batch, Float32, Int32, StepResult, slice_rows
 from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
-from octavo.model.program import Embed, Program
+from octavo.model.program import Embed, PagedAttention, Program, RopeAndStoreKv
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,9 @@ class RegionTime(NamedTuple):
 class NativeExecutor:
     """Implements `Executor` (execute/batch.py). Not for use by several threads at once.
 
-    ``threads`` None: as many as the process may use. ``logits_slice``: rows of logits held at a
+    ``threads`` None: as many as the process may use; or ``pool``: those of another executor, if no
+    two ever compute at the same time. ``keep_hidden``: steps give `StepResult.hidden`, a copy of
+    rows dearer. ``logits_slice``: rows of logits held at a
     time, a multiple of 8 or ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an
     instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else
     the best this CPU has. Weights are copied, so the checkpoint's file may be unmapped afterwards.
@@ -96,17 +99,26 @@ class NativeExecutor:
         max_blocks_per_seq: int,
         logits_slice: int | None = None,
         threads: int | None = None,
+        pool: _native.ThreadPool | None = None,
         isa: str | None = None,
+        keep_hidden: bool = False,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
-        self.threads, source = usable_cpus() if threads is None else (threads, "as asked")
+        if pool is None:
+            count, source = usable_cpus() if threads is None else (threads, "as asked")
+            pool = _native.ThreadPool(count)
+        elif threads is None:
+            source = "shared"
+        else:
+            raise ValueError("threads are asked for, and a pool that has its own")
+        self.threads = pool.size
         config = program.config
         runtime = _native.Runtime(
             isa=_tier_name(isa),
-            threads=self.threads,
+            pool=pool,
             max_tokens=max_tokens,
             max_logits_rows=max_logits_rows,
             logits_slice=logits_slice or slice_rows(max_logits_rows, config.vocab_size),
@@ -124,19 +136,62 @@ class NativeExecutor:
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
-        self._regions = _Loading(runtime, checkpoint, program, layout).load()
-        self.weight_bytes: int = runtime.weight_bytes
-        weights = {role: checkpoint.weights[role] for role in program.weights}
-        self.costs = CostModel(
+        self._keep_hidden = keep_hidden
+        self._attention = _attention_shape(program)
+        self._loader: _Loader | None = _Loader(runtime, layout)
+        self._costs: list[CostModel] = []
+        self._regions = self._loader.load(
             program,
-            layout,
-            weight_bytes={role: held_bytes(weight, isa) for role, weight in weights.items()},
-            arithmetic={
-                role: arithmetic_of(weight.format, self.isa) for role, weight in weights.items()
-            },
-            attention=attention_arithmetic(layout.dtype, self.isa),
+            {role: w for role, w in checkpoint.weights.items() if role in program.weights},
+            str(checkpoint.path),
+            checkpoint.release,
+            keep_hidden=keep_hidden,
         )
-        self._runtime: _native.Runtime | None = runtime
+        self._costs.append(self._count(program))
+
+    def add_program(self, program: Program, weights: Mapping[str, Weight] | None = None) -> int:
+        """Another computation with the same cache, threads and weights; its number.
+
+        Roles that are loaded already are not loaded again; ``weights`` has the others, which are
+        copied. Its logits may be fewer than the vocabulary's. Room for activations is shared, so a
+        program takes little memory beside its own weights. Raises `CheckpointError` as the
+        constructor does, and `ValueError` for weights that are not needed or attention of another
+        shape.
+        """
+        loader = self._loading
+        weights = weights or {}
+        if unneeded := [role for role in weights if role not in program.weights]:
+            raise ValueError(f"the program has no weight {unneeded[0]}")
+        if twice := [role for role in weights if role in loader.held]:
+            raise ValueError(f"the weight {twice[0]} is loaded already")
+        if _attention_shape(program) not in (None, self._attention):
+            raise ValueError("the program's attention has another shape than the cache")
+        loader.load(program, weights, "an added program", lambda: None)
+        self._costs.append(self._count(program))
+        return len(self._costs) - 1
+
+    def _count(self, program: Program) -> CostModel:
+        held = {role: self._loading.held[role] for role in program.weights}
+        return CostModel(
+            program,
+            self.layout,
+            weight_bytes={role: each.bytes for role, each in held.items()},
+            arithmetic={role: arithmetic_of(each.format, self.isa) for role, each in held.items()},
+            attention=attention_arithmetic(self.layout.dtype, self.isa),
+        )
+
+    @property
+    def costs(self) -> CostModel:
+        return self._costs[0]
+
+    def costs_of(self, program: int) -> CostModel:
+        """Of an added program."""
+        return self._costs[program]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all programs' weights, packed."""
+        return self._open.weight_bytes
 
     @property
     def pool(self) -> _native.ThreadPool:
@@ -148,15 +203,23 @@ class NativeExecutor:
         return self.num_blocks * self.layout.block_bytes
 
     @property
-    def _open(self) -> _native.Runtime:
-        if self._runtime is None:
+    def _loading(self) -> _Loader:
+        if self._loader is None:
             raise RuntimeError("the executor is closed")
-        return self._runtime
+        return self._loader
 
-    def execute(self, batch: Batch) -> StepResult:
-        """Raises `ValueError` naming what is wrong with the batch, before anything is computed."""
+    @property
+    def _open(self) -> _native.Runtime:
+        return self._loading.runtime
+
+    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
+        """Raises `ValueError` naming what is wrong with the batch, before anything is computed.
+
+        ``program`` is one that was added, ``rows`` [T, width] what its `Input` takes.
+        """
         start = time.perf_counter()
-        logits = self._open.step(
+        runtime = self._open
+        logits = runtime.step(
             batch.token_ids,
             batch.positions,
             batch.seq_offsets,
@@ -164,8 +227,21 @@ class NativeExecutor:
             batch.block_tables,
             batch.logits_rows,
             batch.copies,
+            program,
+            rows,
         )
-        return StepResult(logits, time.perf_counter() - start, self._open.logits)
+        hidden = runtime.hidden() if self._keep_hidden and program == 0 else None
+        return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
+
+    def execute_rows(self, program: int, rows: Float32) -> StepResult:
+        """Logits of all ``rows`` [T, width], from an added program that has an `Input` and no
+        attention.
+        """
+        wanted = np.arange(len(rows), dtype=np.int32)
+        none = np.empty(0, np.int32)
+        tables, copies = none.reshape(0, 0, 0), none.reshape(0, 2)
+        batch = Batch(none, none, none, none, tables, wanted, copies)
+        return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         data = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
@@ -184,7 +260,7 @@ class NativeExecutor:
         """The seconds since `start_profile` of every region, in the order they run in."""
         return [
             RegionTime(name, region.ops, seconds)
-            for region, (name, seconds) in zip(self._regions, self._open.profile(), strict=True)
+            for region, (name, seconds) in zip(self._regions, self._open.profile(0), strict=True)
         ]
 
     @property
@@ -201,84 +277,108 @@ class NativeExecutor:
 
     def close(self) -> None:
         """Gives back threads and memory. Logits handed out before keep theirs until they go."""
-        self._runtime = None
+        self._loader = None
 
 
-class _Loading:
-    """Hands weights and the lowered program to the runtime."""
+class _Held(NamedTuple):
+    """A weight that the runtime has."""
 
-    def __init__(
-        self,
-        runtime: _native.Runtime,
-        checkpoint: Checkpoint,
-        program: Program,
-        layout: KvLayout,
-    ) -> None:
+    number: int  # of a matrix, or of a vector
+    format: WeightFormat
+    shape: tuple[int, ...]
+    bytes: int
+
+
+class _Loader:
+    """Hands weights and lowered programs to the runtime."""
+
+    def __init__(self, runtime: _native.Runtime, layout: KvLayout) -> None:
         self.runtime = runtime
-        self.checkpoint = checkpoint
-        self.program = program
         self.layout = layout
-        self.weights = {role: self._weight(role) for role in program.weights}
-        self.read = 0  # bytes since the file's pages were given back
-        self.matrices: dict[str, int] = {}
-        self.vectors: dict[str, int] = {}
+        self.held: dict[str, _Held] = {}
+        self.order_of: dict[str, int] = {}  # a matrix's inputs
         self.orders: dict[bytes, int] = {}
+        self.scaled: dict[tuple[int, float], int] = {}
         self.ropes: dict[Rope, int] = {}
         self.routings: dict[tuple[int, int, bool], int] = {}
+        self.source = ""
+        self.release: Callable[[], None] = lambda: None
+        self.read = 0  # bytes since the file's pages were given back
 
-    def _weight(self, role: str) -> Weight:
-        weight = self.checkpoint.weights.get(role)
-        if weight is None:
-            raise CheckpointError(f"{self.checkpoint.path}: the model has no weight {role}")
-        shape = self.program.weights[role]
-        if weight.shape != shape:
-            raise CheckpointError(
-                f"{self.checkpoint.path}: {weight.name} has shape {weight.shape}, not {shape}"
-            )
-        return weight
-
-    def load(self) -> list[lower.Region]:
-        """Returns the regions, in the order they run in."""
-        formats: dict[str, WeightFormat] = {}
-        orders: dict[str, int] = {}
-        matrices = [weight for weight in self.weights.values() if len(weight.shape) == 2]
-        self.runtime.allocate_weights(
-            sum(
-                self.runtime.packed_bytes(weight.format, rows, columns, weight.group)
-                for weight in matrices
-                for rows, columns in [weight.shape]
-            )
-        )
-        for role, weight in self.weights.items():
-            if len(weight.shape) == 2:
-                formats[role] = weight.format
-                self.matrices[role] = self._matrix(weight)
-                if weight.order is not None:
-                    orders[role] = self._order(role, weight.order)
-            else:
-                self.vectors[role] = self.runtime.add_vector(_floats(weight).tolist())
-        plan = lower.lower(self.program, formats, self.runtime, orders)
+    def load(
+        self,
+        program: Program,
+        weights: Mapping[str, Weight],
+        source: str,
+        release: Callable[[], None],
+        *,
+        keep_hidden: bool = False,
+    ) -> list[lower.Region]:
+        """Returns the regions, in the order they run in. ``source`` is named in errors."""
+        self.source, self.release = source, release
+        self._load_weights(program, weights)
+        formats = {role: self.held[role].format for role in program.weights}
+        plan = lower.lower(program, formats, self.runtime, self.order_of, keep_hidden=keep_hidden)
         self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
-        for region in plan.regions:
-            self.runtime.add_region(region.name, region.selected, self._work(region.work))
+        self.runtime.add_program(
+            [(region.name, region.selected, self._work(region.work)) for region in plan.regions]
+        )
         return plan.regions
 
-    def _order(self, role: str, order: npt.NDArray[np.int32]) -> int:
-        """The runtime's number for an order; equal ones have the same."""
-        name = self.weights[role].name
-        if any(isinstance(op, Embed) and op.weight == role for op in self.program.ops):
+    def _load_weights(self, program: Program, weights: Mapping[str, Weight]) -> None:
+        for role, shape in program.weights.items():
+            each = self.held.get(role) or weights.get(role)
+            if each is None:
+                raise CheckpointError(f"{self.source}: the model has no weight {role}")
+            if each.shape != shape:
+                name = each.name if isinstance(each, Weight) else role
+                raise CheckpointError(f"{self.source}: {name} has shape {each.shape}, not {shape}")
+        new = {role: weights[role] for role in program.weights if role not in self.held}
+        packed = (
+            self.runtime.packed_bytes(weight.format, *weight.shape, weight.group)
+            for weight in new.values()
+            if len(weight.shape) == 2
+        )
+        self.runtime.allocate_weights(sum(packed))
+        for role, weight in new.items():
+            if weight.order is not None:
+                self._check_reordered(program, role, weight.name)
+                self.order_of[role] = self._order(weight, weight.order)
+            if len(weight.shape) == 2:
+                number = self._matrix(weight)
+            else:
+                number = self.runtime.add_vector(_floats(weight).tolist())
+            size = held_bytes(weight, self.runtime.isa)
+            self.held[role] = _Held(number, weight.format, weight.shape, size)
+
+    def _check_reordered(self, program: Program, role: str, name: str) -> None:
+        if any(isinstance(op, Embed) and op.weight == role for op in program.ops):
             raise CheckpointError(
-                f"{self.checkpoint.path}: {name} is an embedding, whose inputs cannot be reordered"
+                f"{self.source}: {name} is an embedding, whose inputs cannot be reordered"
             )
+
+    def _order(self, weight: Weight, order: npt.NDArray[np.int32]) -> int:
+        """The runtime's number for an order; equal ones have the same."""
         key = np.ascontiguousarray(order, np.int32).tobytes()
         if key not in self.orders:
-            columns = self.weights[role].shape[1]
+            columns = weight.shape[1]
             if not np.array_equal(np.sort(order), np.arange(columns)):
                 raise CheckpointError(
-                    f"{self.checkpoint.path}: the order of {name}'s inputs is not one of {columns}"
+                    f"{self.source}: the order of {weight.name}'s inputs is not one of {columns}"
                 )
             self.orders[key] = self.runtime.add_order(order.tolist())
         return self.orders[key]
+
+    def _scaled(self, vector: int, factor: float) -> int:
+        key = (vector, factor)
+        if factor == 1.0:
+            return vector
+        if key not in self.scaled:
+            self.scaled[key] = self.runtime.scale_vector(vector, factor)
+        return self.scaled[key]
+
+    def _numbers(self, roles: Iterable[str]) -> list[int]:
+        return [self.held[role].number for role in roles]
 
     def _matrix(self, weight: Weight) -> int:
         """Packs it, giving back what has been read as it goes: a matrix may be most of a model."""
@@ -292,12 +392,12 @@ class _Loading:
                 self.runtime.pack_rows(matrix, first, last, data)
             except ValueError as error:
                 raise CheckpointError(
-                    f"{self.checkpoint.path}: tensor {weight.name!r}, from row {first} on: {error}"
+                    f"{self.source}: tensor {weight.name!r}, from row {first} on: {error}"
                 ) from None
             self.read += data.nbytes
             if self.read >= _READ_BYTES:
                 del data
-                self.checkpoint.release()
+                self.release()
                 self.read = 0
         return matrix
 
@@ -326,10 +426,10 @@ class _Loading:
                 return _native.LinearRegion(
                     [
                         _native.LinearPart(
-                            self.matrices[part.weight],
+                            self.held[part.weight].number,
                             _prepared(part.activations),
                             _value(part.out),
-                            -1 if part.bias is None else self.vectors[part.bias],
+                            -1 if part.bias is None else self.held[part.bias].number,
                         )
                         for part in parts
                     ],
@@ -339,7 +439,9 @@ class _Loading:
                 place = self.layout.place(layer)
                 return _native.AttentionRegion(_value(q), _value(out), *place, scale, softcap)
             case lower.Logits(weight, activations, softcap):
-                return _native.LogitsRegion(self.matrices[weight], _prepared(activations), softcap)
+                return _native.LogitsRegion(
+                    self.held[weight].number, _prepared(activations), softcap
+                )
             case lower.Sort(experts):
                 return _native.SortRegion(self._routing(experts))
             case lower.Slots(experts, steps):
@@ -351,7 +453,7 @@ class _Loading:
                     self._routing(experts),
                     [
                         _native.ExpertsPart(
-                            [self.matrices[role] for role in part.weights],
+                            self._numbers(part.weights),
                             _prepared(part.activations),
                             _value(part.out),
                         )
@@ -362,18 +464,20 @@ class _Loading:
     def _step(self, step: lower.RowStep) -> _native.RowStep:
         match step:
             case lower.Embed(weight, out, scale):
-                return _native.EmbedStep(self.matrices[weight], _value(out), scale)
+                return _native.EmbedStep(self.held[weight].number, _value(out), scale)
+            case lower.Input(out):
+                return _native.InputStep(_value(out), out.width)
             case lower.Norm(x, weight, out, group, eps, scale):
-                vector = self.vectors[weight]
-                if scale != 1.0:
-                    scaled = _floats(self.weights[weight]) * np.float32(scale)
-                    vector = self.runtime.add_vector(scaled.tolist())
+                vector = self._scaled(self.held[weight].number, scale)
                 return _native.NormStep(_value(x), vector, _value(out), x.width, group, eps)
             case lower.Add(x, y, out):
                 return _native.AddStep(_value(x), _value(y), _value(out), x.width)
             case lower.Gate(gate, up, out, activation):
                 gelu = activation is Activation.GELU_TANH
                 return _native.GateStep(_value(gate), _value(up), _value(out), gate.width, gelu)
+            case lower.Activate(x, out, activation):
+                gelu = activation is Activation.GELU_TANH
+                return _native.ActivateStep(_value(x), _value(out), x.width, gelu)
             case lower.Prepare(x, format, buffer, order):
                 return _native.PrepareStep(_value(x), format, x.width, _prepared(buffer), order)
             case lower.Angles(rope, out):
@@ -389,6 +493,8 @@ class _Loading:
                 )
             case lower.Gather(x, out):
                 return _native.GatherStep(_value(x), _value(out), x.width)
+            case lower.Keep(x):
+                return _native.KeepStep(_value(x), x.width)
             case lower.Route(logits, experts):
                 return _native.RouteStep(_value(logits), self._routing(experts))
             case lower.Spread(rows, format, width, experts, slots):
@@ -409,6 +515,14 @@ class _Loading:
                 return _native.CombineStep(
                     _value(slots), self._routing(experts), _value(out), out.width
                 )
+
+
+def _attention_shape(program: Program) -> tuple[int, int, int] | None:
+    """Query heads, KV heads and their size; None where there is no attention."""
+    if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
+        return None
+    config = program.config
+    return config.num_heads, config.num_kv_heads, config.head_dim
 
 
 def _value(view: lower.View) -> _native.Value:

@@ -43,7 +43,8 @@ def run(
 ) -> None:
     """Executes ``ops`` in order, on and into ``values``; of `Logits`, into ``values["logits"]``.
 
-    ``token_ids`` [sequences, tokens] are for an `Embed`. ``seen`` gets every `Linear` with its
+    ``token_ids`` [sequences, tokens] are for an `Embed`; the rows for an `Input` are among the
+    ``values``, under its name. ``seen`` gets every `Linear` with its
     input before it is computed.
     """
     keys: dict[int, tuple[Float32, Float32]] = {}  # and values, of each layer
@@ -53,6 +54,9 @@ def run(
                 if token_ids is None:
                     raise ValueError("there is an embedding to do and there are no token ids")
                 values[op.out] = weights[op.weight][token_ids] * np.float32(op.scale)
+            case model.Input():
+                if op.out not in values:
+                    raise ValueError(f"there are no rows for {op.out}")
             case model.RmsNorm():
                 values[op.out] = rms_norm(values[op.x], weights[op.weight], op)
             case model.Linear():
@@ -66,6 +70,8 @@ def run(
                 keys[op.layer] = values[op.k], values[op.v]
             case model.PagedAttention():
                 values[op.out] = attend(values[op.q], *keys[op.layer], config.head_dim, op)
+            case model.Activate():
+                values[op.out] = activate(values[op.x], op.activation)
             case model.GatedActivation():
                 values[op.out] = activate(values[op.gate], op.activation) * values[op.up]
             case model.Route():

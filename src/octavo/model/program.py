@@ -24,6 +24,13 @@ class Embed:
 
 
 @dataclass(frozen=True, slots=True)
+class Input:
+    """out = the rows that a step brings with its tokens, or in place of tokens."""
+
+    out: str
+
+
+@dataclass(frozen=True, slots=True)
 class RmsNorm:
     """out = x / sqrt(mean(x²) + eps) * (scale * weight), over groups of ``group`` elements.
 
@@ -74,6 +81,15 @@ class PagedAttention:
     scale: float
     window: int | None = None
     softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """out = activation(x)."""
+
+    x: str
+    out: str
+    activation: Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +165,12 @@ class Logits:
 
 Op = (
     Embed
+    | Input
     | RmsNorm
     | Linear
     | RopeAndStoreKv
     | PagedAttention
+    | Activate
     | GatedActivation
     | Route
     | ExpertLinear

@@ -27,11 +27,13 @@ from octavo.execute.cost import Arithmetic, CostModel, OpCost, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
 from octavo.model.program import (
+    Activate,
     Add,
     Combine,
     Embed,
     ExpertLinear,
     GatedActivation,
+    Input,
     Logits,
     Op,
     PagedAttention,
@@ -382,9 +384,9 @@ def _kind(op: Op) -> str:
             return "head"
         case PagedAttention():
             return "attention"
-        case Embed() | RmsNorm() | RopeAndStoreKv() | GatedActivation() | Add():
+        case Embed() | Input() | RmsNorm() | RopeAndStoreKv():
             return "rest"
-        case Route() | Combine():
+        case Activate() | GatedActivation() | Add() | Route() | Combine():
             return "rest"
     return "layers"
 

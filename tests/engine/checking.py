@@ -84,6 +84,29 @@ class FakeSampler:
                 tokens.append(token)
         return Sampled(tokens, None, errors)
 
+    def verify(
+        self,
+        logits: object,
+        rows: Sequence[int],
+        states: Sequence[FakeState],
+        guesses: Sequence[int],
+        drawn_from: Sequence[object],
+    ) -> Sampled:
+        """A target that is certain of each token accepts it and gives no other."""
+        assert len(rows) == len(states) == len(guesses) == len(drawn_from)
+        tokens = [-1] * len(states)
+        errors: dict[int, str] = {}
+        ended: set[int] = set()
+        for index, (state, guess) in enumerate(zip(states, guesses, strict=True)):
+            if id(state) not in ended:
+                sampled = self.sample(logits, rows[index : index + 1], [state])
+                (tokens[index],) = sampled.token_ids
+                if sampled.errors:
+                    errors[index] = sampled.errors[0]
+                if tokens[index] != guess:
+                    ended.add(id(state))
+        return Sampled(tokens, None, errors)
+
     def prompt_logprobs(
         self, logits: object, rows: Sequence[int], token_ids: Sequence[int], top: int
     ) -> list[TokenLogprobs]:

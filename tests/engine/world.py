@@ -61,6 +61,7 @@ class Setting:
     max_num_queued_reqs: int | None = None
     drafter: str | None = None  # a kind of `Oracle`
     num_drafts: int | None = None
+    rejection: bool = False
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -86,6 +87,7 @@ class Setting:
             max_branches=rng.choice((0, 1, 3, 20)),
             drafter=rng.choice((None, "tree", "tree", *Oracle.KINDS)),
             num_drafts=rng.choice((None, 1, 2, 5, 20)),
+            rejection=rng.random() < 0.4,
         )
 
 
@@ -121,7 +123,11 @@ class World:
             oracle = Oracle(setting.drafter, self.sampler)
             kind = Branching if setting.drafter == "tree" else Speculator
             self.engine.speculator = oracle.speculator = kind(
-                oracle, VOCAB, setting.num_drafts, now=self.engine.clock.now
+                oracle,
+                VOCAB,
+                setting.num_drafts,
+                rejection=setting.rejection,
+                now=self.engine.clock.now,
             )
         self.engine.observers.append(self)
         self.lives: dict[str, Life] = {}

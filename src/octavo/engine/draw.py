@@ -42,16 +42,47 @@ class _Logits:
         return first, self._held
 
 
+class _Draws(NamedTuple):
+    """Draws to be made, in order: of each the row of logits, the state and, by rejection, the guess
+    (-1: none) and what it was drawn from.
+    """
+
+    rows: Sequence[int]
+    states: Sequence[SamplerState]
+    guesses: Sequence[int] | None = None  # None: plain draws
+    drawn_from: Sequence[Float32 | None] = ()
+
+    def take(
+        self, sampler: Sampler, logits: Float32 | None, first: int, indices: Sequence[int]
+    ) -> Sampled:
+        """Some of them, with logits from row ``first`` on."""
+        rows = [self.rows[index] - first for index in indices]
+        states = [self.states[index] for index in indices]
+        if self.guesses is None:
+            return sampler.sample(logits, rows, states)
+        guesses = [self.guesses[index] for index in indices]
+        drawn_from = [self.drawn_from[index] for index in indices]
+        return sampler.verify(logits, rows, states, guesses, drawn_from)
+
+
 def draw(
-    sampler: Sampler, scheduled: Scheduled, states: Sequence[SamplerState], result: StepResult
+    sampler: Sampler,
+    scheduled: Scheduled,
+    states: Sequence[SamplerState],
+    result: StepResult,
+    *,
+    rejection: bool = False,
 ) -> Drawn:
     """Tokens for each of ``scheduled.samples``, whose ``states`` are given, and the logprobs of
-    ``scheduled.prompt_rows``.
+    ``scheduled.prompt_rows``. Drafts are checked by ``rejection`` or by replay.
     """
     rows = scheduled.sample_rows
     logits = _Logits(result, len(scheduled.batch.logits_rows))
     if scheduled.drafts is None:
-        sampled, scores = _sample(sampler, rows, states, scheduled, logits)
+        draws = _Draws(rows, states)
+        if rejection:  # its draws have random numbers of their own, drafts or not
+            draws = _Draws(rows, states, [-1] * len(rows), [None] * len(rows))
+        sampled, scores = _sample(sampler, draws, scheduled, logits)
         runs = [[token] for token in sampled.token_ids]
         logprobs = None if sampled.logprobs is None else [[entry] for entry in sampled.logprobs]
         for index in sampled.errors:
@@ -64,11 +95,29 @@ def draw(
     sizes += [1] * (len(states) - len(sizes))
     spread = [row + at for row, size in zip(rows, sizes, strict=True) for at in range(size)]
     owners = [state for state, size in zip(states, sizes, strict=True) for _ in range(size)]
-    sampled, scores = _sample(sampler, spread, owners, scheduled, logits)
+    draws = _Draws(spread, owners)
+    if rejection:
+        draws = _Draws(spread, owners, *_guesses(scheduled, len(states)))
+    sampled, scores = _sample(sampler, draws, scheduled, logits)
     drawn = _verified(scheduled.drafts, states, sizes, sampled, scores)
     if scheduled.branches:
-        _follow(sampler, scheduled, states, logits, drawn)
+        _follow(sampler, scheduled, states, logits, drawn, rejection)
     return drawn
+
+
+def _guesses(scheduled: Scheduled, count: int) -> tuple[list[int], list[Float32 | None]]:
+    """For each draw of ``count`` samples the guess at it, -1 behind the last, and what it was drawn
+    from.
+    """
+    drafts = scheduled.drafts or []
+    guesses: list[int] = []
+    drawn_from: list[Float32 | None] = []
+    for draft, q in zip(drafts, scheduled.probabilities or [None] * len(drafts), strict=True):
+        guesses += [*draft, -1]
+        drawn_from += [None] * len(draft) if q is None else q[: len(draft)]
+        drawn_from.append(None)
+    rest = count - len(drafts)
+    return guesses + [-1] * rest, drawn_from + [None] * rest
 
 
 def _verified(
@@ -78,8 +127,9 @@ def _verified(
     sampled: Sampled,
     scores: dict[PromptRows, list[TokenLogprobs] | str],
 ) -> Drawn:
-    """The draws that stand. A draw that failed behind others is tried again in the next step, where
-    it comes first.
+    """The draws that stand; by rejection, which ends with the first that is not the guess, all that
+    there are. A draw that failed behind others is tried again in the next step, where it comes
+    first.
     """
     runs: list[list[int]] = []
     logprobs: list[list[TokenLogprobs | None]] = []
@@ -106,6 +156,7 @@ def _follow(
     states: Sequence[SamplerState],
     logits: _Logits,
     drawn: Drawn,
+    rejection: bool,
 ) -> None:
     """Where a run has left its draft and goes on as a branch does, draw on from the branch's rows:
     they are those of decoding token by token, and the sampler's state is behind the run.
@@ -132,11 +183,14 @@ def _follow(
             for index, (row, guesses) in heads.items()
             if row < first + logits.size
         }
-        sampled = sampler.sample(
-            held,
+        draws = _Draws(
             [row + at for row, guesses in spans.values() for at in range(1 + len(guesses))],
             [states[index] for index, (_, guesses) in spans.items() for _ in (None, *guesses)],
         )
+        if rejection:
+            certain = [each for _, guesses in spans.values() for each in (*guesses, -1)]
+            draws = _Draws(draws.rows, draws.states, certain, [None] * len(certain))
+        sampled = draws.take(sampler, held, 0, range(len(draws.rows)))
         begin = 0
         for index, (_, guesses) in spans.items():
             end = begin + 1 + len(guesses)
@@ -164,17 +218,14 @@ def _head(scheduled: Scheduled, drawn: Drawn, index: int) -> tuple[int, list[int
 
 
 def _sample(
-    sampler: Sampler,
-    rows: Sequence[int],
-    states: Sequence[SamplerState],
-    scheduled: Scheduled,
-    logits: _Logits,
+    sampler: Sampler, draws: _Draws, scheduled: Scheduled, logits: _Logits
 ) -> tuple[Sampled, dict[PromptRows, list[TokenLogprobs] | str]]:
-    """A draw from each of the rows by its state, and the prompts' scores."""
+    """The draws, and the prompts' scores."""
+    rows = draws.rows
     scores: dict[PromptRows, list[TokenLogprobs] | str] = {}
     if logits.size >= logits.total:
         _, held = logits.part(0)
-        sampled = sampler.sample(held, rows, states)
+        sampled = draws.take(sampler, held, 0, range(len(rows)))
         for span in scheduled.prompt_rows:
             _score(sampler, span, 0, logits.total, held, scores)
         return sampled, scores
@@ -182,17 +233,20 @@ def _sample(
     token_ids = [-1] * len(rows)
     logprobs: list[TokenLogprobs | None] = [None] * len(rows)
     errors: dict[int, str] = {}
+    ended: set[int] = set()  # ids of states whose guess did not stand
     for begin in range(0, logits.total, logits.size):
         first, held = logits.part(begin)
         end = first + logits.size
         here = [index for index, row in enumerate(rows) if first <= row < end]
-        part = sampler.sample(
-            held, [rows[index] - first for index in here], [states[index] for index in here]
-        )
+        if ended:
+            here = [index for index in here if id(draws.states[index]) not in ended]
+        part = draws.take(sampler, held, first, here)
         for at, index in enumerate(here):
             token_ids[index] = part.token_ids[at]
             if part.logprobs is not None:
                 logprobs[index] = part.logprobs[at]
+            if draws.guesses is not None and token_ids[index] != draws.guesses[index]:
+                ended.add(id(draws.states[index]))
         errors |= {here[at]: why for at, why in part.errors.items()}
         for span in scheduled.prompt_rows:
             _score(sampler, span, first, end, held, scores)

@@ -293,7 +293,8 @@ class Engine:
         try:
             result = self.executor.execute(scheduled.batch)
             states = [seq.output.sampler for seq in scheduled.samples]
-            drawn = draw(self.sampler, scheduled, states, result)
+            rejection = self.speculator is not None and self.speculator.rejection
+            drawn = draw(self.sampler, scheduled, states, result, rejection=rejection)
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
             self._recover(scheduled, error, deltas)

@@ -324,7 +324,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     speculator = None
     if speculation is not None and drafter is not None:
         speculator = Speculator(
-            drafter, checkpoint.config.vocab_size, speculation.num_speculative_tokens
+            drafter,
+            checkpoint.config.vocab_size,
+            speculation.num_speculative_tokens,
+            rejection=speculation.acceptance_method == "rejection",
         )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer

@@ -33,6 +33,7 @@ class SpeculativeConfig:
     """
 
     method: str
+    acceptance_method: str = "replay"  # or "rejection"
     num_speculative_tokens: int | None = None  # pins the drafts' length; None: what pays most
     prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
@@ -47,7 +48,17 @@ class SpeculativeConfig:
                 f"speculative_config: method {self.method!r} is not one of {known} or a class, "
                 "written as 'module:Class'"
             )
-        own = {"method", "num_speculative_tokens", *_OPTIONS.get(self.method, ())}
+        if self.acceptance_method not in ("replay", "rejection"):
+            raise ValueError(
+                f"speculative_config: acceptance_method is {self.acceptance_method!r}; it must be "
+                "'replay' or 'rejection'"
+            )
+        own = {
+            "method",
+            "acceptance_method",
+            "num_speculative_tokens",
+            *_OPTIONS.get(self.method, ()),
+        }
         for field in fields(self):
             if field.name not in own and getattr(self, field.name) is not None:
                 raise ValueError(
@@ -115,8 +126,10 @@ class SpeculativeConfig:
     def describe(self) -> str:
         """One line for people."""
         length = self.num_speculative_tokens
-        return f"{self.method}, " + (
-            f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays"
+        return (
+            f"{self.method}, "
+            + (f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays")
+            + (", checked by rejection" if self.acceptance_method == "rejection" else "")
         )
 
     @property

@@ -28,6 +28,7 @@ _IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
 _SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
 _LONGEST_REST = 32  # steps
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay
+_ROUNDING = 1e-3  # that probabilities may be off one in all
 _TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 
@@ -40,7 +41,8 @@ class _Asked(NamedTuple):
 
 
 class Speculator:
-    """Implements the scheduler's `Proposer`. Nothing that it does changes an output.
+    """Implements the scheduler's `Proposer`. Nothing that it does changes an output or, where
+    drafts are checked by ``rejection`` and not by replay, an output's distribution.
 
     ``num_tokens`` pins the drafts' length; None: for each sequence and step the one that pays most,
     often none. A `Drafter` is asked first, and of what it says as much is checked as pays; a
@@ -55,9 +57,11 @@ class Speculator:
         vocab_size: int,
         num_tokens: int | None = None,
         *,
+        rejection: bool = False,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.failures = 0
+        self.rejection = rejection
         self.times = StepTimes()
         self.draft_times = DraftTimes()  # of a drafter that computes
         self._model: ModelDrafter | None = None
@@ -176,9 +180,7 @@ class Speculator:
     ) -> list[Draft]:
         """As much of the drafts as pays."""
         gains = [
-            self._acceptance.gains(draft.evidence, self._own_of(seq), len(draft.token_ids))
-            if draft.token_ids
-            else ()
+            self._gains(seq, draft) if draft.token_ids else ()
             for seq, draft in zip(decoding, drafts, strict=True)
         ]
         counts = choose(self.times, gains, num_tokens, room)
@@ -186,6 +188,19 @@ class Speculator:
             draft if count == len(draft.token_ids) else _cut(draft, count)
             for draft, count in zip(drafts, counts, strict=True)
         ]
+
+    def _gains(self, seq: Seq, draft: Draft) -> list[float]:
+        """Of each of a draft's tokens, the probability that it becomes output."""
+        own = self._own_of(seq)
+        if self._weighed(draft):
+            # Its evidence may depend on the tokens drawn, and whether one of them is tested by
+            # rejection must not: tokens that were left out for what they are would come too rarely.
+            return self._ahead.gains(0, own.ahead, len(draft.token_ids))
+        return self._acceptance.gains(draft.evidence, own, len(draft.token_ids))
+
+    def _weighed(self, draft: Draft) -> bool:
+        """Whether a token of the draft is accepted more often than the target draws it."""
+        return self.rejection and draft.probabilities is not None
 
     def _ask(self, decoding: list[Seq], counts: list[int]) -> list[Draft]:
         """The drafter's guesses, checked. Raises whatever it raises."""
@@ -220,6 +235,8 @@ class Speculator:
                     f"probabilities of {len(probabilities)} of {len(token_ids)} tokens"
                 )
             probabilities = np.asarray(probabilities, np.float32)
+            if self.rejection and self._reader is not None:  # anybody's code
+                _check_drawn(token_ids, probabilities)
         return Draft(token_ids, evidence, others, probabilities)
 
     def _tokens(self, given: Sequence[int], most: int) -> list[int]:
@@ -256,14 +273,20 @@ class Speculator:
             return
         size, prompts = scheduled.batch.num_tokens, bool(scheduled.chunks)
         self.times.observe(size, seconds - self._spent, prompts=prompts)
-        for seq, run in zip(scheduled.decodes, runs, strict=False) if self._asked else ():
+        checked = scheduled.drafts or [[]] * len(scheduled.decodes)
+        for seq, tested, run in (
+            zip(scheduled.decodes, checked, runs, strict=False) if self._asked else ()
+        ):
             asked = self._asked.get(seq)
             own = self._own.get(seq)
             if asked is not None and own is not None and asked.num_tokens == len(seq.token_ids):
                 draft = asked.draft
-                self._acceptance.learn(draft.evidence, own, draft.token_ids, run)
-                if self._model is not None:
-                    self._ahead.learn(0, own.ahead, draft.token_ids, run)
+                # Beyond what was tested the target draws the token more rarely than it would have
+                # been accepted; where nothing was, that is all there is to learn from.
+                guess = tested if tested and self._weighed(draft) else draft.token_ids
+                self._acceptance.learn(draft.evidence, own, guess, run)
+                if self._model is not None or self._weighed(draft):
+                    self._ahead.learn(0, own.ahead, guess, run)
         self._asked.clear()
         if self._model is not None:
             try:
@@ -314,6 +337,15 @@ class _Own(Own):
     def __init__(self) -> None:
         super().__init__()
         self.ahead = Own()
+
+
+def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:
+    """`ValueError` where these cannot be the distributions that the tokens were drawn from."""
+    rows = probabilities[: len(token_ids)]
+    if not ((rows >= 0).all() and (abs(rows.sum(axis=1, dtype=np.float64) - 1) < _ROUNDING).all()):
+        raise ValueError("the probabilities of a draft are no distributions")
+    if not rows[range(len(token_ids)), token_ids].all():
+        raise ValueError("a draft has a token whose probability it says is 0")
 
 
 def _within(counts: list[int], room: int) -> list[int]:

@@ -20,6 +20,7 @@ from octavo.cli import (
     pull,
     quantize,
     serve,
+    train,
 )
 from octavo.execute.cpu import usable_cpus
 
@@ -43,7 +44,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 
 for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity):
     _add(app, _module)
-for _room in (bench, plan):
+for _room in (bench, plan, train):
     _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)
     for _module in _room.COMMANDS:
         _add(_group, _module)

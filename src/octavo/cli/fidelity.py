@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
+from octavo.cli.bench.progress import now_and_then, on_stderr
 from octavo.cli.bench.throughput import length
 from octavo.cli.options import ENGINE_OPTIONS, engine_config, takes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from octavo.engine.load import EngineConfig
 
 EXAMPLES = (
@@ -122,7 +118,7 @@ def command(
                 context=int(context),
                 speed=speed,
                 kernels=kernels,
-                progress=_now_and_then(show),
+                progress=now_and_then(show),
             )
     except TextError as error:
         raise SettingsError(str(error)) from None
@@ -140,19 +136,6 @@ def command(
     if faults:
         more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
         raise SettingsError(f"the kernels are not faithful: {faults[0]}{more}")
-
-
-def _now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
-    """Passes on a message a second."""
-    last = -math.inf
-
-    def progress(message: str) -> None:
-        nonlocal last
-        if (now := time.monotonic()) - last >= 1.0:
-            last = now
-            show(message)
-
-    return progress
 
 
 # --- for people ----------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
+from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import BRANCHES, Speculator
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
@@ -256,24 +257,31 @@ def _size(count: int) -> str:
     return f"{value:.4g} GiB"
 
 
-def load_engine(model: str | Path | Checkpoint, config: EngineConfig | None = None) -> LoadedEngine:
+def load_engine(
+    model: str | Path | Checkpoint,
+    config: EngineConfig | None = None,
+    *,
+    keep_hidden: bool = False,
+) -> LoadedEngine:
     """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
 
-    A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`). Raises
-    `CheckpointError`, `SettingsError`, or `DoesNotFit` before anything large is allocated.
+    A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`).
+    ``keep_hidden``: steps give `StepResult.hidden`. Raises `CheckpointError`, `SettingsError`, or
+    `DoesNotFit` before anything large is allocated.
     """
     try:
-        return _load(model, config or EngineConfig())
+        return _load(model, config or EngineConfig(), keep_hidden)
     except (CheckpointError, SettingsError):
         raise
     except ValueError as error:  # what the rooms below refuse
         raise SettingsError(str(error)) from error
 
 
-def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
+def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
     # The compiled module is needed from here on, not to name the types above.
     from octavo.execute.native import NativeExecutor, held_bytes
     from octavo.sample.native import NativeSampler
+    from octavo.speculate.medusa import head_weights
 
     if isinstance(model, str):
         model = pull.resolve(model)
@@ -285,10 +293,20 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
     if config.quantization is not None:
         threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)
+    heads: Heads | None = None
+    weights = dict(checkpoint.weights)
+    if speculation is not None and speculation.method == "medusa":
+        heads = read_heads(Path(speculation.model or ""), checkpoint)
+        if (speculation.num_speculative_tokens or 0) > len(heads.blocks):
+            raise SettingsError(
+                f"num_speculative_tokens is {speculation.num_speculative_tokens}, and "
+                f"{heads.path} has {len(heads.blocks)} heads: each drafts one token"
+            )
+        weights |= head_weights(heads, checkpoint)
     compute = program(checkpoint.config)
     layout = config.layout_of(checkpoint.config)
     try:
-        weight_bytes = sum(held_bytes(weight, config.isa) for weight in checkpoint.weights.values())
+        weight_bytes = sum(held_bytes(weight, config.isa) for weight in weights.values())
     except CheckpointError as error:  # which names the tensor
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
@@ -315,11 +333,20 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=config.threads,
         isa=config.isa,
+        keep_hidden=keep_hidden or heads is not None,
     )
     sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
     if speculation is not None and speculation.computes:
         drafter = speculation.model_drafter(
-            Target(checkpoint, compute, executor, scheduler, sampler)
+            Target(
+                checkpoint,
+                compute,
+                executor,
+                scheduler,
+                sampler,
+                rejection=speculation.acceptance_method == "rejection",
+                heads=heads,
+            )
         )
     speculator = None
     if speculation is not None and drafter is not None:
@@ -328,6 +355,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig) -> LoadedEngine:
             checkpoint.config.vocab_size,
             speculation.num_speculative_tokens,
             rejection=speculation.acceptance_method == "rejection",
+            longest=speculation.longest if heads is None else len(heads.blocks),
         )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer

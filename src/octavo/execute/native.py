@@ -136,7 +136,7 @@ class NativeExecutor:
         )
         self.isa: str = runtime.isa
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
-        self._keep_hidden = keep_hidden
+        self._keep_hidden = [keep_hidden]  # of each program
         self._attention = _attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout)
         self._costs: list[CostModel] = []
@@ -149,7 +149,13 @@ class NativeExecutor:
         )
         self._costs.append(self._count(program))
 
-    def add_program(self, program: Program, weights: Mapping[str, Weight] | None = None) -> int:
+    def add_program(
+        self,
+        program: Program,
+        weights: Mapping[str, Weight] | None = None,
+        *,
+        keep_hidden: bool = False,
+    ) -> int:
         """Another computation with the same cache, threads and weights; its number.
 
         Roles that are loaded already are not loaded again; ``weights`` has the others, which are
@@ -166,7 +172,8 @@ class NativeExecutor:
             raise ValueError(f"the weight {twice[0]} is loaded already")
         if _attention_shape(program) not in (None, self._attention):
             raise ValueError("the program's attention has another shape than the cache")
-        loader.load(program, weights, "an added program", lambda: None)
+        loader.load(program, weights, "an added program", lambda: None, keep_hidden=keep_hidden)
+        self._keep_hidden.append(keep_hidden)
         self._costs.append(self._count(program))
         return len(self._costs) - 1
 
@@ -230,17 +237,20 @@ class NativeExecutor:
             program,
             rows,
         )
-        hidden = runtime.hidden() if self._keep_hidden and program == 0 else None
+        hidden = runtime.hidden() if self._keep_hidden[program] else None
         return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
 
-    def execute_rows(self, program: int, rows: Float32) -> StepResult:
+    def execute_rows(
+        self, program: int, rows: Float32, token_ids: Int32 | None = None
+    ) -> StepResult:
         """Logits of all ``rows`` [T, width], from an added program that has an `Input` and no
-        attention.
+        attention. ``token_ids`` [T]: for one with an `Embed`, too.
         """
         wanted = np.arange(len(rows), dtype=np.int32)
         none = np.empty(0, np.int32)
         tables, copies = none.reshape(0, 0, 0), none.reshape(0, 2)
-        batch = Batch(none, none, none, none, tables, wanted, copies)
+        tokens = none if token_ids is None else token_ids
+        batch = Batch(tokens, none, none, none, tables, wanted, copies)
         return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:

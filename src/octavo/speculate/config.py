@@ -21,8 +21,9 @@ _MOST_REQUESTS = 1_000_000
 _OPTIONS = {
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests",),
+    "medusa": ("model",),
 }
-_COMPUTING: frozenset[str] = frozenset()  # methods whose drafters are made for a loaded model
+_COMPUTING = frozenset({"medusa"})  # methods whose drafters are made for a loaded model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,7 @@ class SpeculativeConfig:
     method: str
     acceptance_method: str = "replay"  # or "rejection"
     num_speculative_tokens: int | None = None  # pins the drafts' length; None: what pays most
+    model: str | None = None  # "medusa": the folder of the heads
     prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
     suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
@@ -64,6 +66,11 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config: {field.name} has no part in method {self.method!r}"
                 )
+        if self.method == "medusa" and not (isinstance(self.model, str) and self.model):
+            raise ValueError(
+                f"speculative_config: model is {self.model!r}; method 'medusa' needs the folder of "
+                "the heads"
+            )
         self._check("num_speculative_tokens", 1, MOST_TOKENS)
         self._check("prompt_lookup_max", 1, _LONGEST_NGRAM)
         self._check("prompt_lookup_min", 1, _LONGEST_NGRAM)
@@ -141,6 +148,11 @@ class SpeculativeConfig:
         """A new one, of a method that computes. Raises `ValueError` where it does not suit the
         target.
         """
+        if self.method == "medusa":
+            from octavo.speculate.medusa import MedusaDrafter
+
+            assert target.heads is not None
+            return MedusaDrafter(target.heads, target)
         raise ValueError(f"speculative_config: method {self.method!r} computes nothing")
 
     def drafter(self) -> Drafter:

@@ -18,6 +18,7 @@ from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.heads import Heads
 
 if TYPE_CHECKING:  # the compiled module is not needed to guess from text
     from octavo.execute.native import NativeExecutor
@@ -85,6 +86,8 @@ class Target(NamedTuple):
     executor: NativeExecutor
     scheduler: Scheduler  # its ``kv`` and ``config`` too
     sampler: Sampler
+    rejection: bool = False  # whether drafts are checked by rejection: with probabilities
+    heads: Heads | None = None  # those of method "medusa", for this model
 
 
 @runtime_checkable

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,3 +26,16 @@ def on_stderr() -> Iterator[Callable[[str], None]]:
         yield show
     finally:
         show("")
+
+
+def now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
+    """Passes on a message a second."""
+    last = -math.inf
+
+    def progress(message: str) -> None:
+        nonlocal last
+        if (now := time.monotonic()) - last >= 1.0:
+            last = now
+            show(message)
+
+    return progress

@@ -1,0 +1,121 @@
+"""octavo train medusa: heads that guess a model's next tokens, learned from its own answers."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from octavo.cli.bench.progress import now_and_then, on_stderr
+from octavo.cli.options import Model
+
+EXAMPLES = (
+    "octavo train medusa smollm2 -o smollm2-heads",
+    "octavo train medusa smollm2 --text prompts.txt --heads 3 -o smollm2-heads",
+    'octavo serve smollm2 --speculative-config \'{"method":"medusa","model":"smollm2-heads"}\'',
+)
+
+
+def command(
+    model: Model,
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="DIR", file_okay=False, help="Folder to write."),
+    ],
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text, each line a prompt: the more it is like what the model will be "
+            "asked, the better the heads guess.",
+            show_default="questions that Octavo brings",
+        ),
+    ] = None,
+    prompts: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Prompts answered, at most.")
+    ] = 1000,
+    max_tokens: Annotated[
+        int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
+    ] = 200,
+    heads: Annotated[
+        int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
+    ] = 4,
+    layers: Annotated[
+        int, typer.Option(min=1, max=8, metavar="N", help="Layers of each head.")
+    ] = 1,
+    hydra: Annotated[
+        bool,
+        typer.Option(
+            "--hydra/--no-hydra",
+            help="A chain of heads, each given the token before the one it guesses (Hydra), or "
+            "heads apart from each other (Medusa).",
+        ),
+    ] = True,
+    vocabulary: Annotated[
+        int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
+    ] = 8192,
+    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 2.0,
+    learning_rate: Annotated[
+        float, typer.Option(min=0.0, metavar="X", help="Of AdamW, at its highest.")
+    ] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Same seed, same heads.")] = 0,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, help="Compute threads.", show_default="one per usable core"),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was written as one JSON object.")
+    ] = False,
+) -> None:
+    """Train heads that draft for MODEL, and write them to a folder.
+
+    MODEL answers the prompts itself; its heads learn, from the hidden rows that it answered from,
+    what it says next. One answer in twenty is kept to measure on. Quantized models are fine: heads
+    are for the model as it is served.
+    """
+    from octavo.engine.load import SettingsError
+    from octavo.train.medusa import Recipe, import_torch
+    from octavo.train.run import train
+
+    import_torch()  # before minutes are spent
+    recipe = Recipe(
+        heads=heads,
+        layers=layers,
+        hydra=hydra,
+        vocabulary=vocabulary,
+        epochs=epochs,
+        learning_rate=learning_rate,
+        seed=seed,
+    )
+    if out.exists() and any(out.iterdir()):
+        raise SettingsError(f"{out}: there is something in this folder already")
+    began = time.monotonic()
+    with on_stderr() as show:
+        facts = train(
+            model,
+            out,
+            recipe,
+            text=text,
+            num_prompts=prompts,
+            max_tokens=max_tokens,
+            threads=threads,
+            progress=now_and_then(show),
+        )
+    facts["seconds"] = round(time.monotonic() - began, 1)
+    typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+
+
+def _as_text(facts: dict[str, Any]) -> str:
+    lines = [
+        f"{facts['out']}: {facts['bytes']:,} bytes, in {facts['seconds']:.0f} s",
+        f"answers      {facts['answers']:,} with {facts['tokens']:,} tokens; the "
+        f"{facts['vocabulary']:,} tokens guessed are {facts['vocabulary_covers']:.1%} of them",
+    ]
+    pairs = zip(facts["top1"], facts["top1_if_right_before"], strict=True)
+    for number, (all_, behind) in enumerate(pairs, 1):
+        lines.append(f"head {number}       right {all_:.1%}, behind right guesses {behind:.1%}")
+    lines.append(f"drafting     {facts['tokens_per_pass']:.2f} tokens a pass expected")
+    return "\n".join(lines)

@@ -1,0 +1,252 @@
+"""Drafts by heads on the target's last hidden state.
+
+Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads",
+2024. Head i, a residual block x + SiLU(W x + b), guesses from the hidden row that a token was drawn
+from the one i + 1 places behind that token, all through the target's own logits matrix; of that
+only the rows of common tokens are read (Zhao et al., "FR-Spec", 2025), for its reading is most of
+what a head costs. With ``hydra`` the heads are a chain: each takes what the head before it made of
+the row, and the token guessed there, the first one the token drawn (Ankner et al., "Hydra:
+Sequentially-Dependent Draft Heads for Medusa Decoding", 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.checkpoint.base import Checkpoint, MadeRows, Weight
+from octavo.checkpoint.rounding import rounded
+from octavo.execute.batch import Float32, Int32, StepResult
+from octavo.model.config import Activation
+from octavo.model.program import (
+    Activate,
+    Add,
+    Embed,
+    Input,
+    Linear,
+    Logits,
+    Op,
+    Program,
+)
+from octavo.sample.params import MIN_TEMPERATURE, SamplingParams
+from octavo.sample.sampler import SamplerState
+from octavo.schedule.batching import Scheduled
+from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.drafter import NO_DRAFT, Draft, Target
+from octavo.speculate.heads import Heads
+
+_LOGITS = "medusa.output"
+_UNLIKELY = 0.1  # of all guesses of a draft being right: nothing is guessed behind it
+_CLASSES = 15
+
+
+def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict[str, Weight]:
+    """By role, all that the heads add to the target's weights: their matrices rounded to 8 bits,
+    and the chosen rows of the logits matrix as they are.
+    """
+    given: dict[str, Weight] = {}
+    for at, layers in enumerate(heads.blocks):
+        for number, layer in enumerate(layers):
+            role = _role(at, number)
+            given[role] = layer.weight
+            if layer.token is not None:
+                given[f"{role}.token"] = layer.token
+            if layer.bias is not None:
+                given[f"{role}.bias"] = layer.bias
+    weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
+    name = "token_embd" if checkpoint.config.tied_embeddings else "output"
+    weights[_LOGITS] = _rows_of(checkpoint.weights[name], heads.token_map)
+    return weights
+
+
+def head_program(heads: Heads, target: Program, at: int) -> Program:
+    """Of one head: from hidden rows, and with ``hydra`` tokens, to logits of ``token_map``."""
+    width = target.config.hidden_size
+    embed = next(op for op in target.ops if isinstance(op, Embed))
+    last = target.ops[-1]
+    assert isinstance(last, Logits)
+    ops: list[Op] = [Input("x")]
+    weights: dict[str, tuple[int, ...]] = {}
+    for number, layer in enumerate(heads.blocks[at]):
+        role, bias = _role(at, number), None
+        weights[role] = (width, width)
+        if layer.bias is not None:
+            bias = f"{role}.bias"
+            weights[bias] = (width,)
+        ops.append(Linear("x", role, "h", bias))
+        if layer.token is not None:
+            weights[embed.weight] = target.weights[embed.weight]
+            weights[f"{role}.token"] = (width, width)
+            ops.append(Embed(embed.weight, "e", embed.scale))
+            ops.append(Linear("e", f"{role}.token", "t"))
+            ops.append(Add("h", "t", "h"))
+        ops.append(Activate("h", "h", Activation.SILU))
+        ops.append(Add("x", "h", "x"))
+    weights[_LOGITS] = (len(heads.token_map), width)
+    ops.append(Logits("x", _LOGITS, last.softcap))
+    return Program(target.config, tuple(ops), dict.fromkeys("xhet", width), weights)
+
+
+def _role(head: int, layer: int) -> str:
+    return f"medusa.{head}.{layer}"
+
+
+def _rows_of(matrix: Weight, rows: npt.NDArray[np.int32]) -> Weight:
+    """Some rows of a matrix: the bytes of each are its own in every format."""
+
+    def make(first: int, last: int) -> npt.NDArray[np.uint8]:
+        parts = [matrix.rows(row, row + 1).reshape(-1) for row in rows[first:last].tolist()]
+        return np.concatenate(parts)
+
+    row_bytes = matrix.nbytes // matrix.shape[0]
+    return matrix._replace(
+        shape=(len(rows), matrix.shape[1]),
+        source=MadeRows(len(rows), row_bytes, make),
+        stored_as=None,
+    )
+
+
+class MedusaDrafter:
+    """Implements `ModelDrafter`, for a target whose executor keeps the hidden rows of its steps."""
+
+    def __init__(self, heads: Heads, target: Target) -> None:
+        executor = target.executor
+        weights = head_weights(heads, target.checkpoint, executor.threads)
+        self._programs = []
+        for at in range(len(heads.blocks)):
+            program = head_program(heads, target.program, at)
+            own = {role: weights.pop(role) for role in program.weights if role in weights}
+            self._programs.append(executor.add_program(program, own, keep_hidden=heads.hydra))
+        self._hydra = heads.hydra
+        self._token_map = heads.token_map
+        self._vocab_size = target.checkpoint.config.vocab_size
+        self._executor = executor
+        self._sampler = target.sampler
+        self._rejection = target.rejection
+        # The row that a sequence's last token was drawn from, and the tokens it has then.
+        self._rows: dict[Seq, tuple[Float32, int]] = {}
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        hidden = result.hidden
+        assert hidden is not None
+        samples = [
+            (seq, scheduled.last_row(index, run), len(seq.token_ids) + len(run))
+            for index, (seq, run) in enumerate(zip(scheduled.samples, runs, strict=True))
+            if run
+        ]
+        kept = hidden[[row for _, row, _ in samples]]  # a copy: the executor's goes
+        for (seq, _, size), row in zip(samples, kept, strict=True):
+            self._rows[seq] = row, size
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        asked: list[_Asked] = []
+        drafts = [NO_DRAFT] * len(decoding)
+        for at, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
+            row, size = self._rows.get(seq, (None, 0))
+            if count and row is not None and size == len(seq.token_ids):
+                asked.append(_Asked(at, seq, row, count))
+        going = asked
+        for depth in range(len(self._programs)):
+            going = [each for each in going if each.count > depth and each.chance > _UNLIKELY]
+            if not going:
+                break
+            rows = np.stack([each.row for each in going])
+            tokens = np.array([each.token for each in going], np.int32)
+            logits, hidden = self.compute(depth, rows, tokens)
+            self._guess(going, logits)
+            if hidden is not None:
+                for each, row in zip(going, hidden, strict=True):
+                    each.row = row
+        for each in asked:
+            drafts[each.at] = each.finished()
+        return drafts
+
+    def compute(self, head: int, rows: Float32, tokens: Int32) -> tuple[Float32, Float32 | None]:
+        """Logits [sequences, token_map], valid until the executor computes again, and the rows that
+        the head behind goes on from, if it does.
+        """
+        result = self._executor.execute_rows(
+            self._programs[head], rows, tokens if self._hydra else None
+        )
+        assert result.logits is not None
+        return result.logits, None if result.hidden is None else result.hidden.copy()
+
+    def _guess(self, going: list[_Asked], logits: Float32) -> None:
+        """A token for each row of ``logits`` [sequences, token_map]."""
+        best = logits.argmax(axis=1)
+        top = logits[np.arange(len(going)), best]
+        chances = 1 / np.exp(logits - top[:, None]).sum(axis=1)
+        tokens = self._token_map[best].tolist()
+        drawing = [at for at, each in enumerate(going) if each.state is not None]
+        if drawing:
+            # As the target will draw, with the same random number.
+            whole = np.full((len(drawing), self._vocab_size), -np.inf, np.float32)
+            whole[:, self._token_map] = logits[drawing]
+            states = [state for at in drawing if (state := going[at].state) is not None]
+            rows = range(len(drawing))
+            if self._rejection:
+                for at, q in zip(
+                    drawing, self._sampler.probabilities(whole, rows, states), strict=True
+                ):
+                    going[at].probabilities.append(q)
+            drawn = self._sampler.sample(whole, rows, states).token_ids
+            for at, token in zip(drawing, drawn, strict=True):
+                tokens[at] = token
+        for each, token, chance in zip(going, tokens, chances.tolist(), strict=True):
+            each.add(token, chance)
+
+    def end(self, seq: Seq) -> None:
+        self._rows.pop(seq, None)
+
+    def close(self) -> None:
+        self._rows.clear()
+
+
+class _Asked:
+    """A sequence's draft as it grows."""
+
+    __slots__ = (
+        *("at", "chance", "count", "draft", "evidence", "probabilities", "row", "state", "token"),
+    )
+
+    def __init__(self, at: int, seq: Seq, row: Float32, count: int) -> None:
+        self.at = at
+        self.row = row
+        self.count = count
+        self.token = seq.token_ids[-1]
+        self.draft: list[int] = []
+        self.chance = 1.0  # that all of it is right, as the heads see it
+        self.evidence = 0
+        self.probabilities: list[Float32] = []  # that its tokens were drawn by
+        self.state: SamplerState | None = None
+        if not _plain(seq.owner.request.params):
+            self.state = seq.output.sampler.fork(seq.choice)
+
+    def add(self, token: int, chance: float) -> None:
+        if token < 0:  # the sampler may draw none of the tokens that are guessed
+            self.chance = 0.0
+            return
+        self.draft.append(token)
+        self.token = token
+        self.chance *= chance
+        if len(self.draft) == 1:
+            self.evidence = int(_CLASSES * chance)
+
+    def finished(self) -> Draft:
+        drawn = self.probabilities[: len(self.draft)]
+        return Draft(self.draft, self.evidence, probabilities=np.stack(drawn) if drawn else None)
+
+
+def _plain(params: SamplingParams) -> bool:
+    """Whether the likeliest token is drawn, whatever came before."""
+    return (
+        params.temperature < MIN_TEMPERATURE
+        and params.presence_penalty == params.frequency_penalty == 0.0
+        and params.repetition_penalty == 1.0
+        and not params.logit_bias
+        and params.allowed_token_ids is None
+        and not params.banned_token_ids
+    )

@@ -1,0 +1,1 @@
+"""Teaching drafters to guess what a model will say."""

@@ -1,0 +1,202 @@
+"""Heads of no learning on small models: the output is the one without them, to the bit; and what
+they compute is what their definition says.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import octavo.checkpoint
+from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.llm import LLM, RequestOutput
+from octavo.quant.blocks import dequantize
+from octavo.sample.params import SamplingParams
+from octavo.speculate.heads import Heads, floats, read_heads
+from octavo.speculate.medusa import MedusaDrafter, head_weights
+from speculate.random_heads import folder
+
+ORACLES = Path(__file__).parents[1] / "oracle"
+
+
+@pytest.fixture(scope="module")
+def checkpoint() -> Checkpoint:
+    return octavo.checkpoint.load(ORACLES / "tiny-llama-k.gguf")
+
+
+def llm(checkpoint: Checkpoint, heads: Path | None, drafts: int | None = 3, **settings: Any) -> LLM:
+    config: dict[str, Any] = {
+        "max_model_len": 128,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 64,
+        "kv_cache_memory_bytes": 1 << 20,
+        "threads": 1,
+        "seed": 1,
+    } | settings
+    if heads is not None:
+        config["speculative_config"] = {
+            "method": "medusa",
+            "model": str(heads),
+            "num_speculative_tokens": drafts,
+        }
+    return LLM(load_engine(checkpoint, EngineConfig(**config)))
+
+
+def requests(checkpoint: Checkpoint, count: int) -> tuple[list[list[int]], list[SamplingParams]]:
+    rng = np.random.default_rng(count)
+    vocab = checkpoint.config.vocab_size
+    prompts = [rng.integers(4, vocab, rng.integers(1, 40)).tolist() for _ in range(count)]
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.5},
+        {"temperature": 1.0, "logprobs": 3},
+        {"temperature": 0.7, "top_k": 5, "n": 3},
+        {"temperature": 1.2, "top_p": 0.8, "min_tokens": 10},
+        {"temperature": 0.0, "banned_token_ids": (5, 6, 7), "logit_bias": {9: 4.0}},
+        {"temperature": 1.0, "allowed_token_ids": (10, 11, 12)},
+    ]
+    params = [
+        SamplingParams(seed=index, max_tokens=24, **ways[index % len(ways)])
+        for index in range(count)
+    ]
+    return prompts, params
+
+
+def told(outputs: list[RequestOutput]) -> list[Any]:
+    return [
+        [(each.token_ids, each.text, each.logprobs, each.finish_reason) for each in one.outputs]
+        for one in outputs
+    ]
+
+
+@pytest.mark.parametrize("hydra", [True, False])
+@pytest.mark.parametrize("count", [1, 7, 16])
+def test_the_output_is_the_one_without_heads(
+    checkpoint: Checkpoint, tmp_path: Path, hydra: bool, count: int
+) -> None:
+    heads = folder(tmp_path / "heads", checkpoint, hydra=hydra, layers=1 + hydra)
+    prompts, params = requests(checkpoint, count)
+    with llm(checkpoint, None) as plain:
+        expected = plain.generate(prompts, params, use_tqdm=False)
+    with llm(checkpoint, heads) as drafting:
+        found = drafting.generate(prompts, params, use_tqdm=False)
+        stats = drafting.loaded.engine.stats()
+    assert told(found) == told(expected)
+    assert stats.draft_tokens > 0
+    assert stats.drafter_failures == 0
+
+
+def test_the_output_is_the_same_where_sequences_are_preempted(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    heads = folder(tmp_path / "heads", checkpoint)
+    prompts, params = requests(checkpoint, 12)
+    with llm(checkpoint, None) as plain:
+        expected = plain.generate(prompts, params, use_tqdm=False)
+        block = plain.loaded.kv_cache_bytes // plain.loaded.num_blocks
+    scarce = {"kv_cache_memory_bytes": 14 * block, "enable_prefix_caching": False}
+    with llm(checkpoint, heads, **scarce) as drafting:
+        found = drafting.generate(prompts, params, use_tqdm=False)
+        stats = drafting.loaded.engine.stats()
+    assert stats.preemptions > 0
+    assert stats.drafter_failures == 0
+    assert told(found) == told(expected)
+
+
+def test_heads_of_all_tokens_that_repeat_the_model_are_right_behind_a_loop(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """Heads that change nothing guess what the model would say to the same row again."""
+    size = checkpoint.config.vocab_size
+    path = folder(tmp_path / "heads", checkpoint, hydra=False, size=size)
+    _zero(path)
+    with llm(checkpoint, path) as drafting:
+        (found,) = drafting.generate(
+            [[5, 6, 7]],
+            SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={9: 90.0}),
+            use_tqdm=False,
+        )
+        stats = drafting.loaded.engine.stats()
+    assert found.outputs[0].token_ids == [9] * 40
+    assert stats.accepted_tokens == stats.draft_tokens > 20
+
+
+def _zero(path: Path) -> None:
+    from safetensors.numpy import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    for name, values in tensors.items():
+        if name.startswith("blocks"):
+            values[...] = 0
+    save_file(tensors, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("hydra", [True, False])
+def test_heads_compute_what_their_definition_says(
+    checkpoint: Checkpoint, tmp_path: Path, hydra: bool
+) -> None:
+    path = folder(tmp_path / "heads", checkpoint, hydra=hydra, layers=2)
+    with llm(checkpoint, path) as drafting:
+        speculator = drafting.loaded.engine.speculator
+        assert speculator is not None
+        drafter = speculator._model
+        assert isinstance(drafter, MedusaDrafter)
+        heads = read_heads(path, checkpoint)
+        rng = np.random.default_rng(1)
+        rows = rng.normal(size=(5, checkpoint.config.hidden_size)).astype(np.float32)
+        tokens = rng.integers(0, checkpoint.config.vocab_size, 5).astype(np.int32)
+        for at in range(3):
+            logits, hidden = drafter.compute(at, rows, tokens)
+            x, expected = _reference(heads, checkpoint, at, rows, tokens)
+            assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
+            if hydra:
+                assert hidden is not None
+                assert np.abs(hidden - x).max() < 0.05 * np.abs(x).max()
+
+
+def _reference(
+    heads: Heads, checkpoint: Checkpoint, at: int, rows: np.ndarray, tokens: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    weights = head_weights(heads, checkpoint)
+    embedding = dequantize(checkpoint.weights["token_embd"])[tokens]
+    x = rows
+    for number, layer in enumerate(heads.blocks[at]):
+        role = f"medusa.{at}.{number}"
+        assert layer.bias is not None
+        inner = x @ dequantize(weights[role]).T + floats(layer.bias)
+        if layer.token is not None:
+            inner = inner + embedding @ dequantize(weights[f"{role}.token"]).T
+        x = x + inner / (1 + np.exp(-inner))
+    role = "token_embd" if checkpoint.config.tied_embeddings else "output"
+    return x, x @ dequantize(checkpoint.weights[role])[heads.token_map].T
+
+
+def test_weights_are_in_the_plan(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = folder(tmp_path / "heads", checkpoint)
+    with llm(checkpoint, path) as drafting:
+        loaded = drafting.loaded
+        assert loaded.weight_bytes == loaded.engine.executor.weight_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({}, "needs the folder"),
+        ({"model": 3}, "needs the folder"),
+        ({"model": "nowhere"}, "no folder of Medusa heads"),
+        ({"model": "heads", "num_speculative_tokens": 4}, "3 heads"),
+        ({"model": "heads", "prompt_lookup_max": 4}, "no part"),
+    ],
+)
+def test_settings_that_cannot_be_honoured_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, given: dict[str, Any], reason: str
+) -> None:
+    folder(tmp_path / "heads", checkpoint)
+    if given.get("model") == "heads":
+        given = given | {"model": str(tmp_path / "heads")}
+    with pytest.raises((SettingsError, CheckpointError, ValueError), match=reason):
+        load_engine(checkpoint, EngineConfig(speculative_config={"method": "medusa"} | given))

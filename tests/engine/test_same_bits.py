@@ -39,7 +39,8 @@ from octavo.sample.sampler import Float32, Sampled, SamplerState
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate.drafter import Draft, Drafter
+from octavo.speculate import layer_skip
+from octavo.speculate.drafter import Draft, Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import Speculator
 from octavo.speculate.suffix import SuffixDrafter
@@ -117,6 +118,16 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "suffix": lambda: SuffixDrafter(10),
     "doubtful": Doubtful,
 }
+
+
+def some_layers(target: Target) -> ModelDrafter:
+    """All but the last, which is a window's or not; or all but the first."""
+    count = len(target.program.config.layers)
+    first = target.scheduler.config.max_num_seqs % 2
+    return layer_skip.make(target, range(first, count - 1 + first), probabilities=False)
+
+
+COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}
 
 
 @dataclass
@@ -211,7 +222,11 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
     vocab = checkpoint.config.vocab_size
     recorder = Recorder(vocab, executor.isa, executor.pool)
     speculator = None
-    if setting.drafter is not None:
+    if setting.drafter in COMPUTING:
+        own = NativeSampler(vocab, executor.isa, executor.pool)
+        drafter = COMPUTING[setting.drafter](Target(checkpoint, compute, executor, scheduler, own))
+        speculator = Speculator(drafter, vocab, setting.num_drafts)
+    elif setting.drafter is not None:
         speculator = Speculator(DRAFTERS[setting.drafter](), vocab, setting.num_drafts)
     engine = Engine(
         executor,
@@ -303,7 +318,7 @@ def check_case(
     guess = random.Random(seed)
     setting = replace(
         setting,
-        drafter=guess.choice((None, *DRAFTERS)),
+        drafter=guess.choice((None, *DRAFTERS, *COMPUTING)),
         num_drafts=guess.choice((None, 1, 3, 7)),
     )
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions

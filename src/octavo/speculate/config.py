@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -19,16 +19,19 @@ _LONGEST_NGRAM = 15
 _MOST_REQUESTS = 1_000_000
 
 _OPTIONS = {
+    "layer_skip": ("layers",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests",),
     "medusa": ("model",),
 }
-_COMPUTING = frozenset({"medusa"})  # methods whose drafters are made for a loaded model
+# Methods whose drafters are made for a loaded model.
+_COMPUTING = frozenset({"layer_skip", "medusa"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """``method`` is "ngram", "suffix" or "module:Class", a `Drafter` of the user's own.
+    """``method`` is "layer_skip", "ngram", "suffix" or "module:Class", a `Drafter` of the user's
+    own.
 
     Raises `ValueError` naming the field that cannot be honoured.
     """
@@ -40,6 +43,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
     suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
+    layers: Sequence[int] | None = None  # of the model, that guess
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -75,6 +79,8 @@ class SpeculativeConfig:
         self._check("prompt_lookup_max", 1, _LONGEST_NGRAM)
         self._check("prompt_lookup_min", 1, _LONGEST_NGRAM)
         self._check("suffix_decoding_max_cached_requests", 0, _MOST_REQUESTS)
+        if self.method == "layer_skip":
+            self._check_layers()
         lowest, highest = self.orders
         if lowest > highest:
             raise ValueError(
@@ -91,6 +97,20 @@ class SpeculativeConfig:
                 f"speculative_config: {name} is {value!r}; it must be an integer from {low} to "
                 f"{high}"
             )
+
+    def _check_layers(self) -> None:
+        given = self.layers
+        if given is None:
+            raise ValueError(
+                "speculative_config: method 'layer_skip' needs layers, the numbers of those that "
+                "guess (octavo search layer-skip finds them)"
+            )
+        if not isinstance(given, list | tuple) or not given:
+            raise ValueError(f"speculative_config: layers is {given!r}, not a list of numbers")
+        for layer in given:
+            if not isinstance(layer, int) or isinstance(layer, bool) or layer < 0:
+                raise ValueError(f"speculative_config: layers has {layer!r}, which is no layer")
+        object.__setattr__(self, "layers", tuple(sorted(given)))
 
     @classmethod
     def of(cls, given: SpeculativeConfig | Mapping[str, Any] | str) -> SpeculativeConfig:
@@ -133,8 +153,11 @@ class SpeculativeConfig:
     def describe(self) -> str:
         """One line for people."""
         length = self.num_speculative_tokens
+        method = self.method
+        if self.layers is not None:
+            method += f" with layers {', '.join(map(str, self.layers))}"
         return (
-            f"{self.method}, "
+            f"{method}, "
             + (f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays")
             + (", checked by rejection" if self.acceptance_method == "rejection" else "")
         )
@@ -148,6 +171,11 @@ class SpeculativeConfig:
         """A new one, of a method that computes. Raises `ValueError` where it does not suit the
         target.
         """
+        if self.method == "layer_skip":
+            from octavo.speculate import layer_skip
+
+            rejection = self.acceptance_method == "rejection"
+            return layer_skip.make(target, self.layers or (), probabilities=rejection)
         if self.method == "medusa":
             from octavo.speculate.medusa import MedusaDrafter
 

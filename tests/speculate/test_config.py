@@ -52,7 +52,13 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
         ("{", "not JSON"),
         ('{"method": "ngram", "method": "suffix"}', "'method' appears twice"),
         ({}, "names no method"),
-        ({"method": "eagle"}, "'eagle' is not one of 'ngram', 'suffix'"),
+        ({"method": "eagle"}, "'eagle' is not one of .*'ngram', 'suffix'"),
+        ({"method": "layer_skip"}, "needs layers, the numbers of those that guess"),
+        ({"method": "layer_skip", "layers": []}, r"layers is \[\], not a list of numbers"),
+        ({"method": "layer_skip", "layers": "1,2"}, "layers is '1,2', not a list"),
+        ({"method": "layer_skip", "layers": [1, -2]}, "layers has -2, which is no layer"),
+        ({"method": "layer_skip", "layers": [1, True]}, "layers has True, which is no layer"),
+        ({"method": "ngram", "layers": [1]}, "layers has no part in method 'ngram'"),
         ({"method": 3}, "method is 3"),
         ({"method": "ngram", "acceptance_method": "typical"}, "it must be 'replay' or 'rejection'"),
         ({"method": "ngram", "acceptance_method": None}, "acceptance_method is None"),
@@ -90,6 +96,13 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: Any, named: str) -> N
 def test_a_class_that_is_no_drafter_is_refused_at_start(method: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SpeculativeConfig(method=method).drafter()
+
+
+def test_layers_are_put_in_order() -> None:
+    config = SpeculativeConfig.of('{"method": "layer_skip", "layers": [4, 0, 2]}')
+    assert config.layers == (0, 2, 4)
+    assert config.computes
+    assert "layer_skip with layers 0, 2, 4" in config.describe()
 
 
 def test_a_step_must_have_room_for_a_draft() -> None:

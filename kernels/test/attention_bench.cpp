@@ -119,11 +119,9 @@ struct Case {
     std::vector<float> q, out;
     Memory arena;
 
-    Case(const Shape &shape, KvKind kind, int threads, int64_t seqs, int64_t context,
-         int64_t tokens)
+    Case(const Shape &shape, KvKind kind, int64_t seqs, int64_t context, int64_t tokens)
         : config{} {
         const int64_t blocks = (context + 15) / 16;
-        config.threads = threads;
         config.max_tokens = config.max_logits_rows = seqs * tokens;
         config.max_seqs = seqs;
         config.max_blocks_per_seq = blocks;
@@ -168,7 +166,7 @@ struct Case {
     static int64_t layer_tokens(int64_t seqs, int64_t length) { return seqs * length; }
 
     double seconds(ThreadPool &pool, const Tier &tier, int repeats) {
-        PagedAttention attention(tier, config);
+        PagedAttention attention(tier, config, pool.size());
         attention.plan(batch);
         const std::vector<Job> jobs(size_t(config.layers_per_group), attention.job(0));
         const int64_t width = config.num_heads * config.head_dim;
@@ -211,7 +209,7 @@ int main(int argc, char **argv) {
                     long(shape.dim));
         for (const int64_t seqs : {1, 16, 32}) {
             for (const int64_t context : {128, 2048, 8192}) {
-                Case test(shape, kind, threads, seqs, context, 1);
+                Case test(shape, kind, seqs, context, 1);
                 if (what == "prefill" || int64_t(test.arena.size()) > int64_t{3} << 30)
                     continue;
                 const double before = bandwidth(pool, memory);
@@ -226,7 +224,7 @@ int main(int argc, char **argv) {
             }
         }
         for (const int64_t tokens : {512, 2048, 8192}) {
-            Case test(shape, kind, threads, 1, tokens, tokens);
+            Case test(shape, kind, 1, tokens, tokens);
             if (what == "decode")
                 continue;
             const double took = test.seconds(pool, tier, tokens > 2048 ? 1 : 3);

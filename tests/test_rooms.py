@@ -25,6 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {
         *("schedule", "speculate", "sample", "execute", "kv", "model", "checkpoint", "_native"),
     },
+    "verify": {"engine", "speculate", "schedule", "sample", "execute", "kv", "model", "checkpoint"},
     "quant": {"execute", "kv", "model", "checkpoint", "_native"},
     "plan": {"execute", "kv", "model", "checkpoint", "_native"},
     "bench": {

@@ -21,6 +21,7 @@ from octavo.cli import (
     quantize,
     serve,
     train,
+    verify,
 )
 from octavo.execute.cpu import usable_cpus
 
@@ -42,7 +43,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
     group.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
 
 
-for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity):
+for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity, verify):
     _add(app, _module)
 for _room in (bench, plan, train):
     _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)

@@ -1,0 +1,114 @@
+"""octavo verify: a certificate of same bits and same output, on one's own model and machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.bench.progress import on_stderr
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object, takes
+
+if TYPE_CHECKING:
+    from octavo.engine.load import EngineConfig
+    from octavo.verify.certificate import Certificate
+
+EXAMPLES = (
+    "octavo verify smollm2",
+    "octavo verify smollm2 --kv-cache-dtype int8 --threads 1 --json",
+    """octavo verify smollm2 --speculative-config '{"method": "mymodule:MyDrafter"}'""",
+    "octavo verify smollm2 --plant-fault",
+)
+
+_OWN = ("speculative_config", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes",
+        "memory_utilization", "enable_prefix_caching", "max_num_batched_tokens")  # fmt: skip
+_ENGINE_OPTIONS = [option for option in ENGINE_OPTIONS if option.name not in _OWN]
+
+
+@takes(engine=(_ENGINE_OPTIONS, engine_config))
+def command(
+    model: Model,
+    engine: EngineConfig,
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            parser=json_object,
+            metavar="JSON",
+            help="Try this drafter too, or with these settings (repeatable).",
+            show_default=False,
+        ),
+    ] = None,
+    plant_fault: Annotated[
+        bool,
+        typer.Option(
+            "--plant-fault", help="Plant a fault of each kind, and see that they are found."
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Verify that a request's output does not depend on what happens around it.
+
+    Requests of every kind run alone, and again crowded, in pieces, from cached prefixes, preempted,
+    on other threads, and with every drafter: each bit of their logits is compared. Exit code 1 if
+    anything differs, or if something could not be tried.
+    """
+    from octavo.checkpoint import load
+    from octavo.checkpoint.pull import resolve
+    from octavo.speculate.config import SpeculativeConfig
+    from octavo.verify.certificate import certify
+
+    try:
+        given: list[Any] = [SpeculativeConfig.of(each) for each in speculative_config or ()]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with on_stderr() as progress:
+        certificate = certify(
+            load(resolve(model)), engine, given, plant_faults=plant_fault, progress=progress
+        )
+    typer.echo(json.dumps(certificate.as_dict()) if as_json else as_text(certificate))
+    if not certificate.ok:
+        raise typer.Exit(1)
+
+
+def as_text(certificate: Certificate) -> str:
+    """Tables for people, and the verdict."""
+    lines = [
+        f"{certificate.model}, {certificate.kv_cache_dtype} KV cache, {certificate.isa}, "
+        f"{certificate.threads} thread{'s' if certificate.threads != 1 else ''}",
+        "",
+        f"{'the same requests':<20}{'answers':>8}{'rows':>8}{'bits that differ':>18}  how",
+    ]
+    for each in certificate.conditions:
+        lines.append(
+            f"{each.name:<20}{each.cases:>8}{each.rows:>8,}{each.differing_bits:>18}  {each.what}"
+        )
+    lines += [
+        "",
+        f"{'with drafts by':<20}{'answers':>8}{'rows':>8}{'bits that differ':>18}"
+        f"{'greedy':>9}{'drawn':>9}{'accepted':>14}",
+    ]
+    for name, drafted in certificate.drafters.items():
+        found = drafted.guessing
+        lines.append(
+            f"{name:<20}{found.cases:>8}{found.rows:>8,}{found.differing_bits:>18}"
+            f"{_same(found.greedy_equal):>9}{_same(found.replay_equal):>9}"
+            f"{f'{found.accepted_tokens:,} of {found.draft_tokens:,}':>14}"
+        )
+    lines.append("")
+    for fault, found_ in certificate.planted.items():
+        lines.append(f"planted: {fault}: {'found' if found_ else 'NOT FOUND'}")
+    lines += [f"✗ {problem}" for problem in certificate.problems]
+    if certificate.planted:
+        lines.append("This was a test of the test: no certificate.")
+    elif certificate.ok:
+        lines.append(
+            f"✓ {certificate.cases} answers are the same to the bit: "
+            f"{certificate.rows:,} rows of logits compared, 0 bits differ."
+        )
+    lines.append(f"({certificate.seconds:.0f} s)")
+    return "\n".join(lines)
+
+
+def _same(equal: bool) -> str:
+    return "same" if equal else "DIFFER"

@@ -1,0 +1,1 @@
+"""What Octavo promises of its output, tried on one's own model, machine and settings."""

@@ -1,0 +1,174 @@
+"""The certificate: everything tried, what was found, and whether it holds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from octavo.checkpoint.base import Checkpoint
+from octavo.engine.load import EngineConfig
+from octavo.execute.cpu import usable_cpus
+from octavo.kv.layout import KvDtype
+from octavo.speculate.config import SpeculativeConfig
+from octavo.verify import bits, guessing
+from octavo.verify.faults import FlippedBit, WrongGuess
+from octavo.verify.trials import trials
+
+Progress = Callable[[str], None]
+
+FLIPPED_BIT = "one bit of one logit flipped, in the crowd"
+WRONG_GUESS = "one wrong guess let stand"
+
+
+@dataclass(slots=True)
+class Drafted:
+    """What was found of one drafter."""
+
+    method: SpeculativeConfig
+    guessing: guessing.Guessing
+
+    @property
+    def problems(self) -> list[str]:
+        found = self.guessing
+        problems = []
+        if not found.greedy_equal:
+            problems.append(f"greedy answers differ: {found.first}")
+        if not found.replay_equal:
+            problems.append(f"drawn answers differ: {found.first}")
+        if found.differing_bits:
+            problems.append(f"{found.differing_bits} bits of logits differ: {found.first}")
+        if found.missed:
+            problems.append(found.missed)
+        return problems
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.guessing.as_dict() | {"problems": self.problems}
+
+
+@dataclass(slots=True)
+class Certificate:
+    """``ok`` if nothing differed and everything that should have been tried was."""
+
+    model: str
+    isa: str
+    threads: int
+    kv_cache_dtype: str
+    conditions: list[bits.Condition] = field(default_factory=list)
+    drafters: dict[str, Drafted] = field(default_factory=dict)
+    planted: dict[str, bool] = field(default_factory=dict)  # fault -> found
+    seconds: float = 0.0
+
+    @property
+    def differing_bits(self) -> int:
+        return sum(each.differing_bits for each in self.conditions) + sum(
+            each.guessing.differing_bits for each in self.drafters.values()
+        )
+
+    @property
+    def cases(self) -> int:
+        """Answers that were compared with those of the same requests alone."""
+        return sum(each.cases for each in self.conditions) + sum(
+            each.guessing.cases for each in self.drafters.values()
+        )
+
+    @property
+    def rows(self) -> int:
+        """Rows of logits, compared bit by bit."""
+        return sum(each.rows for each in self.conditions) + sum(
+            each.guessing.rows for each in self.drafters.values()
+        )
+
+    @property
+    def problems(self) -> list[str]:
+        problems = []
+        for each in self.conditions:
+            if each.differing_bits:
+                bits = f"{each.differing_bits} bits of logits differ"
+                problems.append(f"{each.name}: {bits}: {each.first}")
+            elif not each.equal:
+                problems.append(f"{each.name}: the answers differ")
+            if each.missed:
+                problems.append(f"{each.name}: {each.missed}")
+        for name, drafted in self.drafters.items():
+            problems += [f"{name}: {problem}" for problem in drafted.problems]
+        return problems
+
+    @property
+    def ok(self) -> bool:
+        return not self.problems and not self.planted
+
+    def as_dict(self) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "ok": self.ok,
+            "model": self.model,
+            "isa": self.isa,
+            "threads": self.threads,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "differing_bits": self.differing_bits,
+            "cases": self.cases,
+            "rows": self.rows,
+            "conditions": {each.name: each.as_dict() for each in self.conditions},
+            "drafters": {name: each.as_dict() for name, each in self.drafters.items()},
+            "problems": self.problems,
+            "seconds": round(self.seconds, 1),
+        }
+        if self.planted:
+            result["planted"] = [
+                {"fault": fault, "found": found} for fault, found in self.planted.items()
+            ]
+        return result
+
+
+def methods(given: Sequence[SpeculativeConfig]) -> dict[str, SpeculativeConfig]:
+    """The drafters to be had for any model, and those given, by name; a given one takes the place
+    of that of the same method.
+    """
+    named = {name: SpeculativeConfig(method=name) for name in ("ngram", "suffix")}
+    for method in given:
+        name = method.method
+        count = 2
+        while name in named and named[name] in given:
+            name = f"{method.method} {count}"
+            count += 1
+        named[name] = method
+    return named
+
+
+def certify(
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    given: Sequence[SpeculativeConfig] = (),
+    *,
+    plant_faults: bool = False,
+    progress: Progress = lambda _: None,
+) -> Certificate:
+    """Try everything on the model with these settings. ``plant_faults`` plants one of each kind.
+
+    Raises what `load_engine` does, and `VerificationError` if a trial cannot be run.
+    """
+    started = time.monotonic()
+    named = methods(given)
+    progress("alone: the answers to compare with")
+    reference = bits.Reference(checkpoint, config, trials(checkpoint))
+    threads = config.threads or usable_cpus()[0]
+    dtype = KvDtype.of(config.kv_cache_dtype)
+    model = checkpoint.config.name or checkpoint.path.name
+    certificate = Certificate(model, reference.isa, threads, str(dtype))
+    for circumstance in bits.circumstances(checkpoint, reference.config):
+        progress(f"bits of logits: {circumstance.name}")
+        flipped = FlippedBit() if plant_faults and circumstance.name == "crowded" else None
+        condition = bits.compare(checkpoint, reference, circumstance, flipped)
+        certificate.conditions.append(condition)
+        if flipped:
+            certificate.planted[FLIPPED_BIT] = condition.differing_bits == 1
+    for name, method in named.items():
+        progress(f"drafts by {name}")
+        wrong = WrongGuess() if plant_faults and name == next(iter(named)) else None
+        found = guessing.compare(checkpoint, reference, method, wrong)
+        certificate.drafters[name] = Drafted(method, found)
+        if wrong:
+            certificate.planted[WRONG_GUESS] = not (found.greedy_equal and found.replay_equal)
+    certificate.seconds = time.monotonic() - started
+    return certificate

@@ -1,0 +1,195 @@
+"""The certificate holds on honest builds, and notices each kind of fault."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import octavo.checkpoint
+from octavo.checkpoint.base import Checkpoint
+from octavo.cli import app
+from octavo.engine.load import EngineConfig
+from octavo.execute.batch import Batch, StepResult
+from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.drafter import Draft
+from octavo.verify import bits, guessing
+from octavo.verify.certificate import FLIPPED_BIT, WRONG_GUESS, certify
+from octavo.verify.running import running
+from octavo.verify.trials import COUNT, trials
+
+ORACLES = Path(__file__).parents[1] / "oracle"
+LLAMA = ORACLES / "tiny-llama.gguf"
+
+
+@pytest.fixture(scope="module")
+def llama() -> Checkpoint:
+    return octavo.checkpoint.load(LLAMA)
+
+
+@pytest.fixture(scope="module")
+def reference(llama: Checkpoint) -> bits.Reference:
+    return bits.Reference(llama, EngineConfig(), trials(llama, 6))
+
+
+def circumstance(llama: Checkpoint, reference: bits.Reference, name: str) -> bits.Circumstance:
+    every = bits.circumstances(llama, reference.config)
+    return next(each for each in every if each.name == name)
+
+
+class Mute:
+    def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None: ...
+    def extend(self, sequence: int, token_ids: Sequence[int]) -> None: ...
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        return [Draft(()) for _ in sequences]
+
+    def end(self, sequence: int) -> None: ...
+
+
+class Failing(Mute):
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        raise RuntimeError("injected")
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
+def test_a_sound_build_gets_its_certificate(name: str) -> None:
+    certificate = certify(octavo.checkpoint.load(ORACLES / f"{name}.gguf"), EngineConfig())
+    assert certificate.problems == []
+    assert certificate.ok
+    assert certificate.differing_bits == 0
+    assert certificate.cases == 6 * 18 + 2 * 32
+    assert certificate.rows > 5000
+    assert {"ngram", "suffix"} <= set(certificate.drafters)
+    for drafted in certificate.drafters.values():
+        found = drafted.guessing
+        assert 0 < found.accepted_tokens < found.draft_tokens, "right and wrong guesses"
+
+
+def test_each_planted_fault_is_found(llama: Checkpoint) -> None:
+    certificate = certify(llama, EngineConfig(kv_cache_dtype="int8"), plant_faults=True)
+    assert certificate.planted[FLIPPED_BIT]
+    assert certificate.planted[WRONG_GUESS]
+    assert not certificate.ok
+    assert certificate.differing_bits >= 1
+    crowded = next(each for each in certificate.conditions if each.name == "crowded")
+    assert crowded.differing_bits == 1
+    assert crowded.first is not None
+    assert "1 of " in crowded.first
+
+
+def test_every_bit_is_counted(llama: Checkpoint, reference: bits.Reference) -> None:
+    """Several bits of several rows, the sign of a zero among them."""
+    comparison = bits.Comparison(reference)
+    key = trials(llama)[0].name, 0
+    row = reference.row(key, 0)
+    other = reference.row(key, 1)
+    assert row is not None
+    assert other is not None
+    comparison(key, 0, row.copy())
+    assert (comparison.rows, comparison.differing_bits, comparison.first) == (1, 0, None)
+    wrong = row.copy()
+    wrong.view(np.uint32)[3] ^= 0b1011
+    wrong.view(np.uint32)[-1] ^= 1 << 31
+    comparison(key, 0, wrong)
+    comparison(key, 1, other.copy())
+    assert (comparison.rows, comparison.differing_rows, comparison.differing_bits) == (3, 1, 4)
+    assert comparison.first is not None
+    assert "logit 3" in comparison.first
+
+
+def test_what_did_not_happen_is_no_proof(llama: Checkpoint, reference: bits.Reference) -> None:
+    """A circumstance that did not come about, and a drafter that drafts nothing or fails."""
+    preempted = circumstance(llama, reference, "preempted")
+    roomy = replace(preempted, pools=(8 * preempted.pools[-1],))
+    condition = bits.compare(llama, reference, roomy)
+    assert condition.missed == "nobody was preempted"
+    assert condition.differing_bits == 0
+    for drafter, why in ((Mute, "nothing was drafted"), (Failing, "the drafter failed")):
+        method = SpeculativeConfig(method=f"{__name__}:{drafter.__name__}")
+        found = guessing.compare(llama, reference, method)
+        assert found.greedy_equal
+        assert found.replay_equal
+        assert found.missed is not None
+        assert why in found.missed
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_a_wrong_token_shows_in_the_answers(
+    llama: Checkpoint, reference: bits.Reference, step: int
+) -> None:
+    """Even one that no compared row of logits shows."""
+    left = step
+
+    def swap(batch: Batch, result: StepResult) -> StepResult:
+        nonlocal left
+        left -= 1
+        assert result.logits is not None
+        if left or not len(result.logits):
+            return result
+        return result._replace(logits=np.roll(result.logits, 1, axis=1))
+
+    with running(llama, reference.config, change=swap) as engine:
+        answers = engine.answers(reference.trials, COUNT)
+    assert answers != reference.answers
+    differing = [name for name in answers if answers[name] != reference.answers[name]]
+    trial = next(each for each in reference.trials if each.name == differing[0])
+    told = guessing.difference(trial, answers[trial.name], reference.answers[trial.name], COUNT)
+    assert trial.name in told
+
+
+def test_trials_are_of_every_kind(llama: Checkpoint) -> None:
+    made = trials(llama)
+    assert len({trial.name for trial in made}) == len(made) == COUNT
+    assert sum(trial.greedy for trial in made) == COUNT // 2
+    assert any(trial.params.n > 1 for trial in made)
+    assert any(trial.params.prompt_logprobs is not None for trial in made)
+    fields = ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "logit_bias")
+    default = type(made[0].params)()
+    for field in (*fields, "repetition_penalty", "banned_token_ids"):
+        assert any(getattr(t.params, field) != getattr(default, field) for t in made), field
+    prompts = [trial.prompt_token_ids for trial in made]
+    assert made == trials(llama), "the same each time"
+    assert any(a[:32] == b[:32] for a in prompts for b in prompts if a is not b and len(a) > 32)
+    for trial in made:
+        trial.params.validated(llama.config.vocab_size)
+
+
+class TestCommand:
+    def run(self, *arguments: str) -> Any:
+        return CliRunner().invoke(app, ["verify", str(LLAMA), *arguments])
+
+    def test_json(self) -> None:
+        result = self.run("--json", "--threads", "1", "--kv-cache-dtype", "int4")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        assert found["differing_bits"] == 0
+        assert found["cases"] > 100
+        assert (found["threads"], found["kv_cache_dtype"]) == (1, "int4")
+        for drafter in found["drafters"].values():
+            assert drafter["greedy_equal"] is True
+            assert drafter["replay_equal"] is True
+        assert "planted" not in found
+
+    def test_planted_faults_make_it_fail(self) -> None:
+        result = self.run("--plant-fault")
+        assert result.exit_code == 1
+        assert "NOT FOUND" not in result.stdout
+        assert f"planted: {FLIPPED_BIT}: found" in result.stdout
+        assert f"planted: {WRONG_GUESS}: found" in result.stdout
+        assert "no certificate" in result.stdout
+
+    def test_a_drafter_of_ones_own(self) -> None:
+        method = json.dumps({"method": f"{__name__}:Mute"})
+        result = self.run("--speculative-config", method)
+        assert result.exit_code == 1
+        assert "nothing was drafted" in result.stdout
+
+    @pytest.mark.parametrize("text", ['{"method": "none"}', "[]", "{"])
+    def test_settings_that_say_nothing(self, text: str) -> None:
+        assert self.run("--speculative-config", text).exit_code == 2

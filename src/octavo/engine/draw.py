@@ -114,7 +114,7 @@ def _guesses(scheduled: Scheduled, count: int) -> tuple[list[int], list[Float32 
     drawn_from: list[Float32 | None] = []
     for draft, q in zip(drafts, scheduled.probabilities or [None] * len(drafts), strict=True):
         guesses += [*draft, -1]
-        drawn_from += [None] * len(draft) if q is None else q[: len(draft)]
+        drawn_from += [None] * len(draft) if q is None else list(q[: len(draft)])
         drawn_from.append(None)
     rest = count - len(drafts)
     return guesses + [-1] * rest, drawn_from + [None] * rest

@@ -284,9 +284,9 @@ def test_llama2_puts_a_space_first(tmp_path: Path) -> None:
         return [tokenizer.token_text(i) for i in tokenizer.encode(text)]
 
     assert texts("ab a") == ["<s>", " ab", " a"]
-    assert texts("<s>ab") == ["<s>", "<s>", "ab"]  # before the text's first word only
+    assert texts("<s>ab") == ["<s>", "<s>", " ab"]  # and behind a special token, as llama.cpp does
     assert tokenizer.decode(tokenizer.encode("ab a")) == "ab a"
-    assert texts(" ab") == ["<s>", " ab"]  # as transformers: there is a space already
+    assert texts(" ab") == ["<s>", " ", " ab"]  # also to a space, as SentencePiece does
     assert b"".join(map(tokenizer.token_bytes, tokenizer.encode("ab"))) == b" ab"
     assert tokenizer.is_special(0)
     file.set("tokenizer.ggml.add_space_prefix", BOOL, False)

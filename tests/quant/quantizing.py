@@ -30,25 +30,30 @@ Float32 = npt.NDArray[np.float32]
 SAMPLES = np.random.default_rng(11).integers(0, 90, (6, 32)).astype(np.int32)
 
 
-def qwen3_folder(path: Path) -> Path:
-    """Random weights: 64 wide, 96 in the feed-forward layers, two query heads on a KV head."""
-    config = json.loads((FAMILIES / "qwen3" / "config.json").read_text())
-    config |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "layer_types": None}
-    config |= {"max_window_layers": 2, "tie_word_embeddings": False, "dtype": "bfloat16"}
-    folder("qwen3", path, config)
+def random_folder(name: str, path: Path, **changes: Any) -> Path:
+    """A family's folder with random bfloat16 weights: 64 wide, 96 in the feed-forward layers (64 in
+    experts), two query heads on a KV head, a head of its own."""
+    config = json.loads((FAMILIES / name / "config.json").read_text())
+    config |= {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 64}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes
+    folder(name, path, config)
     shapes = families.program(model_config(HfFolder(path), ["lm_head.weight"]))
     rng = np.random.default_rng(3)
     tensors = {}
     for place in places(shapes.config, list(shapes.weights)):
-        (role,) = place.roles
-        shape = shapes.weights[role]
+        outputs = sum(shapes.weights[role][0] for role in place.roles)
+        role, shape = place.roles[0], (outputs, *shapes.weights[place.roles[0]][1:])
         values = rng.normal(size=shape) / np.sqrt(shape[-1]) if len(shape) == 2 else np.ones(shape)
         if role.endswith(("attn_norm", "ffn_norm")):
             values[::9] *= 6.0  # inputs that matter more
         tensors[f"{place.name}.{place.ending}"] = values.astype(ml_dtypes.bfloat16)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return path
+
+
+def qwen3_folder(path: Path) -> Path:
+    return random_folder("qwen3", path, num_hidden_layers=2, layer_types=None, max_window_layers=2)
 
 
 def recipe(

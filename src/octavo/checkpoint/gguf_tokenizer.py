@@ -116,12 +116,10 @@ class _Reader:
         pairs = self.derived_merges(by_position=gemma) if merges is None else _pairs(merges)
         prefix = self.file.get("tokenizer.ggml.add_space_prefix", bool, not gemma)
         backend = self.backend(pairs, byte_fallback=True)
-        if prefix:
-            backend.pre_tokenizer = pre_tokenizers.Metaspace(
-                replacement=SPACE, prepend_scheme="first", split=False
-            )
-        else:
-            backend.normalizer = normalizers.Replace(" ", SPACE)
+        steps: list[normalizers.Normalizer] = [normalizers.Replace(" ", SPACE)]
+        if prefix:  # also to a space, and behind each special token
+            steps.insert(0, normalizers.Prepend(SPACE))
+        backend.normalizer = normalizers.Sequence(steps)
         return self.finish(backend, sentencepiece_bytes, add_bos=True, leading_space=prefix)
 
     def derived_merges(self, *, by_position: bool) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ from octavo.model.families import program
 # Tensors that are read into the ModelConfig and are no weights of the Program.
 _CONFIG_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 # Matrices that are several in one, and the outputs' order (phi3).
-_FUSED = {
+FUSED = {
     "attn_qkv": ("attn_q", "attn_k", "attn_v"),
     "ffn_up": ("ffn_gate", "ffn_up"),
 }
@@ -86,7 +86,7 @@ def _by_role(
             continue
         weight, key = file.weight(name), role(name)
         prefix, _, part = key.rpartition(".")
-        roles = [f"{prefix}.{each}" for each in _FUSED.get(part, ())]
+        roles = [f"{prefix}.{each}" for each in FUSED.get(part, ())]
         rows = [shapes[each][0] for each in roles if each in shapes]
         if part in STACKS:
             try:

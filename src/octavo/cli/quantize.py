@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "octavo quantize smollm2 --method gptq --bits 4 --group-size 64 -o smollm2-gptq",
     "octavo quantize org/repo --method awq --calibration mine.txt -o model-awq",
-    "octavo quantize model.gguf --method gptq -o model.q4_1.gguf",
+    "octavo quantize org/repo --method gptq -o model.q4_1.gguf",
     "octavo quantize org/repo --method rtn --bits 8 --format compressed-tensors -o model-int8",
 )
 
@@ -214,6 +214,8 @@ def command(
                 file=sys.stderr,
             )
             raise typer.Exit(130) from None
+    for note in outcome.notes:
+        print(f"note: {note}", file=sys.stderr)
     looked = (0, 0) if samples is None else samples.shape
     facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began)
     typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
@@ -333,6 +335,7 @@ def _facts(
         "source_bytes": outcome.source_nbytes,
         "bytes_per_weight": outcome.bytes_per_weight,
         "seconds": round(seconds, 1),
+        "notes": list(outcome.notes),
     }
 
 

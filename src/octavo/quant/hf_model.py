@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.model.config import Activation, LongRope, ModelConfig, Rope
+from octavo.quant.same_model import difference
 from octavo.quant.state import QuantizeError
 
 _TYPES = {  # of each family
@@ -272,42 +272,7 @@ def _difference(config: ModelConfig, values: dict[str, Any]) -> str | None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(values), "utf-8")
         found = model_config(HfFolder(Path(folder)), [] if config.tied_embeddings else list(_HEAD))
-    wanted = replace(
-        config,
-        name=found.name,
-        layers=tuple(
-            replace(layer, rope=replace(layer.rope, interleaved=False)) for layer in config.layers
-        ),
-    )
-    for field in fields(ModelConfig):
-        ours, theirs = getattr(wanted, field.name), getattr(found, field.name)
-        if field.name == "layers":
-            pairs = zip(ours, theirs, strict=True)
-            if len(ours) == len(theirs) and all(_same_layer(a, b) for a, b in pairs):
-                continue
-        elif ours == theirs or (isinstance(ours, float) and abs(ours - theirs) <= 1e-6 * abs(ours)):
-            continue
-        return f"{field.name} would differ"
-    return None
+    return difference(config, found)
 
 
 _HEAD = ("lm_head.weight",)
-
-
-def _same_layer(a: Any, b: Any) -> bool:
-    x, y = a.rope, b.rope
-    same_factors = len(x.factors) == len(y.factors) and np.allclose(
-        x.factors, y.factors, rtol=1e-5, atol=0.0
-    )
-    plain = {"factors": (), "scale": 1.0, "magnitude": 1.0, "by_length": None}
-    close = all(
-        abs(getattr(x, name) - getattr(y, name)) <= 1e-6 * abs(getattr(x, name))
-        for name in ("scale", "magnitude", "theta")
-    )
-    return (
-        same_factors
-        and close
-        and x.by_length == y.by_length
-        and replace(x, **plain, theta=1.0) == replace(y, **plain, theta=1.0)
-        and replace(a, rope=y) == replace(b, rope=y)
-    )

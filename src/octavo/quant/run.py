@@ -15,6 +15,8 @@ import numpy.typing as npt
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import QUANTIZING
 from octavo.quant.folder import FolderTarget
+from octavo.quant.gguf_copy import copied
+from octavo.quant.gguf_model import modelled
 from octavo.quant.gguf_writer import GgufTarget
 from octavo.quant.gptq import Order
 from octavo.quant.layouts import Format, layout_of
@@ -29,6 +31,7 @@ class Outcome(NamedTuple):
     parameters: int
     nbytes: int  # of all tensors
     source_nbytes: int
+    notes: tuple[str, ...]  # what is not as one might think
 
     @property
     def bytes_per_weight(self) -> float:
@@ -54,11 +57,16 @@ def quantize(
             "octavo quantize does not support"
         )
     target: FolderTarget | GgufTarget
+    notes: list[str] = []
     ordered = recipe.method is not Method.GPTQ or recipe.order is not Order.GROUP
     if format is Format.GGUF:
         if not ordered:
             raise QuantizeError("GGUF has no groups in another order (--act-order group)")
-        target = GgufTarget(checkpoint, recipe.scheme.kind)
+        if checkpoint.path.is_dir():
+            content, notes = modelled(checkpoint, recipe.scheme.kind)
+        else:
+            content = copied(checkpoint, recipe.scheme.kind)
+        target = GgufTarget(content)
     else:
         try:
             layout = layout_of(format, recipe.scheme, ordered=ordered, damping=recipe.damping)
@@ -82,6 +90,7 @@ def quantize(
         sum(prod(weight.shape) for weight in weights),
         nbytes,
         sum(weight.stored.nbytes for weight in weights),
+        tuple(notes),
     )
 
 

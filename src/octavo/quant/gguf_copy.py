@@ -1,0 +1,106 @@
+"""What a quantized GGUF file takes over from the GGUF file that it is made of.
+
+Keys are copied byte for byte but for those that say how weights are stored, and so are all tensors
+that are not quantized and cannot have changed.
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+from struct import unpack_from
+
+from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.bind import ROUTER, STACKS
+from octavo.checkpoint.files import map_file
+from octavo.checkpoint.gguf_split import open_gguf
+from octavo.checkpoint.loader import FUSED
+from octavo.checkpoint.loader import role as role_of
+from octavo.quant.gguf_writer import (
+    Bytes,
+    Content,
+    Tensor,
+    changed,
+    key,
+    matrix,
+    of_storage,
+)
+from octavo.quant.grid import Kind
+from octavo.quant.state import LayerResult
+
+_OF_SPLITS = ("split.no", "split.count", "split.tensors.count")
+_STRING, _ARRAY = 8, 9
+_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_HEADER = 24  # bytes: magic, version, tensors, keys
+
+
+def copied(checkpoint: Checkpoint, kind: Kind) -> Content:
+    """``checkpoint`` is of a GGUF file, split or whole."""
+    file = open_gguf(checkpoint.path)
+    tensors = []
+    for name, info in file.tensors.items():
+        role = role_of(name)
+        weight = checkpoint.weights.get(role)
+        if roles := _quantized(checkpoint, name, info.shape):
+            tensors.append(matrix(name, info.shape, kind, roles))
+        elif role.startswith("layers.") and weight is not None and weight.name == name:
+            tensors.append(changed(name, role, weight))
+        else:
+
+            def data(_: LayerResult, name: str = name) -> Bytes:
+                return file.weight(name).data
+
+            tensors.append(Tensor(name, info.shape, info.format, None, data))
+    own = of_storage(kind)
+    dropped = {*own, *_OF_SPLITS}
+    keys = [span for name, span in spans(file.path) if name not in dropped]
+    keys += [key(name, value) for name, value in own.items()]
+    return Content(keys, tensors, file.alignment)
+
+
+def _quantized(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The roles of the quantized matrices that a tensor is made of, or none."""
+    role, weights = role_of(name), checkpoint.weights
+    prefix, _, part = role.rpartition(".")
+    if part in STACKS and len(shape) == 3:
+        return tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
+    members = tuple(f"{prefix}.{each}" for each in FUSED.get(part, ()))
+    rows = [weights[member].shape[0] for member in members if member in weights]
+    if members and len(rows) == len(members) and sum(rows) == shape[0]:
+        return members
+    matrix = role.startswith("layers.") and role in weights and len(shape) == 2
+    return (role,) if matrix and not role.endswith(ROUTER) else ()
+
+
+# ── Keys ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def spans(path: Path) -> list[tuple[str, bytes]]:
+    """Each key of a file that has been checked already, with its bytes."""
+    view = map_file(path, _HEADER, "GGUF")
+    (count,) = unpack_from("<Q", view, _HEADER - 8)
+    at, found = _HEADER, []
+    for _ in range(count):
+        start = at
+        (length,) = unpack_from("<Q", view, at)
+        name = bytes(view[at + 8 : at + 8 + length]).decode()
+        at += 8 + length
+        (kind,) = unpack_from("<I", view, at)
+        at = _skip(view, at + 4, kind)
+        found.append((name, bytes(view[start:at])))
+    return found
+
+
+def _skip(view: mmap.mmap, at: int, kind: int) -> int:
+    """Where the value ends that begins there."""
+    if kind == _STRING:
+        return at + 8 + int(unpack_from("<Q", view, at)[0])
+    if kind != _ARRAY:
+        return at + _SIZES[kind]
+    inner, count = unpack_from("<IQ", view, at)
+    at += 12
+    if inner in _SIZES:
+        return at + int(count) * _SIZES[inner]
+    for _ in range(count):
+        at = _skip(view, at, inner)
+    return at

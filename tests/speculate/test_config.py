@@ -65,6 +65,8 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
         ({"method": "ngram", "model": "x"}, "model has no part"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no part"),
         ({"method": "ngram", "suffix_decoding_max_cached_requests": 3}, "has no part"),
+        ({"method": "ngram", "suffix_decoding_alternatives": 1}, "has no part"),
+        ({"method": "suffix", "suffix_decoding_alternatives": 5}, "from 0 to 4"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),

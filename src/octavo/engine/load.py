@@ -28,7 +28,7 @@ from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.heads import Heads, read_heads
-from octavo.speculate.speculator import BRANCHES, Speculator
+from octavo.speculate.speculator import Speculator
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
 
@@ -101,12 +101,13 @@ class EngineConfig:
         speculation = self.speculation
         if speculation is None:
             return self.max_num_seqs
-        return min(self.max_num_batched_tokens, self.max_num_seqs * (1 + speculation.longest))
+        paths = self.max_num_seqs + speculation.max_branches
+        return min(self.max_num_batched_tokens, paths * (1 + speculation.longest))
 
     @property
     def max_branches(self) -> int:
-        """Most guesses beside the drafts that a step checks."""
-        return 0 if self.speculation is None else BRANCHES
+        """Most alternatives that a step checks beside the drafts."""
+        return 0 if self.speculation is None else self.speculation.max_branches
 
     def layout_of(self, model: ModelConfig) -> KvLayout:
         return KvLayout.of(model, self.block_size, KvDtype.of(self.kv_cache_dtype))

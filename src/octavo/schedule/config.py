@@ -13,7 +13,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # most sequences in a batch
     max_num_batched_tokens: int = 512  # most tokens in a step
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
-    max_branches: int = 0  # most guesses beside the drafts that a step checks
+    max_branches: int = 0  # most alternatives that a step checks beside the drafts
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
     max_num_queued_tokens: int | None = None  # prompt tokens waiting

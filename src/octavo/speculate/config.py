@@ -10,18 +10,19 @@ from typing import Any
 
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
-from octavo.speculate.speculator import LONGEST
+from octavo.speculate.speculator import BRANCHES, LONGEST
 from octavo.speculate.suffix import SuffixDrafter
 from octavo.strict_json import once
 
 MOST_TOKENS = 64  # of a draft
 _LONGEST_NGRAM = 15
 _MOST_REQUESTS = 1_000_000
+_MOST_ALTERNATIVES = 4
 
 _OPTIONS = {
     "layer_skip": ("layers",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
-    "suffix": ("suffix_decoding_max_cached_requests",),
+    "suffix": ("suffix_decoding_max_cached_requests", "suffix_decoding_alternatives"),
     "medusa": ("model",),
 }
 # Methods whose drafters are made for a loaded model.
@@ -43,6 +44,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
     suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
+    suffix_decoding_alternatives: int | None = None  # other guesses beside each draft; None: none
     layers: Sequence[int] | None = None  # of the model, that guess
 
     def __post_init__(self) -> None:
@@ -79,6 +81,7 @@ class SpeculativeConfig:
         self._check("prompt_lookup_max", 1, _LONGEST_NGRAM)
         self._check("prompt_lookup_min", 1, _LONGEST_NGRAM)
         self._check("suffix_decoding_max_cached_requests", 0, _MOST_REQUESTS)
+        self._check("suffix_decoding_alternatives", 0, _MOST_ALTERNATIVES)
         if self.method == "layer_skip":
             self._check_layers()
         lowest, highest = self.orders
@@ -150,6 +153,12 @@ class SpeculativeConfig:
         """Most tokens of a draft."""
         return self.num_speculative_tokens or LONGEST
 
+    @property
+    def max_branches(self) -> int:
+        """Most alternatives that a step checks beside the drafts: 0 where the method has none."""
+        has = self.method == "medusa" or ":" in self.method or self.suffix_decoding_alternatives
+        return BRANCHES if has else 0
+
     def describe(self) -> str:
         """One line for people."""
         length = self.num_speculative_tokens
@@ -190,7 +199,10 @@ class SpeculativeConfig:
         if self.method == "ngram":
             return NgramDrafter(*self.orders)
         if self.method == "suffix":
-            return SuffixDrafter(self.suffix_decoding_max_cached_requests or 0)
+            return SuffixDrafter(
+                self.suffix_decoding_max_cached_requests or 0,
+                self.suffix_decoding_alternatives or 0,
+            )
         module, _, name = self.method.partition(":")
         try:
             drafter = getattr(importlib.import_module(module), name)()

@@ -86,6 +86,28 @@ class _Text:
             return _Match(self, place, best)
         return _Match(self, places[0], best)
 
+    def others(self, tokens: list[int], token: int, most: int) -> list[int]:
+        """Up to ``most`` places before which it reads as at the end of ``tokens``, and where not
+        ``token`` follows but others, each another one: those that agree longest, of equals the
+        latest.
+        """
+        if len(tokens) < 2:
+            return []
+        place = self._latest.get((tokens[-2], tokens[-1]), 0)
+        text, earlier = self.tokens, self._earlier
+        lengths: dict[int, tuple[int, int]] = {}  # by the token that follows; and the place
+        for _ in range(_PLACES):
+            if not place:
+                break
+            following = text[place]
+            if following != token:
+                length = self._agreement(tokens, place, 2)
+                if length > lengths.get(following, (0, 0))[0]:
+                    lengths[following] = length, place
+            place = earlier[place]
+        best = sorted(lengths.values(), key=lambda entry: -entry[0])
+        return [place for _, place in best[:most]]
+
     def _agreement(self, tokens: list[int], place: int, least: int) -> int:
         """How many tokens before ``place`` are those at the end of ``tokens``; 0 if fewer than
         ``least``. The last two are.
@@ -142,7 +164,7 @@ class _Sequence:
                 match.place += 1
                 match.length += 1
 
-    def draft(self, count: int, answers: _Answers | None) -> Draft:
+    def draft(self, count: int, answers: _Answers | None, most_alternatives: int) -> Draft:
         match = self.match
         if match is None:
             tokens = self.text.tokens
@@ -154,10 +176,16 @@ class _Sequence:
             self.match = match
             if match is None:
                 return NO_DRAFT
+        tokens, text = self.text.tokens, match.text.tokens
         if match.text is self.text:
-            return Draft(continued(match.text.tokens, match.place, count), _evidence(match.length))
-        draft = match.text.tokens[match.place : match.place + count]
-        return Draft(draft, _evidence(match.length))
+            draft = continued(tokens, match.place, count)
+        else:
+            draft = text[match.place : match.place + count]
+        if not most_alternatives or not draft:
+            return Draft(draft, _evidence(match.length))
+        places = self.text.others(tokens, draft[0], most_alternatives)
+        alternatives = [continued(tokens, place, count) for place in places]
+        return Draft(draft, _evidence(match.length), alternatives)
 
 
 def _evidence(length: int) -> int:
@@ -168,10 +196,14 @@ class SuffixDrafter:
     """``max_cached_requests``: how many earlier answers are searched too, at most a million tokens
     of them. They serve requests of the same cache_salt only; how soon a token comes may then tell
     of another's answer. The salt that went longest without an answer forgets first.
+
+    ``alternatives``: how many other guesses stand beside each draft, where the sequence's own text
+    has gone on otherwise.
     """
 
-    def __init__(self, max_cached_requests: int = 0) -> None:
+    def __init__(self, max_cached_requests: int = 0, alternatives: int = 0) -> None:
         self._most = max_cached_requests
+        self._alternatives = alternatives
         self._sequences: dict[int, _Sequence] = {}
         self._answers: OrderedDict[str | None, _Answers] = OrderedDict()
         self._held = 0  # answers, and their tokens
@@ -188,7 +220,11 @@ class SuffixDrafter:
         drafts: list[Draft] = []
         for number, count in zip(sequences, counts, strict=True):
             sequence = known[number]
-            drafts.append(sequence.draft(count, answers.get(sequence.salt)) if count else NO_DRAFT)
+            if count:
+                earlier = answers.get(sequence.salt)
+                drafts.append(sequence.draft(count, earlier, self._alternatives))
+            else:
+                drafts.append(NO_DRAFT)
         return drafts
 
     def end(self, sequence: int) -> None:

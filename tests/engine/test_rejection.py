@@ -53,7 +53,7 @@ PARAMS: dict[str, Any] = {
     "max_tokens": 5,
 }
 LIMIT = 1e-6
-REQUESTS = 1000
+REQUESTS = 400
 
 # What the drafters below think of the token after each token: not what the target does.
 TABLE = np.full((VOCAB, VOCAB), -np.inf, np.float32)

@@ -28,9 +28,9 @@ def philox(counter: list[int], key: list[int]) -> list[int]:
     return [c0, c1, c2, c3]
 
 
-def noise(seed: int, choice: int, position: int) -> float:
+def noise(seed: int, choice: int, position: int, stream: int = 0) -> float:
     seed %= 1 << 64
-    words = philox([position & _WORD, position >> 32, choice, 0], [seed & _WORD, seed >> 32])
+    words = philox([position & _WORD, position >> 32, choice, stream], [seed & _WORD, seed >> 32])
     return ((words[0] << 32 | words[1]) >> 11) / 2.0**53
 
 

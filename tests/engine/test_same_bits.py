@@ -39,7 +39,8 @@ from octavo.sample.sampler import Float32, Sampled, SamplerState
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import layer_skip
+from octavo.speculate import draft_model, layer_skip
+from octavo.speculate.draft_model import DraftModel, DraftModelDrafter
 from octavo.speculate.drafter import Draft, Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import Speculator
@@ -98,6 +99,7 @@ class Setting:
     logits_slice: int | None = None
     drafter: str | None = None
     num_drafts: int | None = None
+    draft_blocks: float = 4.0  # as many of the longest sequences its cache holds
 
 
 class Doubtful(SuffixDrafter):
@@ -128,6 +130,26 @@ def some_layers(target: Target) -> ModelDrafter:
 
 
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}
+
+
+def fewer_layers(checkpoint: Checkpoint) -> Checkpoint:
+    config = checkpoint.config
+    return replace(checkpoint, config=replace(config, layers=config.layers[:-1] or config.layers))
+
+
+DRAFT_MODELS: dict[str | None, Callable[[Checkpoint], Checkpoint]] = {
+    "draft model, the same": lambda checkpoint: checkpoint,
+    "draft model, fewer layers": fewer_layers,
+}
+
+
+def draft_model_drafter(draft: Checkpoint, target: Target, sequences: float) -> DraftModelDrafter:
+    """``sequences``: of the longest, how many its cache holds."""
+    limits, cache = target.scheduler.config, target.executor.layout
+    layout = KvLayout.of(draft.config, cache.block_size, cache.dtype)
+    blocks = int(sequences * peak_blocks(layout, limits.max_model_len))
+    model = DraftModel(draft, program(draft.config), layout, 0)
+    return draft_model.make(target._replace(draft=model, draft_blocks=blocks))
 
 
 @dataclass
@@ -222,9 +244,15 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
     vocab = checkpoint.config.vocab_size
     recorder = Recorder(vocab, executor.isa, executor.pool)
     speculator = None
+    own = NativeSampler(vocab, executor.isa, executor.pool)
+    target = Target(checkpoint, compute, executor, scheduler, own)
+    drafter: ModelDrafter
     if setting.drafter in COMPUTING:
-        own = NativeSampler(vocab, executor.isa, executor.pool)
-        drafter = COMPUTING[setting.drafter](Target(checkpoint, compute, executor, scheduler, own))
+        drafter = COMPUTING[setting.drafter](target)
+        speculator = Speculator(drafter, vocab, setting.num_drafts)
+    elif setting.drafter in DRAFT_MODELS:
+        smaller = DRAFT_MODELS[setting.drafter](checkpoint)
+        drafter = draft_model_drafter(smaller, target, setting.draft_blocks)
         speculator = Speculator(drafter, vocab, setting.num_drafts)
     elif setting.drafter is not None:
         speculator = Speculator(DRAFTERS[setting.drafter](), vocab, setting.num_drafts)
@@ -318,8 +346,9 @@ def check_case(
     guess = random.Random(seed)
     setting = replace(
         setting,
-        drafter=guess.choice((None, *DRAFTERS, *COMPUTING)),
+        drafter=guess.choice((None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS)),
         num_drafts=guess.choice((None, 1, 3, 7)),
+        draft_blocks=guess.choice((1.0, 1.5, 4.0)),
     )
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:

@@ -63,6 +63,7 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
         ({"method": "ngram", "acceptance_method": "typical"}, "it must be 'replay' or 'rejection'"),
         ({"method": "ngram", "acceptance_method": None}, "acceptance_method is None"),
         ({"method": "ngram", "model": "x"}, "model has no part"),
+        ({"method": "ngram", "models": "x"}, "'models' is not supported"),
         ({"method": "suffix", "prompt_lookup_max": 3}, "prompt_lookup_max has no part"),
         ({"method": "ngram", "suffix_decoding_max_cached_requests": 3}, "has no part"),
         ({"method": "ngram", "suffix_decoding_alternatives": 1}, "has no part"),

@@ -189,6 +189,10 @@ class Tokenizer(Protocol):
         """The token as shown in logprobs."""
         ...
 
+    def spelling(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, special ones too; "" for an id it has none for."""
+        ...
+
     def is_special(self, token_id: int) -> bool: ...
 
 

@@ -152,7 +152,7 @@ class BpeTokenizer:
 
     def token_text(self, token_id: int) -> str:
         if token_id in self._control:
-            return self._token(token_id)
+            return self.spelling(token_id)
         return self.token_bytes(token_id).decode(errors="replace")
 
     def is_special(self, token_id: int) -> bool:
@@ -161,10 +161,10 @@ class BpeTokenizer:
     def _spelled(self, token_id: int) -> bytes:
         if token_id in self._control:
             return b""
-        token = self._token(token_id)
+        token = self.spelling(token_id)
         return token.encode() if token_id in self._verbatim else self._to_bytes(token)
 
-    def _token(self, token_id: int) -> str:
+    def spelling(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
             raise IndexError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._backend.id_to_token(token_id) or ""

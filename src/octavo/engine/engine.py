@@ -464,6 +464,8 @@ class Engine:
         """Free + referenced blocks = all blocks, references equal the tables, every request is
         somewhere; `RuntimeError` otherwise. Nearly free when the engine is idle.
         """
+        if self.speculator is not None:
+            self.speculator.check_integrity()
         if not self._requests:
             self.scheduler.check_idle()
             return

@@ -25,7 +25,9 @@ from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
+from octavo.speculate import draft_model
 from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.draft_model import DraftModel
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import Speculator
@@ -118,11 +120,12 @@ class CachePlan(NamedTuple):
 
     num_blocks: int
     max_model_len: int  # tokens
-    kv_cache_bytes: int
+    kv_cache_bytes: int  # the draft model's too, as in the next two
     weight_bytes: int
     work_bytes: int  # activations and logits of the largest step
     capacity_tokens: int
     capacity_sequences: float
+    draft_blocks: int = 0  # of the draft model's cache: for as many tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,8 @@ class LoadedEngine:
     weight_bytes: int
     capacity_tokens: int  # tokens of cache if every slot is filled
     capacity_sequences: float  # sequences of max_model_len tokens that fit at once
+    draft: DraftModel | None = None
+    draft_blocks: int = 0
 
     def report(self) -> str:
         """The start report: one line a fact."""
@@ -162,20 +167,41 @@ class LoadedEngine:
                 f"batch: up to {self.config.max_num_seqs} sequences and "
                 f"{self.config.max_num_batched_tokens} tokens a step",
                 *([f"speculation: {speculation.describe()}"] if speculation else ()),
+                *(
+                    [
+                        f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
+                        f"{_size(self.draft.weight_bytes)}; of the kv cache "
+                        f"{_size(self.draft_blocks * self.draft.layout.block_bytes)}, "
+                        f"{self.draft_blocks} blocks"
+                    ]
+                    if self.draft
+                    else ()
+                ),
                 f"stop tokens: {shown or 'none'}",
             )
         )
 
 
 def plan_cache(
-    config: EngineConfig, compute: Program, layout: KvLayout, weight_bytes: int, available: int
+    config: EngineConfig,
+    compute: Program,
+    layout: KvLayout,
+    weight_bytes: int,
+    available: int,
+    draft: DraftModel | None = None,
 ) -> CachePlan:
-    """Divide ``available`` bytes between weights, work space and blocks.
+    """Divide ``available`` bytes between weights, work space and blocks; a ``draft`` model's cache
+    is for as many tokens as the model's.
 
     Raises `DoesNotFit` with the arithmetic.
     """
     model = compute.config
     work = work_bytes(compute, config.max_num_batched_tokens, config.max_logits_rows)
+    groups, draft_groups, draft_bytes = len(layout.groups), 0, 0
+    if draft is not None:
+        weight_bytes += draft.weight_bytes
+        work += work_bytes(draft.program, config.max_num_batched_tokens, config.max_num_seqs)
+        draft_groups, draft_bytes = len(draft.layout.groups), draft.layout.block_bytes
     left = available - weight_bytes - work
     if config.kv_cache_memory_bytes is not None:
         budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -187,7 +213,10 @@ def plan_cache(
     )
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {_size(max(budget, 0))} of KV cache; {division}")
-    num_blocks = budget // layout.block_bytes
+    # A block of the model's has draft_groups / groups blocks of the draft model's beside it.
+    shared = groups * layout.block_bytes + draft_groups * draft_bytes
+    num_blocks = budget * groups // shared
+    draft_blocks = num_blocks * draft_groups // groups
     wanted = min(config.max_model_len or model.context_length, model.context_length)
     if config.max_model_len is not None and config.max_model_len > model.context_length:
         raise DoesNotFit(
@@ -211,17 +240,19 @@ def plan_cache(
         needed = peak_blocks(layout, least)
         raise DoesNotFit(
             f"a sequence of {least} tokens needs {needed} KV blocks of "
-            f"{_size(layout.block_bytes)} = {_size(needed * layout.block_bytes)}; "
+            f"{_size(shared / groups)} = {_size(needed * shared / groups)}"
+            f"{' with the draft model' if draft else ''}; "
             f"{_size(budget)} of KV cache hold {num_blocks} ({division})"
         )
     return CachePlan(
         num_blocks,
         fits,
-        num_blocks * layout.block_bytes,
+        num_blocks * layout.block_bytes + draft_blocks * draft_bytes,
         weight_bytes,
         work,
-        num_blocks // len(layout.groups) * layout.block_size,
+        num_blocks // groups * layout.block_size,
         num_blocks / peak_blocks(layout, fits),
+        draft_blocks,
     )
 
 
@@ -249,7 +280,7 @@ def _longest(layout: KvLayout, num_blocks: int, wanted: int) -> int:
     return low
 
 
-def _size(count: int) -> str:
+def _size(count: float) -> str:
     value = float(count)
     for unit in ("B", "KiB", "MiB"):
         if abs(value) < 1024:
@@ -304,13 +335,23 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 f"{heads.path} has {len(heads.blocks)} heads: each drafts one token"
             )
         weights |= head_weights(heads, checkpoint)
+    draft: DraftModel | None = None
+    if speculation is not None and speculation.method == "draft_model":
+        draft = draft_model.read(
+            speculation.model or "",
+            speculation.quantization,
+            checkpoint,
+            config.layout_of,
+            threads=config.threads or usable_cpus()[0],
+            isa=config.isa,
+        )
     compute = program(checkpoint.config)
     layout = config.layout_of(checkpoint.config)
     try:
         weight_bytes = sum(held_bytes(weight, config.isa) for weight in weights.values())
     except CheckpointError as error:  # which names the tensor
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    plan = plan_cache(config, compute, layout, weight_bytes, available_memory())
+    plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,
@@ -347,6 +388,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 sampler,
                 rejection=speculation.acceptance_method == "rejection",
                 heads=heads,
+                draft=draft,
+                draft_blocks=plan.draft_blocks,
             )
         )
     speculator = None
@@ -383,4 +426,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         weight_bytes,
         plan.capacity_tokens,
         plan.capacity_sequences,
+        draft,
+        plan.draft_blocks,
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from octavo.checkpoint.rounding import QUANTIZATIONS
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import BRANCHES, LONGEST
@@ -20,19 +21,20 @@ _MOST_REQUESTS = 1_000_000
 _MOST_ALTERNATIVES = 4
 
 _OPTIONS = {
+    "draft_model": ("model", "quantization"),
     "layer_skip": ("layers",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests", "suffix_decoding_alternatives"),
     "medusa": ("model",),
 }
 # Methods whose drafters are made for a loaded model.
-_COMPUTING = frozenset({"layer_skip", "medusa"})
+_COMPUTING = frozenset({"draft_model", "layer_skip", "medusa"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculativeConfig:
-    """``method`` is "layer_skip", "ngram", "suffix" or "module:Class", a `Drafter` of the user's
-    own.
+    """``method`` is "draft_model", "layer_skip", "medusa", "ngram", "suffix" or "module:Class", a
+    `Drafter` of the user's own.
 
     Raises `ValueError` naming the field that cannot be honoured.
     """
@@ -40,12 +42,13 @@ class SpeculativeConfig:
     method: str
     acceptance_method: str = "replay"  # or "rejection"
     num_speculative_tokens: int | None = None  # pins the drafts' length; None: what pays most
-    model: str | None = None  # "medusa": the folder of the heads
+    model: str | None = None  # draft_model: name, path or hub id; medusa: the folder of the heads
     prompt_lookup_max: int | None = None  # tokens of an n-gram; None: 4, or prompt_lookup_min
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
     suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
     suffix_decoding_alternatives: int | None = None  # other guesses beside each draft; None: none
     layers: Sequence[int] | None = None  # of the model, that guess
+    quantization: str | None = None  # of a float draft model, while loading
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -84,6 +87,15 @@ class SpeculativeConfig:
         self._check("suffix_decoding_alternatives", 0, _MOST_ALTERNATIVES)
         if self.method == "layer_skip":
             self._check_layers()
+        if self.method == "draft_model" and not (isinstance(self.model, str) and self.model):
+            raise ValueError(
+                f"speculative_config: model is {self.model!r}; method {self.method!r} needs one"
+            )
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise ValueError(
+                f"speculative_config: quantization {self.quantization!r} is not supported; "
+                f"{', '.join(QUANTIZATIONS)} are"
+            )
         lowest, highest = self.orders
         if lowest > highest:
             raise ValueError(
@@ -133,6 +145,8 @@ class SpeculativeConfig:
                 raise ValueError(
                     f"speculative_config: {name!r} is not supported; {', '.join(known)} are"
                 )
+        if "method" not in given and "model" in given:
+            given = {"method": "draft_model", **given}
         if "method" not in given:
             raise ValueError("speculative_config names no method")
         return cls(**given)
@@ -162,7 +176,7 @@ class SpeculativeConfig:
     def describe(self) -> str:
         """One line for people."""
         length = self.num_speculative_tokens
-        method = self.method
+        method = self.method if self.model is None else f"{self.method} {self.model}"
         if self.layers is not None:
             method += f" with layers {', '.join(map(str, self.layers))}"
         return (
@@ -180,6 +194,10 @@ class SpeculativeConfig:
         """A new one, of a method that computes. Raises `ValueError` where it does not suit the
         target.
         """
+        if self.method == "draft_model":
+            from octavo.speculate import draft_model
+
+            return draft_model.make(target)
         if self.method == "layer_skip":
             from octavo.speculate import layer_skip
 

@@ -22,6 +22,7 @@ from octavo.speculate.heads import Heads
 
 if TYPE_CHECKING:  # the compiled module is not needed to guess from text
     from octavo.execute.native import NativeExecutor
+    from octavo.speculate.draft_model import DraftModel
 
 Float32 = npt.NDArray[np.float32]
 
@@ -88,6 +89,8 @@ class Target(NamedTuple):
     sampler: Sampler
     rejection: bool = False  # whether drafts are checked by rejection: with probabilities
     heads: Heads | None = None  # those of method "medusa", for this model
+    draft: DraftModel | None = None  # of method "draft_model" …
+    draft_blocks: int = 0  # … and how many blocks its cache has
 
 
 @runtime_checkable
@@ -118,4 +121,15 @@ class ModelDrafter(Protocol):
 
     def close(self) -> None:
         """Gives memory and threads back."""
+        ...
+
+
+@runtime_checkable
+class Holding(Protocol):
+    """A `ModelDrafter` with a cache of its own."""
+
+    def check_integrity(self) -> None:
+        """Free + referenced blocks = all blocks, and none is held for a sequence that is over;
+        `RuntimeError` otherwise. Nearly free when it holds nothing.
+        """
         ...

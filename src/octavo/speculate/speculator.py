@@ -15,7 +15,7 @@ from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Own
 from octavo.speculate.draft_times import DraftTimes
-from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, ModelDrafter
+from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, Holding, ModelDrafter
 from octavo.speculate.length import choose, worthwhile
 from octavo.speculate.reader import Reader
 from octavo.speculate.step_times import StepTimes
@@ -306,6 +306,11 @@ class Speculator:
                 self._model.end(seq)
         except (Exception, SystemExit) as error:
             self._give_up(error)
+
+    def check_integrity(self) -> None:
+        """What the drafter holds agrees with its accounts; `RuntimeError` otherwise."""
+        if isinstance(self._model, Holding):
+            self._model.check_integrity()
 
     def close(self) -> None:
         """Gives the drafter's memory and threads back."""

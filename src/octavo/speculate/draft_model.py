@@ -1,0 +1,414 @@
+"""A smaller model of the same vocabulary guesses token after token, for all sequences at once.
+
+Leviathan et al., "Fast inference from transformers via speculative decoding", 2023.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+import octavo.checkpoint
+from octavo.checkpoint import pull
+from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.checkpoint.rounding import rounded
+from octavo.execute.batch import Batch, Executor, Float32, StepResult
+from octavo.kv.cache import KvCache
+from octavo.kv.layout import KvLayout
+from octavo.model.config import ModelConfig
+from octavo.model.families import program
+from octavo.model.program import Program
+from octavo.sample.params import MIN_TEMPERATURE
+from octavo.sample.sampler import Sampler, SamplerState
+from octavo.schedule.batching import Scheduled
+from octavo.schedule.sequence import RequestState, Status
+from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.drafter import NO_DRAFT, Draft, Target
+
+_FEW = 32  # tokens not seen yet, with which a sequence takes part at once
+_CATCH_UP = 128  # tokens a step, of texts that are read from their beginning
+_IDLE = 64  # steps without drafting after which a cache may make place for another text
+
+
+class DraftModel(NamedTuple):
+    """A draft model, read and found to suit the target; not yet in memory."""
+
+    checkpoint: Checkpoint
+    program: Program
+    layout: KvLayout
+    weight_bytes: int  # packed
+
+
+def read(
+    model: str,
+    quantization: str | None,
+    target: Checkpoint,
+    layout_of: Callable[[ModelConfig], KvLayout],
+    *,
+    threads: int,
+    isa: str | None,
+) -> DraftModel:
+    """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, and `ValueError` for
+    another vocabulary than the target's.
+    """
+    from octavo.execute.native import held_bytes
+
+    checkpoint = octavo.checkpoint.load(Path(pull.resolve(model)))
+    check_vocabulary(checkpoint, target)
+    if quantization is not None:
+        checkpoint = rounded(checkpoint, quantization, threads)
+    try:
+        weights = sum(held_bytes(weight, isa) for weight in checkpoint.weights.values())
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    layout = layout_of(checkpoint.config)
+    return DraftModel(checkpoint, program(checkpoint.config), layout, weights)
+
+
+def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
+    """Token by token; raises `ValueError` with the first one that differs."""
+    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise ValueError(
+            f"speculative_config: the draft model {draft.path} has a vocabulary of {ours} tokens, "
+            f"the model one of {theirs}"
+        )
+    one, other = draft.tokenizer, target.tokenizer
+    for token in range(ours):
+        mine, its = one.spelling(token), other.spelling(token)
+        if mine != its:
+            raise ValueError(
+                f"speculative_config: the draft model {draft.path} has another vocabulary: token "
+                f"{token} is {mine!r}, the model's is {its!r}"
+            )
+        if one.is_special(token) != other.is_special(token):
+            ordinary = draft.path if other.is_special(token) else target.path
+            raise ValueError(
+                f"speculative_config: token {token}, {mine!r}, is a special token, but not in "
+                f"{ordinary}"
+            )
+    if one.kind != other.kind:
+        raise ValueError(
+            f"speculative_config: the draft model's tokens are {one.kind}, the model's {other.kind}"
+        )
+
+
+def make(target: Target) -> DraftModelDrafter:
+    """The drafter, in memory. Raises `CheckpointError` for weights that do not fit together."""
+    from octavo.execute.native import NativeExecutor
+
+    assert target.draft is not None
+    checkpoint, layout = target.draft.checkpoint, target.draft.layout
+    limits, executor = target.scheduler.config, target.executor
+    context = min(limits.max_model_len, checkpoint.config.context_length)
+    kv = KvCache(
+        layout,
+        target.draft_blocks,
+        limits.max_num_seqs,
+        -(-context // layout.block_size),
+        enable_prefix_caching=limits.enable_prefix_caching,
+    )
+    drafting = NativeExecutor(
+        checkpoint,
+        program(checkpoint.config, context),
+        layout,
+        num_blocks=target.draft_blocks,
+        max_tokens=limits.max_num_batched_tokens,
+        max_logits_rows=limits.max_num_seqs,
+        max_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=kv.tables.shape[2],
+        pool=executor.pool,
+        isa=executor.isa,
+    )
+    checkpoint.release()  # the executor has its own packed copy
+    return DraftModelDrafter(
+        drafting, kv, target.sampler, context=context, with_probabilities=target.rejection
+    )
+
+
+class _Cache:
+    """A sequence in the draft model's cache; the cache's ``num_tokens`` of it are known to agree
+    with the sequence.
+    """
+
+    __slots__ = ("drafted", "slot", "used")
+
+    def __init__(self, slot: int) -> None:
+        self.slot = slot
+        self.drafted: list[int] = []  # written behind these, right or wrong
+        self.used = 0  # when it took part last
+
+
+class _Span(NamedTuple):
+    """Tokens of a sequence for the first pass, and how many to draft behind them."""
+
+    seq: Seq
+    cache: _Cache
+    start: int
+    size: int
+    most: int
+
+
+class DraftModelDrafter:
+    """Implements `ModelDrafter`.
+
+    Each draft is what the target's sampler, with the state it will have, draws from the draft
+    model's logits: same random numbers, penalties and masks, so that where the distributions are
+    alike the tokens are the same. ``context``: tokens that the draft model takes.
+    ``with_probabilities``: drafts say what they were drawn from.
+
+    The cache is of the draft model alone. A sequence enters it when it is first drafted for, its
+    text in pieces, and leaves it when it ends, is preempted, or others need the blocks and it was
+    used least recently: it is then read again.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        kv: KvCache,
+        sampler: Sampler,
+        *,
+        context: int,
+        with_probabilities: bool = False,
+    ) -> None:
+        self.kv = kv
+        self._executor = executor
+        self._sampler = sampler
+        self._context = context
+        self._with_probabilities = with_probabilities
+        self._caches: dict[Seq, _Cache] = {}
+        self._step = 0
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        """As `ModelDrafter` says."""
+        self._step += 1
+        for seq in [seq for seq in self._caches if seq.status is not Status.DECODING]:
+            self._drop(seq)
+        spans = self._plan(decoding, counts)
+        if not spans:
+            return [NO_DRAFT] * len(decoding)
+        result = self._executor.execute(self._batch(spans))
+        for seq, cache, _, size, _ in spans:
+            self.kv.advance(cache.slot, size)
+            self.kv.register(cache.slot, seq.token_ids)
+        drafts = self._draft([span for span in spans if span.most], result)
+        return [drafts.get(seq, NO_DRAFT) for seq in decoding]
+
+    def _draft(self, spans: list[_Span], result: StepResult) -> dict[Seq, Draft]:
+        """A token a pass for each sequence that is to have more. ``result``: behind their texts."""
+        states = {span.seq: self._state(span.seq) for span in spans}
+        tokens: dict[Seq, list[int]] = {span.seq: [] for span in spans}
+        # A greedy draw is certain.
+        drawn_from: dict[Seq, list[Float32]] = {
+            span.seq: []
+            for span in spans
+            if self._with_probabilities
+            and span.seq.owner.request.params.temperature >= MIN_TEMPERATURE
+        }
+        going = spans
+        while going:
+            draws = [(states[each.seq], drawn_from.get(each.seq)) for each in going]
+            drawn = self._draw(result, draws)
+            further: list[_Span] = []
+            for span, token in zip(going, drawn, strict=True):
+                if token < 0:
+                    continue  # no token can be drawn: the draft ends here
+                tokens[span.seq].append(token)
+                if len(tokens[span.seq]) < span.most:
+                    span.cache.drafted.append(token)
+                    further.append(span)
+            going = further
+            if going:
+                result = self._executor.execute(self._next(going))
+        return {
+            seq: Draft(each, probabilities=np.stack(drawn_from[seq][: len(each)]))
+            if each and seq in drawn_from
+            else Draft(each)
+            for seq, each in tokens.items()
+        }
+
+    def _state(self, seq: Seq) -> SamplerState:
+        state: SamplerState = seq.output.sampler
+        return state.fork(seq.choice)
+
+    def _draw(
+        self, result: StepResult, draws: list[tuple[SamplerState, list[Float32] | None]]
+    ) -> list[int]:
+        """A token from each row, as many rows at a time as are held; -1 where there is none. What
+        each was drawn from goes to its list, if it has one.
+        """
+        drawn: list[int] = []
+        logits = result.logits
+        while True:
+            first = len(drawn)
+            here = draws[first:] if logits is None else draws[first : first + len(logits)]
+            for row, (state, drawn_from) in enumerate(here):
+                if drawn_from is not None:
+                    drawn_from.append(self._sampler.probabilities(logits, [row], [state])[0])
+            states = [state for state, _ in here]
+            drawn += self._sampler.sample(logits, range(len(here)), states).token_ids
+            if len(drawn) == len(draws):
+                return drawn
+            assert result.logits_from is not None
+            logits = result.logits_from(len(drawn))
+
+    # What is computed
+
+    def _plan(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[_Span]:
+        """Who takes part: first those that lack few tokens, then texts that are being read."""
+        left = self._executor.max_tokens
+        spans: list[_Span] = []
+        behind: list[tuple[Seq, int]] = []
+        for seq, asked in zip(decoding, counts, strict=True):
+            count = min(asked, self._context - len(seq.token_ids) + 1)
+            if count < 1:
+                continue
+            cache = self._caches.get(seq)
+            if cache is None:
+                behind.append((seq, count))
+                continue
+            self._settle(seq, cache)
+            start = int(self.kv.num_tokens[cache.slot])
+            size = len(seq.token_ids) - start
+            if size > _FEW:
+                behind.append((seq, count))
+            elif size <= left and self._reserve(cache, size):
+                more = self.kv.room(cache.slot) - size
+                count = min(count, 1 + more)
+                self.kv.reserve(cache.slot, size + count - 1)
+                cache.used = self._step
+                spans.append(_Span(seq, cache, start, size, count))
+                left -= size
+        left = min(left, _CATCH_UP)
+        reading: set[RequestState] = set()  # its other choices find what this one leaves
+        for seq, count in behind:
+            cache = self._caches.get(seq)
+            if left < 1 or (cache is None and seq.owner in reading):
+                continue
+            cache = cache or self._open(seq)
+            if cache is None:
+                continue
+            reading.add(seq.owner)
+            start = int(self.kv.num_tokens[cache.slot])
+            missing = len(seq.token_ids) - start
+            room = self.kv.room(cache.slot)
+            size = min(missing, left, room)
+            if size < 1:
+                continue
+            count = min(count, 1 + room - size) if size == missing else 0
+            self.kv.reserve(cache.slot, size + max(0, count - 1))
+            cache.used = self._step
+            spans.append(_Span(seq, cache, start, size, count))
+            left -= size
+        return spans
+
+    def _batch(self, spans: list[_Span]) -> Batch:
+        """The first pass; logits behind each text that is whole."""
+        sizes = [span.size for span in spans]
+        offsets = np.cumsum([0, *sizes], dtype=np.int32)
+        tokens = [span.seq.token_ids[span.start : span.start + span.size] for span in spans]
+        positions = [np.arange(span.start, span.start + span.size) for span in spans]
+        ends = offsets[1:] - 1
+        return Batch(
+            np.concatenate(tokens, dtype=np.int32),
+            np.concatenate(positions, dtype=np.int32),
+            offsets,
+            np.array([span.cache.slot for span in spans], np.int32),
+            self.kv.tables,
+            ends[[span.most > 0 for span in spans]],
+            self.kv.take_copies(),
+        )
+
+    def _next(self, spans: list[_Span]) -> Batch:
+        """A further pass: the token drafted last of each."""
+        count = np.arange(len(spans) + 1, dtype=np.int32)
+        slots = np.array([span.cache.slot for span in spans], np.int32)
+        drafted = np.array([len(span.cache.drafted) for span in spans], np.int32)
+        return Batch(
+            np.array([span.cache.drafted[-1] for span in spans], np.int32),
+            self.kv.num_tokens[slots] + drafted - 1,
+            count,
+            slots,
+            self.kv.tables,
+            count[:-1],
+            self.kv.take_copies(),
+        )
+
+    # The cache
+
+    def _settle(self, seq: Seq, cache: _Cache) -> None:
+        """Of what was drafted last, the tokens that came stay; the rest is written over."""
+        start = int(self.kv.num_tokens[cache.slot])
+        right = 0
+        # The sequence's last token is always computed, for its logits.
+        for guess, token in zip(cache.drafted, seq.token_ids[start:-1], strict=False):
+            if guess != token:
+                break
+            right += 1
+        cache.drafted.clear()
+        self.kv.advance(cache.slot, right)
+        self.kv.settle(cache.slot)
+        self.kv.register(cache.slot, seq.token_ids)
+
+    def _open(self, seq: Seq) -> _Cache | None:
+        """A cache for a text, if it has place beside the others, but for those long unused."""
+        kv = self.kv
+        salt = seq.owner.request.cache_salt
+        hit = kv.lookup(seq.token_ids, salt)
+        need = kv.peak_blocks(len(seq.token_ids)) + len(kv.layout.groups) - kv.blocks_in_use(hit)
+        while need > kv.pool.num_free or not kv.num_free_slots:
+            idle = self._least_used()
+            if idle is None or self._caches[idle].used > self._step - _IDLE:
+                return None
+            self._drop(idle)
+            hit = kv.lookup(seq.token_ids, salt)
+        cache = self._caches[seq] = _Cache(kv.open(hit, salt))
+        return cache
+
+    def _reserve(self, cache: _Cache, count: int) -> bool:
+        """Place for ``count`` tokens, if need be that of who was used least recently."""
+        while not self.kv.reserve(cache.slot, count):
+            idle = self._least_used(cache)
+            if idle is None:
+                return False
+            self._drop(idle)
+        return True
+
+    def _least_used(self, but: _Cache | None = None) -> Seq | None:
+        """Who was used least recently and takes no part in this step; of several, who came last."""
+        idle = [
+            (-cache.used, seq.order, seq)
+            for seq, cache in self._caches.items()
+            if cache is not but and cache.used < self._step
+        ]
+        return max(idle, key=lambda each: each[:2])[2] if idle else None
+
+    def _drop(self, seq: Seq) -> None:
+        self.kv.close(self._caches.pop(seq).slot)
+
+    # The rest of the protocol
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        """Nothing: what came is seen in the sequences."""
+
+    def end(self, seq: Seq) -> None:
+        if seq in self._caches:
+            self._drop(seq)
+
+    def check_integrity(self) -> None:
+        """The cache's accounts agree; `RuntimeError` otherwise."""
+        kv = self.kv
+        if len(self._caches) + kv.num_free_slots != len(kv.num_tokens):
+            raise RuntimeError("a slot of the draft model's cache is neither free nor a sequence's")
+        if not self._caches and kv.pool.num_used:
+            raise RuntimeError(f"nobody holds {kv.pool.num_used} blocks of the draft model's cache")
+        if self._caches:
+            kv.check()
+
+    def close(self) -> None:
+        for seq in list(self._caches):
+            self._drop(seq)
+        self._executor.close()

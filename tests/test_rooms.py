@@ -28,6 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "verify": {"engine", "speculate", "schedule", "sample", "execute", "kv", "model", "checkpoint"},
     "quant": {"execute", "kv", "model", "checkpoint", "_native"},
     "plan": {"execute", "kv", "model", "checkpoint", "_native"},
+    "train": {
+        *("engine", "speculate", "quant", "schedule", "sample", "execute", "kv", "model"),
+        "checkpoint",
+    },
     "bench": {
         "engine",
         "quant",

@@ -1,6 +1,7 @@
 """What speculation brings, beside none on the same prompts in the same run.
 
-    python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix] [--json]
+    python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix]
+        [--heads DIR] [--json]
 
 Three kinds of work, greedy: a source file copied on with its beginning given (as editing does),
 facts listed again in another order, and an open question. One engine runs them in turns, with and
@@ -23,13 +24,17 @@ import sys
 import time
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
+from octavo.speculate.drafter import Target
+from octavo.speculate.heads import read_heads
 from octavo.speculate.speculator import LONGEST, Speculator
 
 SOURCE = '''"""Settings of a program, kept in a file of lines "name = value"."""
@@ -142,17 +147,36 @@ class Round:
     outputs: list[list[int]] = field(default_factory=list)
 
 
+def speculator(loaded: LoadedEngine, method: dict[str, Any]) -> Speculator:
+    """One for an engine that was loaded with another method."""
+    config, engine = SpeculativeConfig.of(method), loaded.engine
+    longest, drafter = config.longest, None
+    if config.method == "medusa":
+        heads = read_heads(Path(config.model or ""), loaded.checkpoint)
+        compute = program(loaded.checkpoint.config, loaded.max_model_len)
+        target = Target(
+            loaded.checkpoint,
+            compute,
+            engine.executor,  # type: ignore[arg-type]
+            engine.scheduler,
+            engine.sampler,
+            heads=heads,
+        )
+        longest, drafter = len(heads.blocks), config.model_drafter(target)
+    return Speculator(
+        drafter or config.drafter(),
+        engine.vocab_size,
+        config.num_speculative_tokens,
+        longest=longest,
+    )
+
+
 class Side:
     """The engine with one method or none."""
 
     def __init__(self, loaded: LoadedEngine, method: dict[str, Any] | None) -> None:
         self.engine: Engine = loaded.engine
-        self._speculator: Speculator | None = None
-        if method is not None:
-            config = SpeculativeConfig.of(method)
-            self._speculator = Speculator(
-                config.drafter(), self.engine.vocab_size, config.num_speculative_tokens
-            )
+        self._speculator = None if method is None else speculator(loaded, method)
         self._round = Round()
 
     def on_step(self, step: Step) -> None:
@@ -220,7 +244,7 @@ def compare(
         max_num_seqs=batch,
         speculative_config={"method": "suffix", "num_speculative_tokens": MOST_TOKENS},
     )
-    loaded = load_engine(model, config)
+    loaded = load_engine(model, config, keep_hidden=True)
     sides = {"none": Side(loaded, None)}
     sides |= {name: Side(loaded, method) for name, method in methods.items()}
     rows = []
@@ -312,16 +336,30 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--batch-sizes", default="1,8,32")
     parser.add_argument("--methods", default="ngram,suffix")
+    parser.add_argument("--heads", help="a folder that octavo train medusa wrote: measured too")
+    parser.add_argument("--pinned", default="", help="and with drafts of these lengths")
     parser.add_argument("--work", default="", help="of copy, facts and chat only these")
     parser.add_argument("--length", type=int, default=160, help="tokens drawn for each prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    methods = {name: {"method": name} for name in arguments.methods.split(",")}
+    methods = {name: {"method": name} for name in arguments.methods.split(",") if name}
+    heads = {
+        "medusa" if n is None else f"medusa, {n}": {
+            "method": "medusa",
+            "model": arguments.heads,
+            "num_speculative_tokens": n,
+        }
+        for n in (None, *map(int, filter(None, arguments.pinned.split(","))))
+        if arguments.heads
+    }
     rows: list[Row] = []
     for size in map(int, arguments.batch_sizes.split(",")):
         only = arguments.work.split(",") if arguments.work else ()
-        rows += compare(arguments.model, methods, size, arguments.length, arguments.rounds, only)
+        all_methods = methods | heads
+        rows += compare(
+            arguments.model, all_methods, size, arguments.length, arguments.rounds, only
+        )
     costs = [
         drafting(method, repeats=repeats)
         for method in methods.values()

@@ -1,21 +1,32 @@
 """Octavo's quantizers beside the published ones: the same model, text, bits and groups.
 
     python benchmarks/quantizers.py make      --model smollm2=PATH     # this repository
-    python benchmarks/quantizers.py reference --model smollm2=PATH     # llmcompressor 0.14, torch
+    python benchmarks/quantizers.py reference --model smollm2=PATH [--python PEER] [--only NAME]
     python benchmarks/quantizers.py report    --model smollm2=PATH [--json FILE]
 
-``make`` writes the calibration text's token ids and quantizes with rtn, GPTQ and AWQ; ``reference``
-runs in an environment that has llm-compressor (https://github.com/vllm-project/llm-compressor), on
-the same ids and the same fp32 weights, with its GPTQ and AWQ at their defaults; ``--only NAME`` for
-one of them. ``report`` takes each result's weights as they are stored, computes in fp32 on a text
-that nobody was calibrated on (`octavo fidelity`'s), and compares with the source. What exists is
-kept: remove it from the folder (``--cache``, build/quantizers) to make it again.
+PATH is a GGUF file or a bfloat16 folder. ``make`` writes the calibration text's token ids and
+quantizes with rtn, GPTQ and AWQ. ``reference`` does the same with the published packages, on the
+same ids and the same weights in fp32; PEER is the Python of an environment that has one of them and
+torch:
+
+- llm-compressor (https://github.com/vllm-project/llm-compressor): GPTQ and AWQ at their defaults;
+- autoawq 0.2.9 (https://github.com/casper-hansen/AutoAWQ) with transformers 4.51.3: AWQ as its
+  authors have it, from a folder only. It runs on a CPU as it is; its clipping search multiplies
+  element by element what is a product of matrices, and is given that here: the same numbers but for
+  the order of sums, and 20 times faster.
+
+``report`` takes each result's weights as they are stored, computes in fp32 on a text that nobody
+was calibrated on (`octavo fidelity`'s), and compares with the source. What exists is kept: remove
+it from the folder (``--cache``, build/quantizers) to make it again. ``--only NAME`` for one result.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -33,6 +44,7 @@ BITS, GROUP = 4, 64
 KINDS = {"asym": False, "sym": True}  # of scales: with zeros, or alone
 OURS = ("rtn", "gptq", "awq")
 THEIRS = ("gptq", "awq")
+AUTOAWQ = "autoawq-awq-asym"
 WINDOW = 512  # tokens compared at a time
 ROWS = 64  # positions whose distributions are held
 
@@ -62,7 +74,57 @@ def make(path: Path, cache: Path, count: int, length: int, only: list[str]) -> N
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
+def autoawq(path: Path, cache: Path) -> None:
+    import inspect
+    import shutil
+    import textwrap
+
+    import torch
+    from awq import AutoAWQForCausalLM
+    from awq.quantize import quantizer
+
+    clip = textwrap.dedent(inspect.getsource(quantizer.AwqQuantizer._compute_best_clip))
+    for name in ("w", "q_w"):
+        slow, fast = f"(input_feat * {name}).sum(dim=-1)", "torch.einsum('tgi,cgi->ctg', {}[0], {})"
+        if slow not in clip:
+            raise SystemExit("this version of AutoAWQ has another clipping search")
+        clip = clip.replace(slow, fast.format("input_feat", f"{name}[:, 0]"))
+    exec(clip, quantizer.__dict__)
+    quantizer.AwqQuantizer._compute_best_clip = quantizer.__dict__["_compute_best_clip"]
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    ids = np.load(cache / "ids.npy")
+    began = time.monotonic()
+    model = AutoAWQForCausalLM.from_pretrained(
+        str(path), torch_dtype=torch.float32, device_map="cpu", use_cache=False
+    )
+    model.quantize(
+        None,
+        quant_config={"zero_point": True, "q_group_size": GROUP, "w_bit": BITS, "version": "GEMM"},
+        calib_data=ids.tolist(),
+        max_calib_samples=len(ids),
+        max_calib_seq_len=ids.shape[1],
+    )
+    seconds = time.monotonic() - began
+    out = cache / AUTOAWQ
+    model.save_quantized(str(out))
+    shutil.copyfile(path / "tokenizer.json", out / "tokenizer.json")
+    (out / "seconds").write_text(f"{seconds:.0f}")
+    print(f"{AUTOAWQ}: {seconds:.0f} s", flush=True)
+
+
 def reference(path: Path, cache: Path, only: list[str]) -> None:
+    """With the package that this Python has."""
+    if importlib.util.find_spec("llmcompressor") is not None and only != [AUTOAWQ]:
+        llm_compressor(path, cache, only)
+    elif importlib.util.find_spec("awq") is None:
+        raise SystemExit("there is neither llmcompressor nor awq in this Python: see --python")
+    elif path.is_file():
+        raise SystemExit("autoawq reads folders: give one with --model")
+    elif not (cache / AUTOAWQ / "config.json").exists():
+        autoawq(path, cache)
+
+
+def llm_compressor(path: Path, cache: Path, only: list[str]) -> None:
     import torch
     import transformers
     from datasets import Dataset
@@ -79,8 +141,8 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
         {"input_ids": ids.tolist(), "attention_mask": np.ones_like(ids).tolist()}
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(str(cache / "octavo-rtn-asym"))
-    source = cache.with_name(cache.name + "-source")  # llm-compressor wants a folder's config
-    if not source.exists():
+    source = path if path.is_dir() else cache.with_name(cache.name + "-source")
+    if not source.exists():  # it wants a folder's config
         model = transformers.AutoModelForCausalLM.from_pretrained(
             str(path.parent),
             gguf_file=path.name,
@@ -209,7 +271,8 @@ def report(path: Path, cache: Path, most: int, file: str | None) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", nargs="*", help="make, reference or report")
-    parser.add_argument("--model", action="append", help="NAME=PATH of a GGUF file")
+    parser.add_argument("--model", action="append", help="NAME=PATH of a file or folder")
+    parser.add_argument("--python", help="the Python of an environment with the published package")
     parser.add_argument("--cache", type=Path, default=CACHE, help="folder for results")
     parser.add_argument("--only", action="append", default=[], help="one result, by its name")
     parser.add_argument("--samples", type=int, default=16, help="pieces of the text")
@@ -228,6 +291,10 @@ def main() -> int:
         for what in args.what or ["make", "report"]:
             if what == "make":
                 make(path, cache, args.samples, args.seq_len, args.only)
+            elif what == "reference" and args.python:
+                only = [f"--only={each}" for each in args.only]
+                where = [f"--model={name}={path}", f"--cache={args.cache}"]
+                subprocess.run([args.python, __file__, what, *where, *only], check=True)
             elif what == "reference":
                 reference(path, cache, args.only)
             else:

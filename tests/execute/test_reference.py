@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from execute import tiny
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute import reference
@@ -56,24 +55,3 @@ def test_queries_in_pieces_see_what_they_would_at_once(
     whole = reference.attend(q, k, v, 16, op)
     monkeypatch.setattr(reference, "QUERIES", 16)
     assert np.abs(reference.attend(q, k, v, 16, op) - whole).max() < 1e-6
-
-
-def test_linear_inputs_are_shown() -> None:
-    checkpoint = tiny.checkpoint(tiny.config())
-    program = families.program(checkpoint.config)
-    weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
-    seen: dict[str, tuple[int, ...]] = {}
-    ids = np.arange(12).reshape(2, 6)
-    reference.run(
-        program.ops,
-        program.config,
-        weights,
-        {},
-        ids,
-        seen=lambda op, x: seen.update({op.weight: x.shape}),
-    )
-    assert seen == {
-        op.weight: (2, 6, program.widths[op.x])
-        for op in program.ops
-        if isinstance(op, model.Linear)
-    }

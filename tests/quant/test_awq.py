@@ -9,16 +9,17 @@ import numpy.typing as npt
 import pytest
 
 from execute import tiny
+from octavo.checkpoint.bind import ROUTER
 from octavo.execute import reference
 from octavo.model import families
 from octavo.model.config import ModelConfig
-from octavo.model.program import Linear, Program, RmsNorm
+from octavo.model.program import Program
 from octavo.quant.awq import awq, best_scale, fold
 from octavo.quant.blocks import dequantize
 from octavo.quant.calibrate import Moments
 from octavo.quant.gptq import relative_loss
 from octavo.quant.grid import Kind, Scheme, bf16, round_to_nearest
-from octavo.quant.layers import split
+from octavo.quant.layers import LayerOps, Maker, SharedInput, split
 
 Float32 = npt.NDArray[np.float32]
 SCHEME = Scheme(4, 32, Kind.ASYMMETRIC)
@@ -30,6 +31,7 @@ MODELS = {
     "olmo2": tiny.config("olmo2"),
     "biases": tiny.config(num_kv_heads=4, biases=frozenset({"attn_v", "attn_output", "ffn_up"})),
 }
+SPARSE = {name: tiny.config(name) for name in tiny.SPARSE}
 IDS = np.random.default_rng(8).integers(0, 70, (4, 24))
 
 
@@ -43,13 +45,29 @@ def weights_of(config: ModelConfig) -> dict[str, Float32]:
     return weights
 
 
-def moments_of(program: Program, weights: dict[str, Float32]) -> dict[str, Moments]:
-    found: dict[str, Moments] = {}
-
-    def seen(op: Linear, x: Float32) -> None:
-        found.setdefault(op.weight, Moments(x.shape[-1])).add(x)
-
-    reference.run(program.ops, program.config, weights, {}, IDS, seen)
+def inputs_of(
+    program: Program, weights: dict[str, Float32]
+) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
+    """Each layer with its inputs' moments."""
+    before, layers = split(program)
+    values: reference.Values = {}
+    reference.run(before, program.config, weights, values, IDS)
+    found = []
+    for layer in layers:
+        done, inputs = 0, list[tuple[SharedInput, Moments | None]]()
+        for shared in layer.inputs:
+            reference.run(layer.ops[done : shared.first], program.config, weights, values)
+            done = shared.first
+            x = values[shared.x]
+            width = program.weights[shared.roles[0]][1]
+            if shared.expert is not None:
+                chosen, rows = reference.slots(x, values[shared.route], tiny.EXPERTS, width)
+                x = rows[chosen == shared.expert]
+            moments = Moments(width)
+            moments.add(x)
+            inputs.append((shared, moments if moments.count else None))
+        reference.run(layer.ops[done:], program.config, weights, values)
+        found.append((layer, inputs))
     return found
 
 
@@ -62,25 +80,29 @@ def eighth_bits(_: str, values: Float32) -> Float32:
 
 
 @pytest.mark.parametrize("stored", [plain, eighth_bits])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS | SPARSE)
 def test_the_folded_model_is_the_same_function(name: str, stored: Any) -> None:
-    program = families.program(MODELS[name])
-    weights = weights_of(MODELS[name])
+    config = (MODELS | SPARSE)[name]
+    program = families.program(config)
+    weights = weights_of(config)
     expected = reference.logits(program, weights, IDS)
-    moments = moments_of(program, weights)
     folded = dict(weights)
     count = 0
-    for layer in split(program)[1]:
+    for layer, inputs in inputs_of(program, weights):
         own = {role: weights[role] for role in layer.weights}
-        changed, scales = fold(SCHEME, layer, own, moments, stored)
+        changed, scales, _ = fold(SCHEME, own, inputs, stored)
         folded |= changed
         count += len(scales)
         for role in layer.weights:
-            if role.endswith("norm") and changed[role] is not own[role]:
+            if role.endswith(("norm", ROUTER)) and changed[role] is not own[role]:
                 assert np.array_equal(stored(role, changed[role]), changed[role])
     assert count >= 3  # otherwise nothing has been tried
     got = reference.logits(program, folded, IDS)
-    assert np.abs(got - expected).max() < 2e-4 * np.abs(expected).max()
+    error = np.abs(got - expected)
+    if name in SPARSE and stored is eighth_bits:  # a router in few bits: some tokens go elsewhere
+        assert np.median(error) < 5e-3 * expected.std()
+    else:
+        assert error.max() < 2e-4 * np.abs(expected).max()
 
 
 def test_what_may_be_scaled() -> None:
@@ -93,38 +115,58 @@ def test_what_may_be_scaled() -> None:
         assert [shared.roles[0].split(".")[2] for shared in layer.inputs] == [
             "attn_q", "attn_output", "ffn_gate", "ffn_down",
         ]  # fmt: skip
-        assert isinstance(makers[name][3], Linear)
-        assert makers[name][3].out == "up"
-    kinds = {name: [type(maker) for maker in found] for name, found in makers.items()}
-    none = type(None)
-    assert kinds["llama"][:3] == [RmsNorm, none, RmsNorm]
-    assert kinds["llama, every head its own"][:3] == [RmsNorm, Linear, RmsNorm]
-    assert kinds["olmo2"][:3] == [none, none, none]
-    assert makers["biases"][1].out == "v"  # type: ignore[union-attr]
+        assert makers[name][3] == Maker("layers.0.ffn_up", bias_of(config, "ffn_up"), False)
+    norms = {name: [each and each.norm for each in found[:3]] for name, found in makers.items()}
+    assert norms["llama"] == [True, None, True]
+    assert norms["llama, every head its own"] == [True, False, True]
+    assert norms["olmo2"] == [None, None, None]
+    assert makers["biases"][1] == Maker("layers.0.attn_v", "layers.0.attn_v.bias", False)
 
 
-@pytest.mark.parametrize("name", MODELS)
+def bias_of(config: ModelConfig, name: str) -> str | None:
+    return f"layers.0.{name}.bias" if name in config.biases else None
+
+
+def test_what_may_be_scaled_of_experts() -> None:
+    """The norm before them, with the router and all of them; each one's down through its up."""
+    (layer, *_) = split(families.program(SPARSE["mixtral"]))[1]
+    router = next(shared for shared in layer.inputs if shared.router)
+    assert router.roles == ("layers.0.ffn_gate_inp",)
+    assert router.maker == Maker("layers.0.ffn_norm", None, norm=True)
+    parts = ("gate", "up")
+    assert router.along == tuple(f"layers.0.ffn_{p}_exps.{e}" for p in parts for e in range(6))
+    first = [shared for shared in layer.inputs if shared.expert == 3]
+    assert [(shared.roles, shared.maker) for shared in first] == [
+        (("layers.0.ffn_gate_exps.3", "layers.0.ffn_up_exps.3"), None),
+        (("layers.0.ffn_down_exps.3",), Maker("layers.0.ffn_up_exps.3", None, norm=False)),
+    ]
+    assert not any(role.endswith(ROUTER) for role in layer.matrices)
+    assert len(layer.matrices) == 4 + 3 * 6
+
+
+@pytest.mark.parametrize("name", MODELS | SPARSE)
 def test_outputs_lose_less_than_by_rounding(name: str) -> None:
-    program = families.program(MODELS[name])
-    weights = weights_of(MODELS[name])
-    moments = moments_of(program, weights)
+    config = (MODELS | SPARSE)[name]
+    program = families.program(config)
+    weights = weights_of(config)
     ratios = []
-    for layer in split(program)[1]:
+    for layer, inputs in inputs_of(program, weights):
         own = {role: weights[role] for role in layer.weights}
-        found, vectors = awq(SCHEME, layer, own, moments, plain)
-        folded, scales = fold(SCHEME, layer, own, moments, plain)
-        for shared in layer.inputs:
-            scale = scales.get(shared.first, np.float32(1.0))
+        found, others = awq(SCHEME, layer, own, inputs, plain)
+        folded, scales, _ = fold(SCHEME, own, inputs, plain)
+        for shared, moments in inputs:
+            if shared.router or moments is None:
+                continue
             for role in shared.roles:
-                own_moments = moments[role].second / np.outer(scale, scale) if (
-                    shared.first in scales
-                ) else moments[role].second  # fmt: skip
-                ours = relative_loss(folded[role], found[role].values(), own_moments)
+                second = moments.second
+                if role in scales:
+                    second = second / np.outer(scales[role], scales[role])
+                ours = relative_loss(folded[role], found[role].values(), second)
                 nearest = round_to_nearest(SCHEME, own[role]).values()
-                ratios.append(ours / relative_loss(own[role], nearest, moments[role].second))
-        assert set(vectors) <= {role for role in own if own[role].ndim == 1}
+                ratios.append(ours / relative_loss(own[role], nearest, moments.second))
+        assert all(own[role].ndim == 1 or role.endswith(ROUTER) for role in others)
     assert np.mean(ratios) < 0.9
-    assert max(ratios) < 1.2
+    assert name in SPARSE or max(ratios) < 1.2
 
 
 def test_nothing_is_scaled_for_nothing() -> None:

@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from octavo.checkpoint import load
 from octavo.quant.hf_model import places
 from octavo.quant.run import WORK
-from octavo.quant.state import QuantizeError
 from oracle.tiny_folders import FAMILIES, folder, gguf_file
 from quant.quantizing import Float32, logits_of, make, modules, qwen3_folder, weights_of
 
@@ -35,18 +34,14 @@ LAYOUTS = [
     {"format": "compressed-tensors", "bits": 8},
     {"format": "compressed-tensors", "bits": 8, "group": None, "symmetric": True},
 ]
-DENSE = sorted(
-    path.name
-    for path in FAMILIES.iterdir()
-    if path.is_dir() and not path.name.startswith(("mixtral", "qwen3moe"))
-)
+NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 
 
 @pytest.fixture(autouse=True)
 def any_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recorded families have layers of 48 inputs, which kernels do not take; here numpy reads
-    what is written."""
-    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 8)
+    """The recorded families have layers of 20 and 48 inputs, which kernels do not take; here numpy
+    reads what is written."""
+    monkeypatch.setattr("octavo.quant.quantizer.INPUTS", 4)
 
 
 def words(how: dict[str, object]) -> str:
@@ -75,21 +70,25 @@ def test_modules_mean_the_same_to_every_reader(how: dict[str, object], tmp_path:
             assert error < (0.3 if how.get("bits") != 8 else 0.02)
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", NAMES)
 def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
     source = folder(name, tmp_path / "source")
     make(source, tmp_path / "out", bits=8, symmetric=True, group=None)
     before, after = load(source), load(tmp_path / "out")
     assert after.config == type(after.config)(**{**config_of(before), "name": after.config.name})
-    assert_near(logits_of(after), logits_of(before))
+    assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
 
 
-def assert_near(got: Float32, expected: Float32) -> None:
-    """Rounded to 8 bits; a row or a norm out of place changes everything."""
+def assert_near(got: Float32, expected: Float32, *, sparse: bool) -> None:
+    """Rounded to 8 bits; a row or a norm out of place changes everything. Where there are experts,
+    a token may go to others."""
     error = np.abs(got - expected) / expected.std()
     print(f"mean {error.mean():.3f}, most {error.max():.3f}")
-    assert error.mean() < 0.04
-    assert error.max() < 0.4
+    if sparse:
+        assert np.median(error) < 0.04
+    else:
+        assert error.mean() < 0.04
+        assert error.max() < 0.4
 
 
 def config_of(checkpoint: object) -> dict[str, object]:
@@ -98,7 +97,7 @@ def config_of(checkpoint: object) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in DENSE if (FAMILIES / name / "gguf.npz").exists()]
+    "name", [name for name in NAMES if (FAMILIES / name / "gguf.npz").exists()]
 )
 def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
     """With a config.json made of the metadata, heads' rows put back and norms less one."""
@@ -108,7 +107,8 @@ def test_gguf_files_of_every_family(name: str, tmp_path: Path) -> None:
         source = gguf_file(name, label, tmp_path / f"{label}.gguf")
         make(source, tmp_path / label, bits=8, symmetric=True, group=None)
         before, after = load(source), load(tmp_path / label)
-        assert_near(logits_of(after), logits_of(before))  # embeddings have become bfloat16
+        # Embeddings have become bfloat16.
+        assert_near(logits_of(after), logits_of(before), sparse=before.config.experts is not None)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])
@@ -174,12 +174,6 @@ def test_a_tokenizer_out_of_gguf_says_the_same(smollm2_path: Path, tmp_path: Pat
         assert ours.decode(ids) == theirs.decode(ids)
     assert ours.eos_token_ids == theirs.eos_token_ids
     assert ours.bos_token_id == theirs.bos_token_id
-
-
-def test_families_without_a_layout_are_named(tmp_path: Path) -> None:
-    with pytest.raises(QuantizeError, match="mixtral"):
-        make(folder("mixtral", tmp_path / "source"), tmp_path / "out", group=None)
-    assert not (tmp_path / "out").exists()
 
 
 def test_nothing_is_left_but_the_model(tmp_path: Path) -> None:

@@ -335,6 +335,7 @@ def _facts(
         "source_bytes": outcome.source_nbytes,
         "bytes_per_weight": outcome.bytes_per_weight,
         "seconds": round(seconds, 1),
+        "starved_experts": outcome.starved,
         "notes": list(outcome.notes),
     }
 

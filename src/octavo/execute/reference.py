@@ -1,13 +1,13 @@
 """A Program in numpy: fp32, whole sequences, no cache. The other executors' plain meaning.
 
 It computes what the ops say in the order they are listed, so it is also where a layer can be looked
-into: `run` takes any stretch of ops and shows the inputs of its linear layers. Weights come as fp32
-arrays by role. Values are [sequences, tokens, width]; every sequence starts at position 0.
+into: `run` takes any stretch of ops, on the values that it finds. Weights come as fp32 arrays by
+role. Values are [sequences, tokens, width]; every sequence starts at position 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,6 @@ from octavo.model.program import Op, Program
 Float32 = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.integer]
 Values = dict[str, Float32]
-Seen = Callable[[model.Linear, Float32], None]
 
 QUERIES = 256  # whose scores are held at a time: a long sequence needs no square of its length
 
@@ -39,7 +38,6 @@ def run(
     weights: Mapping[str, Float32],
     values: Values,
     token_ids: Ids | None = None,
-    seen: Seen | None = None,
 ) -> None:
     """Executes ``ops`` in order, on and into ``values``; of `Logits`, into ``values["logits"]``.
 
@@ -60,8 +58,6 @@ def run(
             case model.RmsNorm():
                 values[op.out] = rms_norm(values[op.x], weights[op.weight], op)
             case model.Linear():
-                if seen is not None:
-                    seen(op, values[op.x])
                 out = linear(values[op.x], weights[op.weight])
                 values[op.out] = out if op.bias is None else out + weights[op.bias]
             case model.RopeAndStoreKv():
@@ -165,14 +161,23 @@ def expert_linear(
     x: Float32, choices: Float32, weights: Mapping[str, Float32], op: model.ExpertLinear
 ) -> Float32:
     """Expert by expert, over the tokens that chose it."""
-    chosen = choices[..., : op.experts.chosen].reshape(-1, op.experts.chosen).astype(np.intp)
-    width = weights[op.weights[0]].shape[1]
-    rows = np.broadcast_to(x.reshape(len(chosen), -1, width), (*chosen.shape, width))
-    out = np.empty((*chosen.shape, len(weights[op.weights[0]])), np.float32)
+    outputs, inputs = weights[op.weights[0]].shape
+    chosen, rows = slots(x, choices, op.experts, inputs)
+    out = np.empty((*chosen.shape, outputs), np.float32)
     for expert, role in enumerate(op.weights):
         of = chosen == expert
         out[of] = rows[of] @ weights[role].T
     return out.reshape(*x.shape[:-1], -1)
+
+
+def slots(
+    x: Float32, choices: Float32, experts: Experts, inputs: int
+) -> tuple[npt.NDArray[np.intp], Float32]:
+    """Of every token's choices, which expert it is and what goes into it: [tokens, chosen] and
+    [tokens, chosen, inputs]."""
+    chosen = choices[..., : experts.chosen].reshape(-1, experts.chosen).astype(np.intp)
+    rows = x.reshape(len(chosen), -1, inputs)
+    return chosen, np.broadcast_to(rows, (*chosen.shape, inputs))
 
 
 def activate(x: Float32, activation: Activation) -> Float32:

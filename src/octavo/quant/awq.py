@@ -13,80 +13,105 @@ of the inputs give exactly: tr(E M Eᵀ) for an error E of the weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from octavo.model.program import Linear, RmsNorm
 from octavo.quant.calibrate import Moments
 from octavo.quant.grid import Float32, Float64, Quantized, Scheme, round_to_nearest
-from octavo.quant.layers import LayerOps
+from octavo.quant.layers import LayerOps, Maker, SharedInput
 
 EXPONENTS = 20  # from 0 to below 1
 ROWS = 512  # of the matrices, evenly spread, on which scales are compared
 
-# A vector as its layout will give it back: norms may be stored in few bits.
+# A norm or a router as its layout will give it back: they may be stored in few bits.
 Stored = Callable[[str, Float32], Float32]
+
+
+# What a layer's inputs were on the calibration text, in the layer's order; None: of an expert that
+# has seen too little of it.
+Inputs = Iterable[tuple[SharedInput, Moments | None]]
+
+
+class Folded(NamedTuple):
+    """A layer's weights with the scales folded in, still the same function. By the role of each
+    matrix: the ``scales`` of its inputs, where there are any; the ``blocks`` [groups, size, size]
+    around the diagonal of its inputs' second moments before."""
+
+    weights: dict[str, Float32]
+    scales: dict[str, Float32]
+    blocks: dict[str, Float64]
 
 
 def awq(
     scheme: Scheme,
     layer: LayerOps,
     weights: Mapping[str, Float32],
-    moments: Mapping[str, Moments],
+    inputs: Inputs,
     stored: Stored,
 ) -> tuple[dict[str, Quantized], dict[str, Float32]]:
-    """A layer's matrices, scaled and rounded, and the vectors that were scaled with them.
-
-    ``moments`` are those of each matrix's inputs, by its role.
-    """
-    folded, scales = fold(scheme, layer, weights, moments, stored)
+    """A layer's matrices, scaled and rounded, and what was scaled with them and is not rounded:
+    vectors, and a router."""
+    folded = fold(scheme, weights, inputs, stored)
     found = {}
     for shared in layer.inputs:
-        scale = scales.get(shared.first)
-        second = moments[shared.roles[0]].second
-        if scale is not None:
-            second = second / np.outer(scale, scale)
-        size = scheme.size(len(second))
-        blocks = np.stack(
-            [second[at : at + size, at : at + size] for at in range(0, len(second), size)]
-        )
-        for op in shared.linears:
+        for role, op in zip(shared.roles, shared.linears, strict=True):
+            if shared.router:
+                continue
             # Scores are a product of two roundings: clipping q and k does harm.
-            clip = None if op.out in ("q", "k") else blocks
-            found[op.weight] = round_to_nearest(scheme, folded[op.weight], clip)
-    vectors = {
+            clip = None if op.out in ("q", "k") else _scaled_blocks(folded, role)
+            found[role] = round_to_nearest(scheme, folded.weights[role], clip)
+    others = {
         role: value
-        for role, value in folded.items()
-        if value.ndim == 1 and value is not weights[role]
+        for role, value in folded.weights.items()
+        if role not in found and value is not weights[role]
     }
-    return found, vectors
+    return found, others
 
 
-def fold(
-    scheme: Scheme,
-    layer: LayerOps,
-    weights: Mapping[str, Float32],
-    moments: Mapping[str, Moments],
-    stored: Stored,
-) -> tuple[dict[str, Float32], dict[int, Float32]]:
-    """The layer's weights with the best scales folded in, still the same function; and the scales,
-    by where in the layer their linear ops begin."""
-    folded = dict(weights)
-    scales: dict[int, Float32] = {}
-    for shared in layer.inputs:
+def fold(scheme: Scheme, weights: Mapping[str, Float32], inputs: Inputs, stored: Stored) -> Folded:
+    """A layer's weights with the best scales folded in.
+
+    Scales before experts are one for all: they are searched on the rows of all tokens, and on as
+    many rows of the experts' matrices as one of them has.
+    """
+    folded = Folded(dict(weights), {}, {})
+    for shared, moments in inputs:
+        if moments is None:
+            continue
+        if not shared.router:
+            folded.blocks.update(dict.fromkeys(shared.roles, _blocks(scheme, moments)))
         if shared.maker is None:
             continue
-        of = moments[shared.roles[0]]
-        stacked = np.concatenate([folded[role] for role in shared.roles])
-        scale = best_scale(scheme, stacked, of)
+        searched = shared.along or shared.roles
+        step = len(searched) if shared.router else 1
+        stacked = np.concatenate([folded.weights[role][::step] for role in searched])
+        scale = best_scale(scheme, stacked, moments)
         if scale is None:
             continue
-        scale = _divide(folded, shared.maker, scale, stored)
-        for role in shared.roles:
-            folded[role] = folded[role] * scale
-        scales[shared.first] = scale
-    return folded, scales
+        scale = _divide(folded.weights, shared.maker, scale, stored)
+        for role in (*shared.roles, *shared.along):
+            folded.weights[role] = folded.weights[role] * scale
+            folded.scales[role] = scale
+        if shared.router:
+            for role in shared.roles:
+                folded.weights[role] = stored(role, folded.weights[role])
+    return folded
+
+
+def _blocks(scheme: Scheme, moments: Moments) -> Float64:
+    second, size = moments.second, scheme.size(len(moments.second))
+    return np.stack([second[at : at + size, at : at + size] for at in range(0, len(second), size)])
+
+
+def _scaled_blocks(folded: Folded, role: str) -> Float64 | None:
+    """Of the inputs as they are once the scales are folded in."""
+    blocks, scale = folded.blocks.get(role), folded.scales.get(role)
+    if blocks is None or scale is None:
+        return blocks
+    by_group = scale.reshape(len(blocks), -1)
+    return blocks / (by_group[:, :, None] * by_group[:, None, :])
 
 
 def best_scale(scheme: Scheme, weights: Float32, moments: Moments) -> Float32 | None:
@@ -124,11 +149,9 @@ def _candidates(magnitude: Float64, share: Float64) -> Iterator[Float32]:
                 yield scale.astype(np.float32)
 
 
-def _divide(
-    folded: dict[str, Float32], maker: RmsNorm | Linear, scale: Float32, stored: Stored
-) -> Float32:
+def _divide(folded: dict[str, Float32], maker: Maker, scale: Float32, stored: Stored) -> Float32:
     """Divides what ``maker`` puts out by (nearly) ``scale``, and says by what exactly."""
-    if isinstance(maker, Linear):
+    if not maker.norm:
         folded[maker.weight] = folded[maker.weight] / scale[:, None]
         if maker.bias is not None:
             folded[maker.bias] = folded[maker.bias] / scale

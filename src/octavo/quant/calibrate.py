@@ -1,4 +1,4 @@
-"""What quantizers learn from: token ids to run, and the second moments of linear layers' inputs."""
+"""What quantizers learn from: token ids to run, and the second moments of matrices' inputs."""
 
 from __future__ import annotations
 
@@ -60,17 +60,17 @@ class Moments:
     def __init__(self, width: int) -> None:
         self.second: Float64 = np.zeros((width, width))
         self._magnitude: Float64 = np.zeros(width)
-        self._count = 0
+        self.count = 0  # rows
 
     def add(self, x: Float32) -> None:
         rows = x.reshape(-1, x.shape[-1])
         self.second += rows.T @ rows  # in fp32 for some thousand rows at a time
         self._magnitude += np.abs(rows).sum(axis=0, dtype=np.float64)
-        self._count += len(rows)
+        self.count += len(rows)
 
     @property
     def magnitude(self) -> Float64:
-        return self._magnitude / self._count
+        return self._magnitude / self.count
 
     @property
     def finite(self) -> bool:

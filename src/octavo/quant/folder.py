@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, Weight
+from octavo.checkpoint.bind import ROUTER
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.quant import hf_tokenizer
 from octavo.quant.blocks import dequantize
@@ -52,6 +53,7 @@ class FolderTarget:
             if (
                 place.roles[0].startswith("layers.")
                 and len(shapes[0]) == 2
+                and not place.roles[0].endswith(ROUTER)
                 and outputs % self.layout.outputs
             ):
                 raise QuantizeError(
@@ -60,7 +62,7 @@ class FolderTarget:
                 )
 
     def stored(self, role: str, values: Float32) -> Float32:
-        """A vector as readers of the folder will have it."""
+        """A vector, or a router, as readers of the folder will have it."""
         shift = np.float32(less_one(self.config, role))
         match self._format(self.checkpoint.weights[role]):
             case "BF16":
@@ -90,7 +92,7 @@ class FolderTarget:
         return size
 
     def _add_all(self, writer: SafetensorsWriter, state: State) -> None:
-        at, result = -1, LayerResult({}, {})
+        at, result = -1, LayerResult.empty()
         for place in self.places:
             role = place.roles[0]
             if role.startswith("layers."):

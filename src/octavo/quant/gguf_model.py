@@ -99,8 +99,8 @@ def _shape(c: ModelConfig, scaling: dict[str, Any]) -> dict[str, Value]:
     found |= _rope_keys(rope, scaling)
     windows = [layer.window for layer in c.layers]
     window = next((each for each in windows if each is not None), None)
-    if window is not None and c.family in _WINDOWED:
-        found["attention.sliding_window"] = window
+    if c.family == "phi3" or (window is not None and c.family in _WINDOWED):
+        found["attention.sliding_window"] = window or 0  # without it readers guess Phi-3's
     if c.family == "gemma3":
         local = next((each.rope.theta for each in c.layers if each.window is not None), 10000.0)
         if local != 10000.0:
@@ -256,7 +256,7 @@ def _read_back(content: Content, checkpoint: Checkpoint) -> list[str]:
         path = Path(folder) / "header.gguf"
         with open(path, "wb") as file:
             file.write(content.header())
-            none = LayerResult({}, {})
+            none = LayerResult.empty()
             for tensor in content.tensors:
                 if tensor.name.startswith("rope_"):  # part of the shape
                     file.write(tensor.data(none).data)

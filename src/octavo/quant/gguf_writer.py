@@ -101,7 +101,7 @@ class GgufTarget:
 
     def _write(self, state: State, out: BinaryIO) -> int:
         out.write(self.content.header())
-        loaded, none = -1, LayerResult({}, {})
+        loaded, none = -1, LayerResult.empty()
         result, size = none, 0
         for tensor in self.content.tensors:
             if tensor.layer is not None and tensor.layer != loaded:

@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import CheckpointError
+from octavo.checkpoint.bind import ROUTER
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
-from octavo.model.config import Activation, LongRope, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, LongRope, ModelConfig, Rope
 from octavo.quant.same_model import difference
 from octavo.quant.state import QuantizeError
 
@@ -31,6 +32,8 @@ _TYPES = {  # of each family
     "gemma3": ("gemma3_text", "Gemma3ForCausalLM"),
     "phi3": ("phi3", "Phi3ForCausalLM"),
     "granite": ("granite", "GraniteForCausalLM"),
+    "mixtral": ("mixtral", "MixtralForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
     "olmo2": ("olmo2", "Olmo2ForCausalLM"),
 }
 _MISTRAL = ("mistral", "MistralForCausalLM")
@@ -56,6 +59,21 @@ _PARTS = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Of sparse layers: the router, and an expert's matrices.
+_SPARSE = {
+    "mixtral": (
+        "block_sparse_moe",
+        {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"},
+    ),
+    "qwen3moe": (
+        "mlp",
+        {
+            "ffn_gate_exps": "gate_proj",
+            "ffn_down_exps": "down_proj",
+            "ffn_up_exps": "up_proj",
+        },
+    ),
 }
 _FUSED = {
     "self_attn.qkv_proj": ("attn_q", "attn_k", "attn_v"),
@@ -100,7 +118,20 @@ def places(config: ModelConfig, roles: list[str]) -> Iterator[Place]:
 def _part(config: ModelConfig, part: str) -> str:
     if part == "ffn_norm" and config.family in _LESS_ONE:
         return "pre_feedforward_layernorm"
+    if config.family in _SPARSE:
+        block, matrices = _SPARSE[config.family]
+        name, _, expert = part.partition(".")
+        if name in matrices:
+            return f"{block}.experts.{expert}.{matrices[name]}"
+        if part == ROUTER:
+            return f"{block}.gate"
     return _PARTS[part]
+
+
+def routers(config: ModelConfig) -> list[str]:
+    """The modules that say which experts a token goes to: quantizing leaves them alone."""
+    sparse = (index for index, layer in enumerate(config.layers) if layer.experts is not None)
+    return [f"model.layers.{index}.{_part(config, ROUTER)}" for index in sparse]
 
 
 def less_one(config: ModelConfig, role: str) -> bool:
@@ -175,9 +206,11 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
     } | rope
     if c.family in ("llama", "granite"):
         values["mlp_bias"] = "ffn_up" in c.biases
-    if model_type in ("mistral", "phi3"):
+    if c.experts is not None:
+        values |= _experts(c, c.experts)
+    if model_type in ("mistral", "mixtral", "phi3"):
         values["sliding_window"] = windows[0]
-    if c.family in ("qwen2", "qwen3"):
+    if c.family in ("qwen2", "qwen3", "qwen3moe"):
         values |= {"use_sliding_window": False, "sliding_window": None}
         values["max_window_layers"] = len(c.layers)
     if gemma:
@@ -205,6 +238,23 @@ def _values(config: ModelConfig, rope: dict[str, Any]) -> dict[str, Any]:
         )
         values["pad_token_id"] = None  # the class's own is beyond small vocabularies
     return values
+
+
+def _experts(c: ModelConfig, experts: Experts) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "num_experts_per_tok": experts.chosen,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+    }
+    if c.family == "mixtral":
+        return found | {"num_local_experts": experts.count}
+    return found | {
+        "num_experts": experts.count,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.renormalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [i for i, layer in enumerate(c.layers) if layer.experts is None],
+    }
 
 
 def _near_integer(value: float) -> float:

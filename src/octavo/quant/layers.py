@@ -1,4 +1,4 @@
-"""A Program taken apart for quantizers: its layers, and the linear ops that share an input."""
+"""A Program taken apart for quantizers: its layers, and the matrices that share an input."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 from octavo.execute.lower import names
 from octavo.model.config import ModelConfig
 from octavo.model.program import (
+    ExpertLinear,
     GatedActivation,
     Linear,
     Op,
@@ -19,17 +20,32 @@ from octavo.model.program import (
 )
 
 
-class SharedInput(NamedTuple):
-    """Linear ops that read one value, the first of them at ``first`` in the layer's ops.
+class Maker(NamedTuple):
+    """What can be scaled output by output: a norm's weight, or the rows and bias of a matrix."""
 
-    ``maker`` is the op whose outputs can be scaled, one by one, with nothing but these inputs being
-    scaled by it: a norm before, the up projection before a gate, or v before attention. None if
-    there is no such op.
+    weight: str
+    bias: str | None
+    norm: bool
+
+
+class SharedInput(NamedTuple):
+    """Matrices that read one value, the first of them at ``first`` in the layer's ops.
+
+    ``maker`` is what can be scaled, output by output, with nothing but these inputs being scaled by
+    it: a norm before, the up projection before a gate, or v before attention. None if there is no
+    such thing.
+
+    An ``expert``'s matrices read the rows of the tokens that are routed to it. A ``router`` is not
+    quantized; it is here for the rows of all tokens, and for the norm before it, which scales the
+    inputs of ``along``, all experts' matrices, too.
     """
 
-    linears: tuple[Linear, ...]
+    linears: tuple[Linear | ExpertLinear, ...]
     first: int
-    maker: RmsNorm | Linear | None
+    maker: Maker | None
+    expert: int | None = None
+    router: bool = False
+    along: tuple[str, ...] = ()
 
     @property
     def x(self) -> str:
@@ -37,17 +53,27 @@ class SharedInput(NamedTuple):
 
     @property
     def roles(self) -> tuple[str, ...]:
-        return tuple(op.weight for op in self.linears)
+        return tuple(
+            op.weight if isinstance(op, Linear) else op.weights[self.expert or 0]
+            for op in self.linears
+        )
+
+    @property
+    def route(self) -> str:
+        """The value that says which rows are the expert's."""
+        (op, *_) = self.linears
+        assert isinstance(op, ExpertLinear)
+        return op.route
 
 
 class LayerOps(NamedTuple):
     ops: tuple[Op, ...]
-    inputs: tuple[SharedInput, ...]  # in the order of the ops
+    inputs: tuple[SharedInput, ...]  # in the order of the ops, then of the experts
 
     @property
     def matrices(self) -> tuple[str, ...]:
-        """Roles of the linear ops' weights."""
-        return tuple(role for each in self.inputs for role in each.roles)
+        """Roles of the matrices that are quantized."""
+        return tuple(role for each in self.inputs if not each.router for role in each.roles)
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -57,6 +83,8 @@ class LayerOps(NamedTuple):
 
 def roles(op: Op) -> tuple[str, ...]:
     """The weights an op names."""
+    if isinstance(op, ExpertLinear):
+        return op.weights
     found = (getattr(op, "weight", None), getattr(op, "bias", None))
     return tuple(role for role in found if role is not None)
 
@@ -95,18 +123,40 @@ def _inputs(ops: Sequence[Op], config: ModelConfig) -> tuple[SharedInput, ...]:
         sources[index] = tuple(made.get(name, -1) for name in reads)
         for source in sources[index]:
             readers[source] = readers.get(source, 0) + 1
-        if isinstance(op, Linear):
+        if isinstance(op, Linear | ExpertLinear):
             groups.setdefault((op.x, sources[index][0]), []).append(index)
         for name in writes:
             made[name] = index
-    found = []
+    found: list[SharedInput] = []
     for (_, source), members in groups.items():
-        linears = tuple(op for index in members if isinstance(op := ops[index], Linear))
         maker = None
         if readers.get(source) == len(members):
             maker = _maker(ops, source, sources, readers, config)
-        found.append(SharedInput(linears, members[0], maker))
+        linears = tuple(op for index in members if isinstance(op := ops[index], Linear))
+        sparse = tuple(op for index in members if isinstance(op := ops[index], ExpertLinear))
+        if not sparse:
+            found.append(SharedInput(linears, members[0], _made(maker)))
+            continue
+        if linears:
+            along = tuple(role for op in sparse for role in op.weights)
+            router = SharedInput(linears, members[0], _made(maker), router=True, along=along)
+            found.append(router)
+            maker = None  # it is not an expert's alone
+        first = next(index for index in members if ops[index] is sparse[0])
+        for expert in range(sparse[0].experts.count):
+            found.append(SharedInput(sparse, first, _made(maker, expert), expert))
     return tuple(found)
+
+
+def _made(op: RmsNorm | Linear | ExpertLinear | None, expert: int = 0) -> Maker | None:
+    match op:
+        case RmsNorm(weight=weight):
+            return Maker(weight, None, norm=True)
+        case Linear(weight=weight, bias=bias):
+            return Maker(weight, bias, norm=False)
+        case ExpertLinear():
+            return Maker(op.weights[expert], None, norm=False)
+    return None
 
 
 def _maker(
@@ -115,7 +165,7 @@ def _maker(
     sources: dict[int, tuple[int, ...]],
     readers: dict[int, int],
     config: ModelConfig,
-) -> RmsNorm | Linear | None:
+) -> RmsNorm | Linear | ExpertLinear | None:
     """What scales each output of the op at ``source`` by itself. See `SharedInput`."""
     if source < 0:
         return None
@@ -134,4 +184,6 @@ def _maker(
             )
             before = sources[store][2]  # v
     maker = ops[before] if before >= 0 else None
-    return maker if isinstance(maker, Linear) and readers.get(before) == 1 else None
+    if isinstance(maker, Linear | ExpertLinear) and readers.get(before) == 1:
+        return maker
+    return None

@@ -7,7 +7,7 @@ named after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -139,8 +139,11 @@ class Layout(NamedTuple):
     outputs: int = 1
 
 
-def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) -> Layout:
-    """How a scheme is written. ``ordered``: groups are of neighbouring inputs."""
+def layout_of(
+    format: Format, scheme: Scheme, *, ordered: bool, damping: float, kept: Sequence[str] = ()
+) -> Layout:
+    """How a scheme is written. ``ordered``: groups are of neighbouring inputs; ``kept``: modules of
+    layers that stay as they are."""
     match format:
         case Format.GPTQ:
             config = {
@@ -164,7 +167,7 @@ def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) 
                 "group_size": scheme.group or -1,
                 "zero_point": True,
                 "version": "gemm",
-                "modules_to_not_convert": None,
+                "modules_to_not_convert": list(kept) or None,
             }
             own = {"w_bit": scheme.bits, "q_group_size": scheme.group or -1}
             return Layout(
@@ -174,11 +177,11 @@ def layout_of(format: Format, scheme: Scheme, *, ordered: bool, damping: float) 
                 outputs=8,
             )
         case Format.COMPRESSED_TENSORS:
-            return _compressed_tensors(scheme, ordered)
+            return _compressed_tensors(scheme, ordered, kept)
     raise ValueError(f"{format.value} is no folder's layout")
 
 
-def _compressed_tensors(scheme: Scheme, ordered: bool) -> Layout:
+def _compressed_tensors(scheme: Scheme, ordered: bool, kept: Sequence[str]) -> Layout:
     symmetric = scheme.kind is Kind.SYMMETRIC
     # 8 bits a channel is what engines run in integers, with activations rounded as they come.
     plain = scheme.bits == 8 and scheme.group is None and symmetric and ordered
@@ -213,7 +216,7 @@ def _compressed_tensors(scheme: Scheme, ordered: bool) -> Layout:
                 "format": name,
             }
         },
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *kept],
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
     }

@@ -4,7 +4,8 @@ All samples go through one layer at a time. GPTQ stops at every shared input of 
 second moments are taken, the matrices that read them quantized, and what follows is computed with
 the quantized ones, so that later matrices make up for earlier errors. AWQ, which makes up for
 nothing, looks at the inputs that the model has as it was, as its authors do; round-to-nearest looks
-at nothing. Held at a time: the samples' hidden states, one layer in fp32, and what its work needs.
+at nothing. An expert's inputs are the rows that are routed to it. Held at a time: the samples'
+hidden states, one layer in fp32, and what its work needs.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ from octavo.quant.calibrate import Moments
 from octavo.quant.ggml_rounding import ggml_round
 from octavo.quant.gptq import Order, gptq, relative_loss
 from octavo.quant.grid import Float32, Kind, Quantized, Scheme, round_to_nearest
-from octavo.quant.layers import LayerOps, live, roles, split
+from octavo.quant.layers import LayerOps, SharedInput, live, roles, split
 from octavo.quant.state import LayerResult, QuantizeError, State
 
 VERSION = 1  # of what the settings mean: raise it when results change
 INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (execute/native.py)
+# Rows that an expert must have seen, for each input of a matrix: of fewer, its second moments are
+# mostly of what it has not seen.
+SEEN = 0.25
 CHUNK = 4096  # tokens that go through a layer at a time
 _DIGEST_BYTES = 1 << 24  # of a weight that are read at a time
 
@@ -93,6 +97,7 @@ class Quantizer:
         self.weights = checkpoint.weights
         self.program = program(checkpoint.config)
         self.before, self.layers = split(self.program)
+        self.starved: list[int] = []  # of each layer done, how many experts saw too few rows
         self._check()
 
     def _check(self) -> None:
@@ -149,6 +154,7 @@ class Quantizer:
             weights = _Weights(self.path, self.weights, layer)
             if index < first:
                 result = state.load(index)  # a damaged one is better known now than at the end
+                self.starved.append(len(result.starved))
                 if hidden:
                     if self.recipe.method is Method.GPTQ:
                         weights.become(result)
@@ -160,6 +166,7 @@ class Quantizer:
             with np.errstate(all="ignore"):  # what is not finite is named where it appears
                 result = work[self.recipe.method](hidden, layer, weights, tell)
             state.save(index, result)
+            self.starved.append(len(result.starved))
             tell.done()
 
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
@@ -167,7 +174,7 @@ class Quantizer:
     def _rtn(
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
-        result = LayerResult({}, {})
+        result = LayerResult.empty()
         for role in layer.matrices:
             with self._naming(role):
                 result.matrices[role] = self._nearest(weights[role])
@@ -183,63 +190,106 @@ class Quantizer:
     def _gptq(
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
-        result = LayerResult({}, {})
+        result = LayerResult.empty()
         recipe = self.recipe
-        done = 0
-        for shared in layer.inputs:
-            ops, rest = layer.ops[done : shared.first], layer.ops[shared.first :]
-            moments = Moments(self.program.widths[shared.x])
-            for values in hidden:
-                self._run(ops, weights, values, rest)
-                moments.add(values[shared.x])
-            self._finite(moments, shared.roles[0])
-            done = shared.first
+        for shared, moments in self._inputs(hidden, layer, weights, result):
+            if shared.router:
+                continue
             stacked = np.concatenate([weights[role] for role in shared.roles])
             with self._naming(shared.roles[0]):
-                found = gptq(
-                    recipe.scheme,
-                    stacked,
-                    moments.second,
-                    order=recipe.order,
-                    search=recipe.search,
-                    damping=recipe.damping,
-                )
+                if moments is None:
+                    found = self._nearest(stacked)
+                else:
+                    found = gptq(
+                        recipe.scheme,
+                        stacked,
+                        moments.second,
+                        order=recipe.order,
+                        search=recipe.search,
+                        damping=recipe.damping,
+                    )
             at = 0
             for role in shared.roles:
                 rows = len(weights[role])
                 matrix = result.matrices[role] = found.rows(slice(at, at + rows))
                 at += rows
                 became = matrix.values()
-                tell(role, relative_loss(weights[role], became, moments.second))
+                loss = None
+                if moments is not None:
+                    loss = relative_loss(weights[role], became, moments.second)
+                tell(role, loss)
                 weights.changed[role] = became
-        for values in hidden:
-            self._run(layer.ops[done:], weights, values, ())
         return result
 
     def _awq(
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
-        moments: dict[str, Moments] = {}
-        for shared in layer.inputs:
-            of = Moments(self.program.widths[shared.x])
-            moments |= dict.fromkeys(shared.roles, of)
-        firsts = {shared.roles[0] for shared in layer.inputs}
-        for values in hidden:
-            self._run(
-                layer.ops,
-                weights,
-                values,
-                (),
-                lambda op, x: moments[op.weight].add(x) if op.weight in firsts else None,
-            )
-        for role in firsts:
-            self._finite(moments[role], role)
+        result = LayerResult.empty()
+        inputs = self._inputs(hidden, layer, weights, result)
         own = {role: weights[role] for role in layer.weights}
         with self._naming(layer.matrices[0]):
-            result = LayerResult(*awq(self.recipe.scheme, layer, own, moments, self.stored))
+            matrices, others = awq(self.recipe.scheme, layer, own, inputs, self.stored)
+        result.matrices.update(matrices)
+        result.vectors.update(others)
         for role in layer.matrices:
             tell(role, None)
         return result
+
+    # ── Inputs ──────────────────────────────────────────────────────────────────────────────────
+
+    def _inputs(
+        self,
+        hidden: list[reference.Values],
+        layer: LayerOps,
+        weights: Mapping[str, Float32],
+        result: LayerResult,
+    ) -> Iterator[tuple[SharedInput, Moments | None]]:
+        """Every input that matrices of the layer share, with its moments, when the samples have
+        come to it; in the end they are through the layer.
+
+        An expert to which fewer rows were routed than `SEEN` asks for is listed by ``result``.
+        Its matrices that read what the router reads get the moments of all rows, the others None.
+        """
+        done, everyone, starved = 0, dict[str, Moments](), set[int]()
+        for shared in layer.inputs:
+            self._advance(hidden, layer, weights, done, shared.first)
+            done = shared.first
+            moments = self._moments(hidden, shared)
+            self._finite(moments, shared.roles[0])
+            if shared.router:
+                everyone[shared.x] = moments
+            if shared.expert is None or moments.count >= SEEN * len(moments.second):
+                yield shared, moments
+            else:
+                starved.add(shared.expert)
+                yield shared, everyone.get(shared.x)
+        self._advance(hidden, layer, weights, done, len(layer.ops))
+        result.starved.extend(sorted(starved))
+
+    def _moments(self, hidden: list[reference.Values], shared: SharedInput) -> Moments:
+        inputs = self.program.weights[shared.roles[0]][1]
+        moments = Moments(inputs)
+        for values in hidden:
+            x = values[shared.x]
+            if shared.expert is not None:
+                experts = self.config.experts
+                assert experts is not None
+                chosen, rows = reference.slots(x, values[shared.route], experts, inputs)
+                x = rows[chosen == shared.expert]
+            moments.add(x)
+        return moments
+
+    def _advance(
+        self,
+        hidden: list[reference.Values],
+        layer: LayerOps,
+        weights: Mapping[str, Float32],
+        start: int,
+        end: int,
+    ) -> None:
+        if start < end:
+            for values in hidden:
+                self._run(layer.ops[start:end], weights, values, layer.ops[end:])
 
     # ── Hidden states ───────────────────────────────────────────────────────────────────────────
 
@@ -266,12 +316,8 @@ class Quantizer:
     ) -> None:
         """All samples through a finished layer, stopping where quantizing it stops: the same
         products in the same pieces give the same bits after an interruption."""
-        edges = [0, *(shared.first for shared in layer.inputs), len(layer.ops)]
-        if self.recipe.method is not Method.GPTQ:
-            edges = [0, len(layer.ops)]
-        for a, b in pairwise(edges):
-            for values in hidden:
-                self._run(layer.ops[a:b], weights, values, layer.ops[b:])
+        for a, b in pairwise([0, *(shared.first for shared in layer.inputs), len(layer.ops)]):
+            self._advance(hidden, layer, weights, a, b)
 
     def _run(
         self,
@@ -279,10 +325,9 @@ class Quantizer:
         weights: Mapping[str, Float32],
         values: reference.Values,
         rest: tuple[Op, ...],
-        seen: reference.Seen | None = None,
     ) -> None:
         """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
-        reference.run(ops, self.config, weights, values, seen=seen)
+        reference.run(ops, self.config, weights, values)
         wanted = live(rest, frozenset({"x"}))
         for name in values.keys() - wanted:
             del values[name]

@@ -19,8 +19,9 @@ from octavo.quant.gguf_copy import copied
 from octavo.quant.gguf_model import modelled
 from octavo.quant.gguf_writer import GgufTarget
 from octavo.quant.gptq import Order
+from octavo.quant.hf_model import routers
 from octavo.quant.layouts import Format, layout_of
-from octavo.quant.quantizer import Method, Progress, Quantizer, Recipe
+from octavo.quant.quantizer import SEEN, Method, Progress, Quantizer, Recipe
 from octavo.quant.state import STATE, QuantizeError, State
 
 WORK = QUANTIZING
@@ -31,6 +32,7 @@ class Outcome(NamedTuple):
     parameters: int
     nbytes: int  # of all tensors
     source_nbytes: int
+    starved: int  # experts that saw too little of the calibration text
     notes: tuple[str, ...]  # what is not as one might think
 
     @property
@@ -51,11 +53,6 @@ def quantize(
     Raises `QuantizeError`, or `OSError` where there is no writing; the finished layers stay for the
     next run.
     """
-    if any(layer.experts for layer in checkpoint.config.layers):
-        raise QuantizeError(
-            f"{checkpoint.path}: has sparse experts ({checkpoint.config.family}), which "
-            "octavo quantize does not support"
-        )
     target: FolderTarget | GgufTarget
     notes: list[str] = []
     ordered = recipe.method is not Method.GPTQ or recipe.order is not Order.GROUP
@@ -69,7 +66,13 @@ def quantize(
         target = GgufTarget(content)
     else:
         try:
-            layout = layout_of(format, recipe.scheme, ordered=ordered, damping=recipe.damping)
+            layout = layout_of(
+                format,
+                recipe.scheme,
+                ordered=ordered,
+                damping=recipe.damping,
+                kept=routers(checkpoint.config),
+            )
         except ValueError as error:
             raise QuantizeError(str(error)) from None
         target = FolderTarget(checkpoint, layout)
@@ -84,13 +87,29 @@ def quantize(
         quantizer.run(state, progress)
         nbytes = target.write(state, out)
         state.remove()
+    starved = sum(quantizer.starved)
+    if starved:
+        notes.append(_starved(quantizer, starved))
     weights = checkpoint.weights.values()
     return Outcome(
         out,
         sum(prod(weight.shape) for weight in weights),
         nbytes,
         sum(weight.stored.nbytes for weight in weights),
+        starved,
         tuple(notes),
+    )
+
+
+def _starved(quantizer: Quantizer, count: int) -> str:
+    experts = quantizer.config.experts
+    assert experts is not None
+    sparse = sum(layer.experts is not None for layer in quantizer.config.layers)
+    layers = sum(each > 0 for each in quantizer.starved)
+    return (
+        f"{count} of {sparse * experts.count} experts, in {layers} layers, saw fewer rows of the "
+        f"calibration text than {SEEN:g} of their inputs: their gate and up are quantized for the "
+        "rows of all, down is rounded to nearest; a longer text (--num-samples) shows them more"
     )
 
 

@@ -26,7 +26,7 @@ from octavo.quant.grid import Float32, Quantized, Scheme
 
 STATE = "state.json"
 _LAYERS = "layer-*.npz"
-_SEAL = "seal"
+_SEAL, _STARVED = "seal", "starved"
 # What numpy, zipfile and zlib raise for files that are not as they were written.
 _DAMAGE = (
     *(OSError, ValueError, TypeError, AttributeError, LookupError, EOFError, RuntimeError),
@@ -39,10 +39,16 @@ class QuantizeError(CheckpointError):
 
 
 class LayerResult(NamedTuple):
-    """A layer's matrices by role, and the vectors that changed with them."""
+    """A layer's matrices by role, the vectors (and routers) that changed with them, and the experts
+    that saw too little of the calibration text."""
 
     matrices: dict[str, Quantized]
     vectors: dict[str, Float32]
+    starved: list[int]
+
+    @classmethod
+    def empty(cls) -> LayerResult:
+        return cls({}, {}, [])
 
 
 class State:
@@ -112,6 +118,8 @@ class State:
                     arrays[f"{role}|{name}"] = value
         for role, vector in result.vectors.items():
             arrays[f"{role}|vector"] = vector
+        if result.starved:
+            arrays[_STARVED] = np.array(result.starved, np.int32)
         arrays[_SEAL] = self._seal(layer, arrays)
         temporary = self.folder / "writing.npz"
         with open(temporary, "wb") as file:
@@ -141,11 +149,12 @@ class State:
         return np.frombuffer(found.digest(), np.uint8)
 
     def _result(self, arrays: dict[str, npt.NDArray[Any]]) -> LayerResult:
+        result = LayerResult.empty()
+        result.starved.extend(arrays.pop(_STARVED, np.empty(0, np.int32)).tolist())
         parts: dict[str, dict[str, npt.NDArray[Any]]] = {}
         for key, array in arrays.items():
             role, _, name = key.partition("|")
             parts.setdefault(role, {})[name] = array
-        result = LayerResult({}, {})
         for role, part in parts.items():
             if "vector" in part:
                 result.vectors[role] = part["vector"]

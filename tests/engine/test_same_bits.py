@@ -118,6 +118,7 @@ class Doubtful(SuffixDrafter):
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NgramDrafter(1, 3),
     "suffix": lambda: SuffixDrafter(10),
+    "suffix, several": lambda: SuffixDrafter(alternatives=2),
     "doubtful": Doubtful,
 }
 

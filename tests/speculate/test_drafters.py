@@ -83,6 +83,35 @@ def test_of_equal_matches_what_followed_most_often_counts() -> None:
     assert drafter.propose([0], [2])[0].token_ids == [5, 7]
 
 
+@given(TEXT, st.data(), st.integers(1, 12), st.integers(1, 3))
+def test_alternatives_go_on_as_the_text_has_otherwise_gone_on(
+    text: list[int], data: st.DataObject, count: int, most: int
+) -> None:
+    parts = pieces(text, data)
+    alone = after(SuffixDrafter(), parts, count)
+    draft = after(SuffixDrafter(alternatives=most), parts, count)
+    assert draft._replace(alternatives=()) == alone
+    if not draft.token_ids:
+        assert not draft.alternatives
+        return
+    places = [place for place in range(2, len(text)) if text[place - 2 : place] == text[-2:]]
+    others = {text[place] for place in places[-16:]} - {draft.token_ids[0]}
+    begun = [each[0] for each in draft.alternatives]
+    assert len(set(begun)) == len(begun) == min(most, len(others))
+    assert set(begun) <= others
+    for each in draft.alternatives:
+        assert list(each) in [continued(text, place, count) for place in places]
+
+
+def test_the_longest_matches_are_the_first_alternatives() -> None:
+    text = [4, 1, 2, 6, 5, 1, 2, 7, 3, 5, 1, 2, 8, 9, 3, 5, 1, 2]
+    drafter = SuffixDrafter(alternatives=2)
+    drafter.start(0, text, None)
+    draft = drafter.propose([0], [2])[0]
+    assert draft.token_ids == [8, 9]
+    assert draft.alternatives == [[7, 3], [6, 5]]
+
+
 def test_earlier_answers_serve_the_same_salt_only() -> None:
     drafter = SuffixDrafter(max_cached_requests=4)
     drafter.start(0, [1, 2, 3], "a")

@@ -100,6 +100,8 @@ class Setting:
     drafter: str | None = None
     num_drafts: int | None = None
     draft_blocks: float = 4.0  # as many of the longest sequences its cache holds
+    spare_rows: int = 7  # of logits, for drafts
+    max_branches: int = 0
 
 
 class Doubtful(SuffixDrafter):
@@ -115,11 +117,32 @@ class Doubtful(SuffixDrafter):
         return drafts
 
 
+class Forked(SuffixDrafter):
+    """Doubtful, with up to four alternatives, some of which go on rightly for a while, and some as
+    another does for a while.
+    """
+
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(sequences, counts)
+        for index, (sequence, count) in enumerate(zip(sequences, counts, strict=True)):
+            rng = random.Random(sequence * 1000 + len(self._sequences[sequence].text.tokens))
+            right = list(drafts[index].token_ids)
+            paths = [[rng.randrange(EOS + 5) for _ in range(rng.randint(0, 5))] for _ in range(4)]
+            for path in paths:
+                other = rng.choice((right, right, rng.choice(paths)))
+                at = rng.randint(0, len(other))
+                path[:at] = other[:at]
+            first, *others = paths[: rng.randint(1, 4)]
+            drafts[index] = Draft(first[:count], rng.randrange(3), others)
+        return drafts
+
+
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ngram": lambda: NgramDrafter(1, 3),
     "suffix": lambda: SuffixDrafter(10),
     "suffix, several": lambda: SuffixDrafter(alternatives=2),
     "doubtful": Doubtful,
+    "forked": Forked,
 }
 
 
@@ -179,7 +202,8 @@ class Recorder(NativeSampler):
     def __init__(self, vocab_size: int, isa: str, pool: _native.ThreadPool) -> None:
         super().__init__(vocab_size, isa, pool)
         self.traces: dict[str, Trace] = {}
-        self.drawn_from: dict[int, list[bytes]] = {}  # by the state's id, of this step
+        self.drawn_from: dict[tuple[int, int], bytes] = {}  # by the state's id and place, last
+        self.taken = 0  # branches
 
     def of(self, request_id: str) -> Trace:
         return self.traces.setdefault(request_id, Trace())
@@ -188,15 +212,24 @@ class Recorder(NativeSampler):
         self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
     ) -> Sampled:
         assert logits is not None
+        places: dict[int, int] = {}
         for row, state in zip(rows, states, strict=True):
-            self.drawn_from.setdefault(id(state), []).append(logits[row].tobytes())
+            place = places.get(id(state), state.num_generated)
+            places[id(state)] = place + 1
+            self.drawn_from[id(state), place] = logits[row].tobytes()
         return super().sample(logits, rows, states)
 
     def on_step(self, step: Step) -> None:
-        for seq, run in zip(step.scheduled.samples, step.drawn.runs, strict=True):
+        for index, (seq, run) in enumerate(
+            zip(step.scheduled.samples, step.drawn.runs, strict=True)
+        ):
             trace = self.of(seq.owner.request.request_id)
-            rows = self.drawn_from.pop(id(seq.output.sampler))
-            trace.rows.setdefault(seq.choice, []).extend(rows[: len(run)])
+            state = seq.output.sampler
+            places = range(state.num_generated - len(run), state.num_generated)
+            rows = [self.drawn_from[id(state), place] for place in places]
+            trace.rows.setdefault(seq.choice, []).extend(rows)
+            self.taken += step.scheduled.taken(index, run) is not None
+        self.drawn_from.clear()
 
     def on_end(self, record: RequestRecord) -> None:
         pass
@@ -210,6 +243,7 @@ class Covered(NamedTuple):
     prefix_hits: int
     accepted: int  # draft tokens
     rejected: int
+    taken: int  # branches
 
 
 def smallest_pool(layout: KvLayout, setting: Setting) -> int:
@@ -225,7 +259,10 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_model_len=setting.max_model_len,
         max_num_seqs=setting.max_num_seqs,
         max_num_batched_tokens=setting.max_num_batched_tokens,
-        max_logits_rows=min(setting.max_num_seqs + 7, setting.max_num_batched_tokens),
+        max_logits_rows=min(
+            setting.max_num_seqs + setting.spare_rows, setting.max_num_batched_tokens
+        ),
+        max_branches=setting.max_branches,
         enable_prefix_caching=setting.enable_prefix_caching,
     )
     scheduler = Scheduler(limits, layout, num_blocks)
@@ -236,7 +273,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         num_blocks=num_blocks,
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
-        max_seqs=limits.max_num_seqs,
+        max_seqs=scheduler.kv.tables.shape[1],
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         logits_slice=setting.logits_slice and min(setting.logits_slice, limits.logits_rows),
         threads=setting.threads,
@@ -350,6 +387,8 @@ def check_case(
         drafter=guess.choice((None, *DRAFTERS, *COMPUTING, *DRAFT_MODELS)),
         num_drafts=guess.choice((None, 1, 3, 7)),
         draft_blocks=guess.choice((1.0, 1.5, 4.0)),
+        spare_rows=guess.choice((7, 7, 60)),
+        max_branches=guess.choice((0, 2, 16)),
     )
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:
@@ -404,7 +443,8 @@ def check_case(
                 f"seed {seed}, request {request.request_id}, {stats}, {setting}",
             )
     accepted, drafted = stats.accepted_tokens, stats.draft_tokens
-    return Covered(rows, stats.preemptions, stats.prefix_hits, accepted, drafted - accepted)
+    preemptions, hits = stats.preemptions, stats.prefix_hits
+    return Covered(rows, preemptions, hits, accepted, drafted - accepted, recorder.taken)
 
 
 def compare(crowd: Trace, alone: Trace, where: str) -> int:
@@ -434,7 +474,7 @@ def compare(crowd: Trace, alone: Trace, where: str) -> int:
 def test_same_bits(group: int) -> None:
     """A case of each model, and more until everything has been tried."""
     names = sorted(MODELS)
-    tried = Covered(0, 0, 0, 0, 0)
+    tried = Covered(0, 0, 0, 0, 0, 0)
     for index in range(4 * len(names)):
         seed = 10 * group + index % len(names) + 10_000 * (index // len(names))
         covered = check_case(tiny_model(names[index % len(names)]), seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from octavo.speculate.branches import Offer
 from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.step_times import StepTimes
 
@@ -40,20 +41,44 @@ def choose(
     number of drafts, the likeliest are the ones to take. ``drafting``: what they cost to be made;
     None: they have been made.
     """
-    ranked = sorted(
-        ((gain, index) for index, each in enumerate(gains) for gain in each),
-        key=lambda entry: -entry[0],
-    )
-    del ranked[room:]
+    return choose_tree(times, gains, (), num_tokens, room, drafting)[0]
+
+
+def choose_tree(
+    times: StepTimes,
+    gains: Sequence[Sequence[float]],
+    offers: Sequence[Offer],
+    num_tokens: int,
+    room: int,
+    drafting: DraftTimes | None = None,
+) -> tuple[list[int], list[tuple[Offer, int]]]:
+    """As `choose`, with alternatives to choose among too: which of them to check and how many of
+    their tokens, the most promising first. One takes a row for the sequence's last token and one
+    for each of its own, and is taken or left as a whole, by its gain for a row.
+    """
+    ranked: list[tuple[float, int, float, int, Offer | None]] = [
+        (gain, 1, gain, index, None) for index, each in enumerate(gains) for gain in each
+    ]
+    for offer in offers:
+        worth, length = offer.best
+        rows = 1 + length
+        # Not before the draft's own token there.
+        place = min(worth, gains[offer.sequence][offer.start])
+        ranked.append((place, rows, worth * rows, length, offer))
+    ranked.sort(key=lambda entry: -entry[0])
     best = _worth(times) * len(gains) / times.predict(num_tokens)
     taken, done = 0, 0
     expected = float(len(gains))
     lengths: dict[int, int] = {}
-    for size, seconds in times.hoped(num_tokens, num_tokens + len(ranked)):
-        while done < size - num_tokens:
-            gain, index = ranked[done]
+    rows = 0
+    most = min(room, sum(entry[1] for entry in ranked))
+    for size, seconds in times.hoped(num_tokens, num_tokens + most):
+        while done < len(ranked) and rows + ranked[done][1] <= size - num_tokens:
+            _, more, gain, index, taking = ranked[done]
             expected += gain
-            lengths[index] = lengths.get(index, 0) + 1
+            rows += more
+            if taking is None:
+                lengths[index] = lengths.get(index, 0) + 1
             done += 1
         if drafting is not None:
             seconds += drafting.predict(len(lengths), max(lengths.values()))
@@ -61,6 +86,10 @@ def choose(
         if speed > best:
             best, taken = speed, done
     counts = [0] * len(gains)
-    for _, index in ranked[:taken]:
-        counts[index] += 1
-    return counts
+    chosen: list[tuple[Offer, int]] = []
+    for *_, number, taking in ranked[:taken]:
+        if taking is None:
+            counts[number] += 1  # of this sequence's draft
+        else:
+            chosen.append((taking, number))
+    return counts, chosen

@@ -14,9 +14,10 @@ from octavo.execute.batch import StepResult
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Own
+from octavo.speculate.branches import BranchRates
 from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, Holding, ModelDrafter
-from octavo.speculate.length import choose, worthwhile
+from octavo.speculate.length import choose, choose_tree, worthwhile
 from octavo.speculate.reader import Reader
 from octavo.speculate.step_times import StepTimes
 
@@ -77,6 +78,8 @@ class Speculator:
         first = FIRST_GUESS if self._model is None else _TRUSTED
         self._acceptance = Acceptance(self._longest, first)
         self._ahead = Acceptance(self._longest, first)  # before a draft is made: of one class
+        self._branch_rates = BranchRates()
+        self._branches: dict[int, list[list[int]]] = {}  # of this step
         self._own: dict[Seq, _Own] = {}
         self._asked: dict[Seq, _Asked] = {}
         self._now = now
@@ -97,6 +100,7 @@ class Speculator:
     def propose(self, decoding: list[Seq], num_tokens: int, room: int) -> list[list[int]]:
         """As `Proposer` says."""
         self._asked.clear()
+        self._branches = {}
         self._spent = 0.0
         if self._gone:
             return [[]] * len(decoding)
@@ -105,6 +109,9 @@ class Speculator:
         try:
             if self._pinned is not None:
                 drafts = self._ask(decoding, _within(most, room))
+                for at, draft in enumerate(drafts):
+                    if draft.alternatives:
+                        self._branches[at] = [list(each) for each in draft.alternatives]
             elif self._resting(decoding, num_tokens, min(room, sum(most))):
                 return [[]] * len(decoding)
             elif self._reader is not None:
@@ -184,7 +191,19 @@ class Speculator:
             self._gains(seq, draft) if draft.token_ids else ()
             for seq, draft in zip(decoding, drafts, strict=True)
         ]
-        counts = choose(self.times, gains, num_tokens, room)
+        offers = [
+            offer
+            for at, draft in enumerate(drafts)
+            # Those of a draft that is weighed depend on its tokens, as its length must not.
+            if draft.alternatives and gains[at] and not self._weighed(draft)
+            for offer in self._branch_rates.offers(
+                at, draft.evidence, draft.token_ids, draft.alternatives, gains[at]
+            )
+        ]
+        counts, branches = choose_tree(self.times, gains, offers, num_tokens, room)
+        for offer, length in branches:
+            guess = list(drafts[offer.sequence].alternatives[offer.rank][:length])
+            self._branches.setdefault(offer.sequence, []).append(guess)
         return [
             draft if count == len(draft.token_ids) else _cut(draft, count)
             for draft, count in zip(drafts, counts, strict=True)
@@ -227,7 +246,10 @@ class Speculator:
         evidence = index(evidence)
         if not 0 <= evidence < NUM_CLASSES:
             raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
-        others = tuple(self._tokens(each, most) for each in alternatives)
+        others = [self._tokens(each, most) for each in alternatives]
+        if not token_ids and others:
+            token_ids, *others = others
+        others = _distinct(token_ids, others)
         if probabilities is not None:
             if probabilities.ndim != 2 or probabilities.shape[1] != self._vocab_size:
                 raise ValueError(f"probabilities have shape {probabilities.shape}")
@@ -238,7 +260,7 @@ class Speculator:
             probabilities = np.asarray(probabilities, np.float32)
             if self.rejection and self._reader is not None:  # anybody's code
                 _check_drawn(token_ids, probabilities)
-        return Draft(token_ids, evidence, others, probabilities)
+        return Draft(token_ids, evidence, tuple(others), probabilities)
 
     def _tokens(self, given: Sequence[int], most: int) -> list[int]:
         token_ids = [index(token) for token in given[:most]]
@@ -262,7 +284,7 @@ class Speculator:
 
     def alternatives(self) -> dict[int, list[list[int]]]:
         """As `Proposer` says."""
-        return {}
+        return self._branches
 
     def learn(
         self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]], seconds: float
@@ -286,6 +308,8 @@ class Speculator:
                 # been accepted; where nothing was, that is all there is to learn from.
                 guess = tested if tested and self._weighed(draft) else draft.token_ids
                 self._acceptance.learn(draft.evidence, own, guess, run)
+                if draft.alternatives:
+                    self._branch_rates.learn(draft.evidence, guess, draft.alternatives, run)
                 if self._model is not None or self._weighed(draft):
                     self._ahead.learn(0, own.ahead, guess, run)
         self._asked.clear()
@@ -352,6 +376,15 @@ def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:
         raise ValueError("the probabilities of a draft are no distributions")
     if not rows[range(len(token_ids)), token_ids].all():
         raise ValueError("a draft has a token whose probability it says is 0")
+
+
+def _distinct(draft: list[int], alternatives: list[list[int]]) -> list[list[int]]:
+    """The alternatives that are not the beginning of the draft or of another before."""
+    paths = [draft]
+    for each in alternatives:
+        if not any(path[: len(each)] == each for path in paths):
+            paths.append(each)
+    return paths[1:]
 
 
 def _within(counts: list[int], room: int) -> list[int]:

@@ -103,7 +103,7 @@ Drawn Sampler::verify(const float *logits, SamplerState &state, int32_t guess, c
         const double noise = before.uniform(position, Stream::kVerified);
         if (guess < 0)
             return draw_from(kept, row, noise);
-        const double certainty = q != nullptr ? q[guess] : 1.0;
+        const double certainty = q == nullptr ? 1.0 : q[guess] > 0 ? q[guess] : 0.0;
         const double test = before.uniform(position, Stream::kAcceptance);
         if (test * certainty < probability(kept, row, guess))
             return guess;

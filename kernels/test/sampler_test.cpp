@@ -1,6 +1,7 @@
 // Hostile rows and random options through the sampler, on every tier this CPU has; meant for the
 // sanitizers (make sanitize). What is right is tested in Python against a plain implementation;
-// here a drawn token must be one that truncation allows, and drawing again must repeat it.
+// here a drawn token must be one that truncation allows, and drawing again must repeat it; and
+// verification must give what has a probability, whatever distribution a drafter claims.
 //
 //   sampler_test [cases]     random cases for each tier (default 2000)
 #include "batch_sampler.h"
@@ -123,6 +124,87 @@ void check(bool condition, const char *what, const TestedTier &tier, int number)
     std::printf("FAILED %s, case %d: %s\n", tier.name, number, what);
 }
 
+// What a drafter may claim: the target's own distribution, another, or none at all.
+void fill_claim(Rng &rng, const float *p, float *q, int64_t n) {
+    const int kind = static_cast<int>(rng() % 4);
+    double total = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        q[i] = static_cast<float>(rng() % 1000);
+        total += static_cast<double>(q[i]);
+    }
+    for (int64_t i = 0; i < n; ++i)
+        switch (kind) {
+        case 0:
+            q[i] = p[i];
+            break;
+        case 1:
+            q[i] = static_cast<float>(static_cast<double>(q[i]) / std::max(total, 1.0));
+            break;
+        case 2:
+            q[i] = 2 * p[i];
+            break;
+        default:
+            q[i] = pick(rng, {0.0f, -1.0f, 1e-45f, 5.0f, kInfinity, -kInfinity, std::nanf("")});
+        }
+}
+
+// A chain of guesses at each row, up to the first that does not stand, and a draw at its end.
+void test_verification(const TestedTier &tier, BatchSampler &sampler, Rng &rng, const float *logits,
+                       const std::vector<SamplerState> &states, int number) {
+    const int64_t n = sampler.vocab_size();
+    constexpr int64_t kGuesses = 3;
+    std::vector<SamplerState> before = states;
+    std::vector<std::vector<float>> kept; // each as large as needed
+    std::vector<BatchSampler::Verification> entries;
+    for (size_t row = 0; row < before.size(); ++row)
+        for (int64_t at = 0; at <= kGuesses; ++at) {
+            BatchSampler::Verification entry{logits + row * n, &before[row], -1, nullptr, {}};
+            if (at < kGuesses) {
+                entry.guess = static_cast<int32_t>(rng() % n);
+                std::vector<float> p(n);
+                Sampler alone(n, tier.scan);
+                if (alone.probabilities(entry.logits, states[row], p.data()) == RowError::kNone &&
+                    rng() % 2)
+                    entry.guess =
+                        static_cast<int32_t>(std::max_element(p.begin(), p.end()) - p.begin());
+                if (rng() % 3) {
+                    kept.emplace_back(n);
+                    fill_claim(rng, p.data(), kept.back().data(), n);
+                    entry.q = kept.back().data();
+                }
+            }
+            entries.push_back(entry);
+        }
+    sampler.verify(entries);
+
+    for (size_t row = 0; row < before.size(); ++row) {
+        SamplerState state = states[row];
+        bool going = true;
+        for (int64_t at = 0; at <= kGuesses; ++at) {
+            const auto &entry = entries[row * (kGuesses + 1) + at];
+            const Drawn &drawn = entry.drawn;
+            if (!going) {
+                check(drawn.token == -1 && drawn.error == RowError::kNone, "ended", tier, number);
+                continue;
+            }
+            std::vector<float> p(n);
+            Sampler alone(n, tier.scan);
+            const RowError error = alone.probabilities(entry.logits, state, p.data());
+            double total = 0;
+            for (const float each : p)
+                total += static_cast<double>(each);
+            check(error == RowError::kNone ? std::abs(total - 1) < 1e-5 : total == 0, "sums to one",
+                  tier, number);
+            const Drawn again = alone.verify(entry.logits, state, entry.guess, entry.q);
+            check(again.token == drawn.token && again.error == drawn.error, "verified alone", tier,
+                  number);
+            check(drawn.error != RowError::kNone || p[drawn.token] > 0, "probable", tier, number);
+            going = drawn.error == RowError::kNone && drawn.token == entry.guess;
+        }
+        check(before[row].num_generated() == state.num_generated(), "recorded", tier, number);
+    }
+}
+
 void test_case(const TestedTier &tier, std::shared_ptr<ThreadPool> pool, int number) {
     Rng rng(number);
     const int64_t vocab_size =
@@ -143,6 +225,7 @@ void test_case(const TestedTier &tier, std::shared_ptr<ThreadPool> pool, int num
         draws.push_back({logits.get() + row * vocab_size, &states[row], {}});
     std::vector<SamplerState> before = states;
     BatchSampler sampler(vocab_size, tier.scan, std::move(pool));
+    test_verification(tier, sampler, rng, logits.get(), states, number);
     sampler.draw(draws);
     for (int64_t row = 0; row < rows; ++row) {
         const auto &[values, state, drawn] = draws[row];

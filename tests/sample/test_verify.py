@@ -223,7 +223,7 @@ def state_of(
     return state
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(drawn=rows_and_states())
 def test_probabilities_are_those_of_the_reference(drawn: Any) -> None:
     sampler, logits, params, prompt, stops, generated = drawn
@@ -262,7 +262,7 @@ def drafters_row(kind: str, p: Float32, rng: np.random.Generator) -> Float32 | N
     }[kind]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(
     drawn=rows_and_states(),
     kind=st.sampled_from(["certain", "same", "near", "other", "zeros", "twice", "hostile"]),
@@ -290,7 +290,7 @@ def test_what_comes_may_come(drawn: Any, kind: str, seed: int) -> None:
     assert p[token] > 0
     if params.temperature == 0:
         return
-    certainty = 1.0 if q is None else float(q[guess])
+    certainty = 1.0 if q is None else float(q[guess]) if q[guess] > 0 else 0.0
     test = reference.noise(params.seed or 0, 0, len(generated), stream=1)
     if test * certainty < p[guess]:
         assert token == guess

@@ -52,9 +52,10 @@ NO_DRAFT = Draft(())
 class Drafter(Protocol):
     """Guesses for sequences that decode, all those of a step at once.
 
-    Sequences go by a number. What a drafter returns never changes the output, only how soon it
-    comes. One that raises, or returns what are no tokens, is not asked again. Called on the
-    engine's thread, between steps: it must be quick.
+    Sequences go by a number. What a drafter returns never changes the output (where drafts are
+    checked by rejection, its distribution), only how soon it comes. One that raises, or returns
+    what are no tokens, is not asked again. Called on the engine's thread, between steps: it must be
+    quick.
     """
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:

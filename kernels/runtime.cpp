@@ -358,6 +358,14 @@ int64_t Runtime::add_program(std::vector<Region> regions) {
     return int64_t(programs_.size()) - 1;
 }
 
+void Runtime::drop_program() {
+    if (programs_.size() < 2)
+        refuse("there is no program to drop");
+    if (program_ == &programs_.back())
+        program_ = &programs_.front();
+    programs_.pop_back();
+}
+
 size_t Runtime::checked_program(int64_t index) const {
     check_range("program", index, 0, int64_t(programs_.size()) - 1);
     return size_t(index);

@@ -271,6 +271,8 @@ class Runtime {
     // At least so many bytes for a row in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
     int64_t add_program(std::vector<Region> regions);
+    // The last one, which is not the only one.
+    void drop_program();
 
     // Throws std::invalid_argument naming what is wrong with the batch; nothing has run then.
     void step(const StepBatch &batch, int64_t program);

@@ -244,6 +244,7 @@ void bind_runtime(nb::module_ &m) {
                      regions.push_back(Region{std::move(name), selected, std::move(work)});
                  return runtime.add_program(std::move(regions));
              })
+        .def("drop_program", &Runtime::drop_program)
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,

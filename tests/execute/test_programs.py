@@ -266,6 +266,23 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     assert np.array_equal(tested.run(TOKENS[:20]), expected)
 
 
+def test_programs_are_dropped_last_first() -> None:
+    config = tiny.config()
+    executor = Driver(tiny.checkpoint(config)).executor
+    with pytest.raises(ValueError, match="no program to drop"):
+        executor.drop_program()
+    assert executor.add_program(families.program(config)) == 1
+    head = residual_head(config, Activation.SILU, 23)
+    assert executor.add_program(head, head_weights(config, 23)) == 2
+    rows = np.ones((3, 64), np.float32)
+    before = logits(executor, 2, rows)
+    executor.drop_program()
+    with pytest.raises(ValueError, match="program is 2, outside 0 to 1"):
+        executor.execute_rows(2, rows)
+    assert executor.add_program(head) == 2  # its weights are there
+    assert np.array_equal(logits(executor, 2, rows), before)
+
+
 def test_two_executors_on_one_pool() -> None:
     """Whichever goes first, the threads live as long as either."""
     config = tiny.config()

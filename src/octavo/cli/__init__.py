@@ -19,6 +19,7 @@ from octavo.cli import (
     profile,
     pull,
     quantize,
+    search,
     serve,
     train,
     verify,
@@ -40,12 +41,13 @@ app = typer.Typer(
 def _add(group: typer.Typer, module: ModuleType) -> None:
     # "\b" keeps click from joining the examples' lines.
     epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
-    group.command(module.__name__.rpartition(".")[2], epilog=epilog)(module.command)
+    name = module.__name__.rpartition(".")[2].replace("_", "-")
+    group.command(name, epilog=epilog)(module.command)
 
 
 for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity, verify):
     _add(app, _module)
-for _room in (bench, plan, train):
+for _room in (bench, plan, search, train):
     _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)
     for _module in _room.COMMANDS:
         _add(_group, _module)

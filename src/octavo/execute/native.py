@@ -177,6 +177,14 @@ class NativeExecutor:
         self._costs.append(self._count(program))
         return len(self._costs) - 1
 
+    def drop_program(self) -> None:
+        """Forgets the program that was added last; what it has brought of weights stays.
+
+        Raises `ValueError` if none was added.
+        """
+        self._open.drop_program()
+        self._costs.pop()
+
     def _count(self, program: Program) -> CostModel:
         held = {role: self._loading.held[role] for role in program.weights}
         return CostModel(

@@ -1,0 +1,95 @@
+"""octavo search layer-skip: which of a model's own layers should draft for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.bench.progress import now_and_then, on_stderr
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+
+if TYPE_CHECKING:
+    from octavo.engine.load import EngineConfig
+
+EXAMPLES = (
+    "octavo search layer-skip smollm2",
+    "octavo search layer-skip llama.gguf --text prompts.txt --positions 512 --json",
+)
+
+
+@takes(engine=(ENGINE_OPTIONS, engine_config))
+def command(
+    model: Model,
+    engine: EngineConfig,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text whose pieces are the prompts: the more it is like what the model will "
+            "be asked, the better.",
+            show_default="25 kB of English and code that Octavo brings",
+        ),
+    ] = None,
+    positions: Annotated[
+        int,
+        typer.Option(
+            min=8,
+            max=8192,
+            metavar="N",
+            help="Places of answers to compare layers at, and as many others to report on.",
+        ),
+    ] = 256,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what was found as one JSON object.")
+    ] = False,
+) -> None:
+    """Find the layers of MODEL that draft best for it, and what there is to gain.
+
+    MODEL answers pieces of a text. Its layers are taken away one by one, each time the one that is
+    missed least, and the passes are timed: that gives the tokens a second to expect from drafting
+    with what is left (method layer_skip), which may be fewer than without.
+    """
+    from octavo.bench.layer_search import search
+    from octavo.engine.load import SettingsError
+    from octavo.quant.fidelity import TextError
+
+    try:
+        with on_stderr() as show:
+            found = search(
+                model, engine, text=text, positions=positions, progress=now_and_then(show)
+            )
+    except TextError as error:
+        raise SettingsError(str(error)) from None
+    typer.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """The finalists, then what to do."""
+    lines = [
+        f"{found['model']}: {found['num_layers']} layers, "
+        f"{1e3 * found['seconds_per_step']:.2f} ms a token without drafts on "
+        f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}",
+        f"measured at {found['positions']} places of greedy answers to {found['text']}",
+        "",
+        f"{'layers':>7}{'1st right':>11}{'2nd':>7}{'3rd':>7}{'ms a guess':>12}{'length':>8}"
+        f"{'tokens a pass':>15}{'speed':>9}",
+    ]
+    for row in found["finalists"]:
+        first, second, third = row["accepted_by_position"][:3]
+        lines.append(
+            f"{len(row['layers']):>7}{first:>11.0%}{second:>7.0%}{third:>7.0%}"
+            f"{1e3 * row['seconds_per_guess']:>12.2f}{row['draft_length']:>8}"
+            f"{row['tokens_per_pass']:>15.2f}{row['speedup']:>7.2f} ×"
+        )
+    lines.append("")
+    if found["pays"]:
+        lines.append(f"The best is {found['speedup']:.2f} × as fast as no speculation, with")
+    else:
+        lines.append(
+            f"It does not pay: the best is {found['speedup']:.2f} × as fast as no speculation, with"
+        )
+    config = json.dumps(found["speculative_config"])
+    return "\n".join([*lines, f"  --speculative-config '{config}'"])

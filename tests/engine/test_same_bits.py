@@ -150,7 +150,7 @@ def some_layers(target: Target) -> ModelDrafter:
     """All but the last, which is a window's or not; or all but the first."""
     count = len(target.program.config.layers)
     first = target.scheduler.config.max_num_seqs % 2
-    return layer_skip.make(target, range(first, count - 1 + first), probabilities=False)
+    return layer_skip.make(target, range(first, count - 1 + first))
 
 
 COMPUTING: dict[str, Callable[[Target], ModelDrafter]] = {"layer_skip": some_layers}

@@ -69,8 +69,10 @@ class House:
         sampler = NativeSampler(config.vocab_size, self.executor.isa, self.executor.pool)
         speculator = None
         if layers is not None:
-            target = Target(checkpoint, compute, self.executor, self.scheduler, sampler)
-            self.drafter = layer_skip.make(target, layers, probabilities=probabilities)
+            target = Target(
+                checkpoint, compute, self.executor, self.scheduler, sampler, probabilities
+            )
+            self.drafter = layer_skip.make(target, layers)
             assert isinstance(self.drafter, ModelDrafter)
             speculator = Speculator(self.drafter, config.vocab_size, num_drafts)
         self.engine = Engine(

@@ -201,8 +201,7 @@ class SpeculativeConfig:
         if self.method == "layer_skip":
             from octavo.speculate import layer_skip
 
-            rejection = self.acceptance_method == "rejection"
-            return layer_skip.make(target, self.layers or (), probabilities=rejection)
+            return layer_skip.make(target, self.layers or ())
         if self.method == "medusa":
             from octavo.speculate.medusa import MedusaDrafter
 

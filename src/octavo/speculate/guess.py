@@ -1,32 +1,77 @@
-"""Tokens drawn from a drafter's logits, as the target would draw them."""
+"""Drafts in the making: tokens drawn from a drafter's logits as the target would draw them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
 from octavo.execute.batch import Float32, StepResult
+from octavo.sample.params import MIN_TEMPERATURE
 from octavo.sample.sampler import Sampler, SamplerState
+from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.drafter import NO_DRAFT, Draft
 
 
-def draw_guesses(
-    sampler: Sampler, result: StepResult, states: Sequence[SamplerState], *, probabilities: bool
-) -> tuple[list[int], Float32 | None]:
-    """A token for each of the states, from the row of logits that is as far down, and recorded in
-    it; -1 where there is none. And the distributions that they were drawn by, [states, vocabulary],
-    if these are wanted.
+@dataclass(slots=True, eq=False)
+class Guess:
+    """Up to ``most`` tokens behind a sequence's, drawn with its own random numbers and penalties.
+
+    Where the distributions that they are drawn from are wanted, ``drawn_from`` has them.
     """
-    tokens: list[int] = []
-    drawn_by: list[Float32] = []
-    logits = result.logits
+
+    seq: Seq
+    most: int
+    state: SamplerState
+    drawn_from: list[Float32] | None
+    token_ids: list[int] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, seq: Seq, most: int, *, probabilities: bool) -> Self:
+        state: SamplerState = seq.output.sampler
+        # A greedy draw is certain.
+        drawn = probabilities and seq.owner.request.params.temperature >= MIN_TEMPERATURE
+        return cls(seq, most, state.fork(seq.choice), [] if drawn else None)
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else self.seq.token_ids[-1]
+
+    def draft(self) -> Draft:
+        if not self.token_ids:
+            return NO_DRAFT
+        if self.drawn_from is None:
+            return Draft(self.token_ids)
+        return Draft(self.token_ids, probabilities=np.stack(self.drawn_from))
+
+
+def draw_next(sampler: Sampler, result: StepResult, guesses: Sequence[Guess]) -> list[Guess]:
+    """Another token for each, from the row of logits that is as far down, some rows at a time as
+    they are held. Returns those that are to have more; one for which no token can be drawn ends.
+    """
+    further: list[Guess] = []
+    logits, first = result.logits, 0
     while True:
-        first = len(tokens)
-        here = states[first:] if logits is None else states[first : first + len(logits)]
-        if probabilities:
-            drawn_by.append(sampler.probabilities(logits, range(len(here)), here))
-        tokens += sampler.sample(logits, range(len(here)), here).token_ids
-        if len(tokens) == len(states):
-            return tokens, np.concatenate(drawn_by) if probabilities else None
+        here = guesses[first:] if logits is None else guesses[first : first + len(logits)]
+        drawing = [row for row, guess in enumerate(here) if guess.drawn_from is not None]
+        if drawing:
+            states = [here[row].state for row in drawing]
+            rows = sampler.probabilities(logits, drawing, states)
+            for row, distribution in zip(drawing, rows, strict=True):
+                here[row].drawn_from.append(distribution)  # type: ignore[union-attr]
+        tokens = sampler.sample(logits, range(len(here)), [guess.state for guess in here]).token_ids
+        for guess, token in zip(here, tokens, strict=True):
+            if token < 0:
+                if guess.drawn_from is not None:
+                    guess.drawn_from.pop()
+                continue
+            guess.token_ids.append(token)
+            if len(guess.token_ids) < guess.most:
+                further.append(guess)
+        first += len(here)
+        if first == len(guesses):
+            return further
         assert result.logits_from is not None
-        logits = result.logits_from(len(tokens))
+        logits = result.logits_from(first)

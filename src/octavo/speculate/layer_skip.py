@@ -8,39 +8,21 @@ Inference and Self-Speculative Decoding", 2024.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.execute.batch import Batch, Float32, Int32, StepResult
+from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.kv.cache import NO_COPIES, KvCache
 from octavo.model.subset import keep_layers
-from octavo.sample.sampler import Sampler, SamplerState
+from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
-from octavo.speculate.guess import draw_guesses
+from octavo.speculate.guess import Guess, draw_next
 
 if TYPE_CHECKING:  # the compiled module is not needed to name its types
     from octavo.execute.native import NativeExecutor
-
-
-@dataclass(slots=True, eq=False)
-class _Going:
-    """A sequence that is being drafted for."""
-
-    seq: Seq
-    index: int  # among those asked for
-    most: int  # tokens
-    state: SamplerState
-    num_blocks: int  # that its slot had before
-    tokens: list[int] = field(default_factory=list)
-    probabilities: list[Float32] = field(default_factory=list)
-
-    @property
-    def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else self.seq.token_ids[-1]
 
 
 class LayerSkipDrafter:
@@ -69,57 +51,43 @@ class LayerSkipDrafter:
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
-        drafts = [NO_DRAFT] * len(decoding)
-        started: list[_Going] = []
+        kv = self._kv
+        guesses: dict[int, Guess] = {}  # by index
+        held: dict[int, int] = {}  # blocks, by slot
         try:
             for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
                 # The token behind the draft needs a place, too, when it is checked.
-                most = min(count, self._kv.room(seq.slot) - 1)
-                if most < 1 or len(started) == self._executor.max_logits_rows:
+                most = min(count, kv.room(seq.slot) - 1)
+                if most < 1 or len(guesses) == self._executor.max_logits_rows:
                     continue
-                state: SamplerState = seq.output.sampler
-                held = int(self._kv.num_blocks[seq.slot])
-                started.append(_Going(seq, index, most, state.fork(seq.choice), held))
-                self._kv.reserve(seq.slot, most)
-            going = started
-            step = 0
+                held[seq.slot] = int(kv.num_blocks[seq.slot])
+                kv.reserve(seq.slot, most)
+                guesses[index] = Guess.begin(seq, most, probabilities=self._probabilities)
+            going = [*guesses.values()]
+            passes = 0
             while going:
-                going = self._pass(going, step)
-                step += 1
+                result = self._execute(self._batch(going, passes))
+                going = draw_next(self._sampler, result, going)
+                passes += 1
         finally:
-            self._give_back(started)
-        for each in started:
-            q = np.stack(each.probabilities) if each.probabilities else None
-            drafts[each.index] = Draft(each.tokens, probabilities=q)
-        return drafts
+            for slot, num_blocks in held.items():
+                if kv.num_blocks[slot] != num_blocks:
+                    kv.settle(slot)
+                    kv.reserve(slot, 1)  # the next token's place, as it was
+        return [
+            guesses[index].draft() if index in guesses else NO_DRAFT
+            for index in range(len(decoding))
+        ]
 
-    def _pass(self, going: list[_Going], step: int) -> list[_Going]:
-        """Another token for each; those that are to have more."""
-        states = [each.state for each in going]
-        result = self._execute(self._batch(going, step))
-        tokens, drawn_by = draw_guesses(
-            self._sampler, result, states, probabilities=self._probabilities
-        )
-        further: list[_Going] = []
-        for row, (each, token) in enumerate(zip(going, tokens, strict=True)):
-            if token < 0:
-                continue  # none can be drawn: the draft ends here
-            each.tokens.append(token)
-            if drawn_by is not None:
-                each.probabilities.append(drawn_by[row])
-            if len(each.tokens) < each.most:
-                further.append(each)
-        return further
-
-    def _batch(self, going: list[_Going], step: int) -> Batch:
+    def _batch(self, going: list[Guess], passes: int) -> Batch:
         kv = self._kv
         slots = np.array([each.seq.slot for each in going], np.int32)
         counting = np.arange(len(going) + 1, dtype=np.int32)
         # Blocks that are still to be copied for this step may be those that are read and written.
-        copies: Int32 = NO_COPIES if step else kv.take_copies()
+        copies: Int32 = NO_COPIES if passes else kv.take_copies()
         return Batch(
             np.array([each.last_token for each in going], np.int32),
-            kv.num_tokens[slots] + np.int32(step),
+            kv.num_tokens[slots] + np.int32(passes),
             counting,
             slots,
             kv.tables,
@@ -135,15 +103,6 @@ class LayerSkipDrafter:
             self._kv.copies[:0] = [(source, to) for source, to in batch.copies.tolist()]
             raise
 
-    def _give_back(self, started: list[_Going]) -> None:
-        """What was reserved for drafting; the next token's place stays."""
-        kv = self._kv
-        for each in started:
-            slot = each.seq.slot
-            if kv.num_blocks[slot] != each.num_blocks:
-                kv.settle(slot)
-                kv.reserve(slot, 1)
-
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         """Nothing: the target's pass has written over what was drafted."""
 
@@ -154,7 +113,7 @@ class LayerSkipDrafter:
         """Nothing is held."""
 
 
-def make(target: Target, layers: Sequence[int], *, probabilities: bool) -> LayerSkipDrafter:
+def make(target: Target, layers: Sequence[int]) -> LayerSkipDrafter:
     """Raises `ValueError` for layers that the target has not, or that are all it has."""
     count = len(target.program.config.layers)
     try:
@@ -163,8 +122,10 @@ def make(target: Target, layers: Sequence[int], *, probabilities: bool) -> Layer
         raise ValueError(f"speculative_config: layers: {error}") from None
     if len(layers) == count:
         raise ValueError(f"speculative_config: layers are all {count} of the model")
-    number = target.executor.add_program(program)
-    kv = target.scheduler.kv
     return LayerSkipDrafter(
-        target.executor, number, kv, target.sampler, probabilities=probabilities
+        target.executor,
+        target.executor.add_program(program),
+        target.scheduler.kv,
+        target.sampler,
+        probabilities=target.rejection,
     )

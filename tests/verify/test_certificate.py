@@ -17,10 +17,11 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.cli import app
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch, StepResult
+from octavo.sample.params import SamplingParams
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.drafter import Draft
-from octavo.verify import bits, guessing
-from octavo.verify.certificate import FLIPPED_BIT, WRONG_GUESS, certify
+from octavo.verify import bits, distribution, guessing
+from octavo.verify.certificate import FLIPPED_BIT, WRONG_GUESS, WRONG_RULE, certify
 from octavo.verify.running import running
 from octavo.verify.trials import COUNT, trials
 
@@ -59,22 +60,31 @@ class Failing(Mute):
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
 def test_a_sound_build_gets_its_certificate(name: str) -> None:
-    certificate = certify(octavo.checkpoint.load(ORACLES / f"{name}.gguf"), EngineConfig())
+    checkpoint = octavo.checkpoint.load(ORACLES / f"{name}.gguf")
+    certificate = certify(checkpoint, EngineConfig(), draws=1000)
     assert certificate.problems == []
     assert certificate.ok
     assert certificate.differing_bits == 0
-    assert certificate.cases == 6 * 18 + 2 * 32
+    assert certificate.left_out == {}
+    assert {"ngram", "suffix", "draft_model"} <= set(certificate.drafters)
+    assert ("layer_skip" in certificate.drafters) == (len(checkpoint.config.layers) > 2)
+    assert certificate.cases == 6 * 18 + len(certificate.drafters) * 32
     assert certificate.rows > 5000
-    assert {"ngram", "suffix"} <= set(certificate.drafters)
-    for drafted in certificate.drafters.values():
-        found = drafted.guessing
-        assert 0 < found.accepted_tokens < found.draft_tokens, "right and wrong guesses"
+    for name, drafted in certificate.drafters.items():
+        found, tests = drafted.guessing, drafted.distribution
+        assert found.accepted_tokens > 0
+        if name != "draft_model":  # which is the model itself
+            assert found.accepted_tokens < found.draft_tokens, "right and wrong guesses"
+        assert tests.places > 0
+        assert tests.wrong_rule_p < drafted.least_p < tests.chi_square_p
 
 
 def test_each_planted_fault_is_found(llama: Checkpoint) -> None:
-    certificate = certify(llama, EngineConfig(kv_cache_dtype="int8"), plant_faults=True)
+    config = EngineConfig(kv_cache_dtype="int8")
+    certificate = certify(llama, config, draws=1000, plant_faults=True)
     assert certificate.planted[FLIPPED_BIT]
     assert certificate.planted[WRONG_GUESS]
+    assert certificate.planted[WRONG_RULE]
     assert not certificate.ok
     assert certificate.differing_bits >= 1
     crowded = next(each for each in certificate.conditions if each.name == "crowded")
@@ -143,6 +153,34 @@ def test_a_wrong_token_shows_in_the_answers(
     assert trial.name in told
 
 
+def test_a_drafter_with_probabilities(llama: Checkpoint, reference: bits.Reference) -> None:
+    """The rule is tried with guesses drawn from what the drafter gives; it drafts for itself."""
+    method = SpeculativeConfig(method="draft_model", model=str(LLAMA))
+    found = distribution.verify(llama, reference.config, reference.trials, method, 1000)
+    assert found.chi_square_p > 1e-4
+    assert found.wrong_rule_p < 1e-8
+    wrong = distribution.verify(llama, reference.config, reference.trials, method, 1000, fault=True)
+    assert wrong.chi_square_p < 1e-8
+    mute = SpeculativeConfig(method=f"{__name__}:Mute")
+    none = distribution.verify(llama, reference.config, reference.trials, mute, 1000)
+    assert none.missed == "nothing was drafted"
+
+
+def test_exact_probabilities() -> None:
+    logits = np.array([1.0, 3.0, 3.0, 0.5, -2.0], np.float32)
+    for params, kept in (
+        (SamplingParams(temperature=0.7), range(5)),
+        (SamplingParams(temperature=2.0, top_k=1), [1]),
+        (SamplingParams(temperature=2.0, allowed_token_ids=(0, 4)), [0, 4]),
+        (SamplingParams(temperature=2.0, allowed_token_ids=(0, 1, 2), top_k=2), [1, 2]),
+    ):
+        p = distribution.probabilities(logits, params)
+        assert p.sum() == pytest.approx(1)
+        assert np.flatnonzero(p).tolist() == list(kept)
+        ratio = np.exp((logits[kept[0]] - logits[kept[-1]]) / params.temperature)
+        assert p[kept[0]] / p[kept[-1]] == pytest.approx(ratio, rel=1e-6)
+
+
 def test_trials_are_of_every_kind(llama: Checkpoint) -> None:
     made = trials(llama)
     assert len({trial.name for trial in made}) == len(made) == COUNT
@@ -162,7 +200,7 @@ def test_trials_are_of_every_kind(llama: Checkpoint) -> None:
 
 class TestCommand:
     def run(self, *arguments: str) -> Any:
-        return CliRunner().invoke(app, ["verify", str(LLAMA), *arguments])
+        return CliRunner().invoke(app, ["verify", str(LLAMA), "--draws", "1000", *arguments])
 
     def test_json(self) -> None:
         result = self.run("--json", "--threads", "1", "--kv-cache-dtype", "int4")
@@ -174,6 +212,8 @@ class TestCommand:
         for drafter in found["drafters"].values():
             assert drafter["greedy_equal"] is True
             assert drafter["replay_equal"] is True
+            assert drafter["chi_square_p"] > 1e-6
+            assert drafter["wrong_rule_p"] < 1e-6
         assert "planted" not in found
 
     def test_planted_faults_make_it_fail(self) -> None:
@@ -182,8 +222,10 @@ class TestCommand:
         assert "NOT FOUND" not in result.stdout
         assert f"planted: {FLIPPED_BIT}: found" in result.stdout
         assert f"planted: {WRONG_GUESS}: found" in result.stdout
+        assert f"planted: {WRONG_RULE}: found" in result.stdout
         assert "no certificate" in result.stdout
 
+    @pytest.mark.long
     def test_a_drafter_of_ones_own(self) -> None:
         method = json.dumps({"method": f"{__name__}:Mute"})
         result = self.run("--speculative-config", method)

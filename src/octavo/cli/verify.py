@@ -39,6 +39,15 @@ def command(
             show_default=False,
         ),
     ] = None,
+    draws: Annotated[
+        int,
+        typer.Option(
+            min=1000,
+            max=1_000_000,
+            metavar="N",
+            help="Draws at each position where rejection's output distribution is tested.",
+        ),
+    ] = 4000,
     plant_fault: Annotated[
         bool,
         typer.Option(
@@ -50,8 +59,9 @@ def command(
     """Verify that a request's output does not depend on what happens around it.
 
     Requests of every kind run alone, and again crowded, in pieces, from cached prefixes, preempted,
-    on other threads, and with every drafter: each bit of their logits is compared. Exit code 1 if
-    anything differs, or if something could not be tried.
+    on other threads, and with every drafter: each bit of their logits is compared. For the rule
+    rejection, whose output may differ and its distribution may not, that is tested (chi-square).
+    Exit code 1 if anything differs, or if something could not be tried.
     """
     from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve
@@ -64,7 +74,12 @@ def command(
         raise typer.BadParameter(str(error)) from None
     with on_stderr() as progress:
         certificate = certify(
-            load(resolve(model)), engine, given, plant_faults=plant_fault, progress=progress
+            load(resolve(model)),
+            engine,
+            given,
+            draws=draws,
+            plant_faults=plant_fault,
+            progress=progress,
         )
     typer.echo(json.dumps(certificate.as_dict()) if as_json else as_text(certificate))
     if not certificate.ok:
@@ -86,16 +101,24 @@ def as_text(certificate: Certificate) -> str:
     lines += [
         "",
         f"{'with drafts by':<20}{'answers':>8}{'rows':>8}{'bits that differ':>18}"
-        f"{'greedy':>9}{'drawn':>9}{'accepted':>14}",
+        f"{'greedy':>9}{'drawn':>9}{'accepted':>16}",
     ]
     for name, drafted in certificate.drafters.items():
         found = drafted.guessing
         lines.append(
             f"{name:<20}{found.cases:>8}{found.rows:>8,}{found.differing_bits:>18}"
             f"{_same(found.greedy_equal):>9}{_same(found.replay_equal):>9}"
-            f"{f'{found.accepted_tokens:,} of {found.draft_tokens:,}':>14}"
+            f"{f'{found.accepted_tokens:,} of {found.draft_tokens:,}':>16}"
         )
-    lines.append("")
+    lines += ["", f"{'by rejection':<20}{'draws':>8}{'tests':>8}{'p':>10}{'p of a wrong rule':>19}"]
+    for name, drafted in certificate.drafters.items():
+        tests = drafted.distribution
+        draws = tests.draws * tests.places + tests.counted
+        lines.append(
+            f"{name:<20}{draws:>8,}{tests.tests:>8}{tests.chi_square_p:>10.2g}"
+            f"{tests.wrong_rule_p:>19.1e}"
+        )
+    lines += ["", *(f"not tried: {name}: {why}" for name, why in certificate.left_out.items())]
     for fault, found_ in certificate.planted.items():
         lines.append(f"planted: {fault}: {'found' if found_ else 'NOT FOUND'}")
     lines += [f"✗ {problem}" for problem in certificate.problems]
@@ -104,7 +127,8 @@ def as_text(certificate: Certificate) -> str:
     elif certificate.ok:
         lines.append(
             f"✓ {certificate.cases} answers are the same to the bit: "
-            f"{certificate.rows:,} rows of logits compared, 0 bits differ."
+            f"{certificate.rows:,} rows of logits compared, 0 bits differ. By rejection, every "
+            "drafter keeps the distribution."
         )
     lines.append(f"({certificate.seconds:.0f} s)")
     return "\n".join(lines)

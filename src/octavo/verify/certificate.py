@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig
+from octavo.engine.load import DoesNotFit, EngineConfig
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype
 from octavo.speculate.config import SpeculativeConfig
-from octavo.verify import bits, guessing
+from octavo.verify import bits, distribution, guessing
 from octavo.verify.faults import FlippedBit, WrongGuess
 from octavo.verify.trials import trials
 
@@ -20,6 +20,8 @@ Progress = Callable[[str], None]
 
 FLIPPED_BIT = "one bit of one logit flipped, in the crowd"
 WRONG_GUESS = "one wrong guess let stand"
+WRONG_RULE = "rejected guesses replaced by draws from p, not from max(0, p - q)"
+DRAWS = 4000
 
 
 @dataclass(slots=True)
@@ -28,6 +30,8 @@ class Drafted:
 
     method: SpeculativeConfig
     guessing: guessing.Guessing
+    distribution: distribution.Distribution
+    least_p: float  # below it a distribution counts as wrong
 
     @property
     def problems(self) -> list[str]:
@@ -41,10 +45,19 @@ class Drafted:
             problems.append(f"{found.differing_bits} bits of logits differ: {found.first}")
         if found.missed:
             problems.append(found.missed)
+        tests = self.distribution
+        if tests.missed:
+            problems.append(f"by rejection {tests.missed}")
+        elif tests.chi_square_p < self.least_p:
+            p = f"p = {tests.chi_square_p:.1e}"
+            problems.append(f"by rejection the output has another distribution: {p}")
+        if not tests.missed and tests.wrong_rule_p >= self.least_p:
+            p = f"p = {tests.wrong_rule_p:.1e}"
+            problems.append(f"the test does not notice a wrong rule of rejection: {p}")
         return problems
 
     def as_dict(self) -> dict[str, Any]:
-        return self.guessing.as_dict() | {"problems": self.problems}
+        return self.guessing.as_dict() | self.distribution.as_dict() | {"problems": self.problems}
 
 
 @dataclass(slots=True)
@@ -58,6 +71,7 @@ class Certificate:
     conditions: list[bits.Condition] = field(default_factory=list)
     drafters: dict[str, Drafted] = field(default_factory=dict)
     planted: dict[str, bool] = field(default_factory=dict)  # fault -> found
+    left_out: dict[str, str] = field(default_factory=dict)  # drafter -> why it was not tried
     seconds: float = 0.0
 
     @property
@@ -111,6 +125,7 @@ class Certificate:
             "rows": self.rows,
             "conditions": {each.name: each.as_dict() for each in self.conditions},
             "drafters": {name: each.as_dict() for name, each in self.drafters.items()},
+            "left_out": self.left_out,
             "problems": self.problems,
             "seconds": round(self.seconds, 1),
         }
@@ -121,18 +136,32 @@ class Certificate:
         return result
 
 
-def methods(given: Sequence[SpeculativeConfig]) -> dict[str, SpeculativeConfig]:
+def methods(
+    checkpoint: Checkpoint, config: EngineConfig, given: Sequence[SpeculativeConfig]
+) -> dict[str, SpeculativeConfig]:
     """The drafters to be had for any model, and those given, by name; a given one takes the place
     of that of the same method.
     """
-    named = {name: SpeculativeConfig(method=name) for name in ("ngram", "suffix")}
+    layers = len(checkpoint.config.layers)
+    named = {
+        "ngram": SpeculativeConfig(method="ngram"),
+        "suffix": SpeculativeConfig(method="suffix"),
+        "suffix, branches": SpeculativeConfig(method="suffix", suffix_decoding_alternatives=2),
+        "draft_model": SpeculativeConfig(
+            method="draft_model", model=str(checkpoint.path), quantization=config.quantization
+        ),
+    }
+    some = [layer for layer in range(layers) if layer % 4 != 2]
+    if len(some) < layers:
+        named["layer_skip"] = SpeculativeConfig(method="layer_skip", layers=some)
+    defaults = set(named)
     for method in given:
-        name = method.method
-        count = 2
-        while name in named and named[name] in given:
-            name = f"{method.method} {count}"
+        name, count = method.method, 1
+        while name in named and name not in defaults:
             count += 1
+            name = f"{method.method} {count}"
         named[name] = method
+        defaults.discard(name)
     return named
 
 
@@ -141,15 +170,17 @@ def certify(
     config: EngineConfig,
     given: Sequence[SpeculativeConfig] = (),
     *,
+    draws: int = DRAWS,
     plant_faults: bool = False,
     progress: Progress = lambda _: None,
 ) -> Certificate:
-    """Try everything on the model with these settings. ``plant_faults`` plants one of each kind.
+    """Try everything on the model with these settings, and the rule `rejection` with ``draws``
+    draws at each of several positions for each drafter. ``plant_faults`` plants one of each kind.
 
     Raises what `load_engine` does, and `VerificationError` if a trial cannot be run.
     """
     started = time.monotonic()
-    named = methods(given)
+    named = methods(checkpoint, config, given)
     progress("alone: the answers to compare with")
     reference = bits.Reference(checkpoint, config, trials(checkpoint))
     threads = config.threads or usable_cpus()[0]
@@ -163,12 +194,37 @@ def certify(
         certificate.conditions.append(condition)
         if flipped:
             certificate.planted[FLIPPED_BIT] = condition.differing_bits == 1
+    least_p = distribution.FAILURES / len(named)
     for name, method in named.items():
         progress(f"drafts by {name}")
-        wrong = WrongGuess() if plant_faults and name == next(iter(named)) else None
-        found = guessing.compare(checkpoint, reference, method, wrong)
-        certificate.drafters[name] = Drafted(method, found)
-        if wrong:
+        planted = plant_faults and name == next(iter(named))
+        try:
+            drafted = _drafted(checkpoint, reference, method, draws, least_p, planted)
+        except DoesNotFit as error:
+            if method in given:
+                raise
+            certificate.left_out[name] = str(error)
+            continue
+        certificate.drafters[name] = drafted
+        if planted:
+            found = drafted.guessing
             certificate.planted[WRONG_GUESS] = not (found.greedy_equal and found.replay_equal)
+            certificate.planted[WRONG_RULE] = drafted.distribution.chi_square_p < least_p
     certificate.seconds = time.monotonic() - started
     return certificate
+
+
+def _drafted(
+    checkpoint: Checkpoint,
+    reference: bits.Reference,
+    method: SpeculativeConfig,
+    draws: int,
+    least_p: float,
+    planted: bool,
+) -> Drafted:
+    wrong = WrongGuess() if planted else None
+    found = guessing.compare(checkpoint, reference, method, wrong)
+    tests = distribution.verify(
+        checkpoint, reference.config, reference.trials, method, draws, fault=planted
+    )
+    return Drafted(method, found, tests, least_p)

@@ -77,3 +77,45 @@ class _Mistaken:
         self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
     ) -> Sampled:
         return self._fault.spoil(rows, states, self._inner.sample(logits, rows, states))
+
+
+class _Unresidual:
+    """A sampler in every way, but that a rejected guess is replaced by a draw from the target's
+    distribution p instead of max(0, p - q): likely tokens come too often.
+    """
+
+    def __init__(self, inner: Sampler) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def verify(
+        self,
+        logits: Float32 | None,
+        rows: Sequence[int],
+        states: Sequence[SamplerState],
+        guesses: Sequence[int],
+        drawn_from: Sequence[Float32 | None],
+    ) -> Sampled:
+        sampled = self._inner.verify(logits, rows, states, guesses, drawn_from)
+        token_ids = sampled.token_ids
+        rejected = [
+            index
+            for index, (token, guess) in enumerate(zip(token_ids, guesses, strict=True))
+            if token >= 0 and guess >= 0 and token != guess
+        ]
+        if rejected:
+            for index in rejected:
+                states[index].rewind(1)
+            again = self._inner.sample(
+                logits, [rows[index] for index in rejected], [states[index] for index in rejected]
+            )
+            for index, token in zip(rejected, again.token_ids, strict=True):
+                token_ids[index] = token
+        return sampled
+
+
+def wrong_rule(sampler: Sampler) -> Sampler:
+    """``sampler`` with a well-known mistake in its rule of rejection."""
+    return cast(Sampler, _Unresidual(sampler))

@@ -103,11 +103,9 @@ class Running:
         self.loaded = loaded
         self.engine: Engine = loaded.engine
         self._row = row
-        self._watched: Watched | None = None
-        if row is not None or change is not None:
-            self._watched = Watched(self.engine.executor, change)
-            self.engine.executor = self._watched
-            self.engine.observers.append(self)
+        self.watched = Watched(self.engine.executor, change)
+        self.engine.executor = self.watched
+        self.engine.observers.append(self)
 
     @property
     def stats(self) -> EngineStats:
@@ -116,13 +114,12 @@ class Running:
     def on_step(self, step: Step) -> None:
         if self._row is None:
             return
-        assert self._watched is not None
         scheduled = step.scheduled
         for index, (seq, run) in enumerate(zip(scheduled.samples, step.drawn.runs, strict=True)):
             key = seq.owner.request.request_id, seq.choice
             for at in range(len(run)):
                 row = scheduled.last_row(index, run[: at + 1])
-                self._row(key, seq.output.num_tokens + at, self._watched.row(row))
+                self._row(key, seq.output.num_tokens + at, self.watched.row(row))
 
     def on_end(self, record: RequestRecord) -> None:
         pass

@@ -84,3 +84,52 @@ def test_slices_give_what_all_rows_give(sampler: NativeSampler, data: st.DataObj
             assert isinstance(got_scores[span], str)
         else:
             assert got_scores[span] == score
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_slices_give_what_all_rows_give_of_drafts(
+    sampler: NativeSampler, data: st.DataObject
+) -> None:
+    """By either rule; and what stands is what the states have recorded."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    rejection = data.draw(st.booleans(), label="rejection")
+    drafts = [
+        rng.integers(0, 3, data.draw(st.integers(0, 5), label="draft")).tolist()
+        for _ in range(data.draw(st.integers(1, 6), label="decodes"))
+    ]
+    others = data.draw(st.integers(0, 3), label="that only draw")
+    sizes = [1 + len(draft) for draft in drafts] + [1] * others
+    first_rows = np.cumsum([0, *sizes])
+    total = int(first_rows[-1])
+    logits = rng.standard_normal((total, VOCAB)).astype(np.float32)
+    logits[:, :3] += 3
+    for row in data.draw(st.sets(st.integers(0, total - 1), max_size=2), label="not numbers"):
+        logits[row, rng.integers(VOCAB)] = np.nan
+    given = [
+        rng.dirichlet(np.ones(VOCAB), len(draft)).astype(np.float32) if rng.random() < 0.6 else None
+        for draft in drafts
+    ]
+    batch = SimpleNamespace(logits_rows=np.arange(total))
+    scheduled = Scheduled(cast(Any, batch), [], [], [], first_rows[:-1].tolist(), [], drafts, given)
+
+    def drawn(result: StepResult) -> tuple[Any, ...]:
+        states = [
+            sampler.new_state(
+                SamplingParams(seed=index, logprobs=index % 3 or None, frequency_penalty=0.5),
+                [1, 2],
+                set(),
+            )
+            for index in range(len(sizes))
+        ]
+        got = draw(sampler, scheduled, states, result, rejection=rejection)
+        assert [state.num_generated for state in states] == [len(run) for run in got.runs]
+        assert all((index in got.errors) == (not run) for index, run in enumerate(got.runs))
+        for run, draft in zip(got.runs, drafts, strict=False):
+            assert run[:-1] == draft[: len(run[:-1])]
+        none = [[None] * len(run) for run in got.runs]
+        return got.runs, got.logprobs or none, got.errors
+
+    expected = drawn(StepResult(logits, 0.0))
+    rows = data.draw(st.integers(1, total), label="rows held")
+    assert drawn(sliced(logits, rows)) == expected

@@ -68,3 +68,21 @@ def test_rewinding_too_far_is_refused() -> None:
     state = SAMPLER.new_state(SamplingParams(seed=1), [1], ())
     with pytest.raises(ValueError, match="cannot forget"):
         state.rewind(1)
+
+
+def test_verification_is_certain_of_the_script() -> None:
+    script = tokens(SAMPLER, SAMPLER.new_state(SamplingParams(seed=5), [1], ()), 4)
+    first, second = (SAMPLER.new_state(SamplingParams(seed=5, logprobs=0), [1], ()) for _ in "ab")
+    p = SAMPLER.probabilities(None, [0], [first])
+    assert p.shape == (1, 50)
+    assert p[0].nonzero()[0].tolist() == script[:1]
+    assert p[0, script[0]] == 1
+    wrong = (script[1] + 1) % 50
+    states = [first] * 4 + [second] * 4
+    guesses = [*script[:3], -1, script[0], wrong, script[2], -1]
+    drawn, logprobs, errors = SAMPLER.verify(None, range(8), states, guesses, [None] * 8)
+    assert drawn == [*script, *script[:2], -1, -1]
+    assert errors == {}
+    assert logprobs is not None
+    assert [entry is None for entry in logprobs] == [token < 0 for token in drawn]
+    assert (first.num_generated, second.num_generated) == (4, 2)

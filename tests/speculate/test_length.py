@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.speculate.acceptance import Acceptance, Own
+from octavo.speculate.budget import Budget
+from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.length import choose, worthwhile
 from octavo.speculate.step_times import KNOTS, StepTimes
 
@@ -118,6 +120,86 @@ def test_no_other_choice_gives_more_tokens_a_second(gains: list[list[float]], ro
         others = [[*other, count] for other in others for count in range(len(each) + 1)]
     best = max(speed(other) for other in others if sum(other) <= room)
     assert speed(chosen) * 1.021 >= best  # a gain below 2 % is not worth a draft
+
+
+@settings(deadline=None)
+@given(
+    speeds=st.lists(st.tuples(st.integers(1, 400), st.floats(0.2, 3.0)), min_size=1, max_size=20),
+    step=st.floats(1e-4, 1.0),
+)
+def test_a_budget_loses_no_more_than_it_may(speeds: list[tuple[int, float]], step: float) -> None:
+    """However drafts turn out, and they may gain at first and lose later."""
+    budget = Budget()
+    lost = seconds = first = 0.0
+    for count, speed in speeds:
+        for _ in range(count):
+            took = step
+            if not budget.spent:
+                took = step / speed
+                lost += took - step
+                budget.spend(took, step)
+            else:
+                budget.spend(step, step)
+            first = first or took
+            seconds += took
+    # A percent at once and one as the account fades, what had been saved up, what it begins with,
+    # and the step that overdraws it.
+    assert lost <= 0.03 * seconds + 0.01 * 128 * first + 4 * step
+
+
+def test_a_budget_recovers_with_time() -> None:
+    budget = Budget()
+    budget.spend(1.0, 1.0)
+    while not budget.spent:
+        budget.spend(1.5, 1.0)
+    rest = 0
+    while budget.spent:
+        budget.spend(1.0, 1.0)
+        rest += 1
+    assert 10 <= rest <= 200
+    budget.spend(3.0, 1.0)
+    assert budget.spent
+    budget.spend(1.0, 1.0, 1000)
+    assert not budget.spent
+
+
+def test_what_was_gained_long_ago_is_no_licence() -> None:
+    budget = Budget()
+    for _ in range(10_000):
+        budget.spend(1.0, 3.0)
+    losing = 0
+    while not budget.spent:
+        budget.spend(1.1, 1.0)
+        losing += 1
+    assert losing <= 300
+
+
+def test_drafting_takes_what_it_took() -> None:
+    times = DraftTimes()
+    assert times.predict(3, 4) == 0.0
+    rng = random.Random(4)
+    for _ in range(200):
+        passes = rng.randint(1, 8)
+        times.observe(2, passes, (0.002 + 0.001 * passes) * rng.uniform(0.9, 1.1))
+    times.observe(2, 4, 5.0)  # somebody else had the machine
+    assert times.predict(2, 0) == 0.0
+    for passes in (1, 4, 8, 16):
+        assert times.predict(2, passes) == pytest.approx(0.002 + 0.001 * passes, rel=0.2)
+    for _ in range(20):
+        times.observe(30, 3, 0.3)  # one length only: in proportion
+    assert times.predict(30, 6) == pytest.approx(0.6, rel=0.01)
+    assert times.predict(20, 6) == pytest.approx(0.6, rel=0.01)
+    assert times.predict(5, 1) < 0.004
+
+
+def test_what_costs_more_to_draft_than_it_brings_is_not_drafted() -> None:
+    cheap, dear = DraftTimes(), DraftTimes()
+    for _ in range(10):
+        cheap.observe(1, 4, 4e-4)
+        dear.observe(1, 4, 4e-2)
+    gains = [[0.9, 0.8, 0.7, 0.6]]
+    assert sum(choose(SEASONED, gains, 1, 16, cheap)) == 4
+    assert not any(choose(SEASONED, gains, 1, 16, dear))
 
 
 def test_it_turns_itself_off_where_rows_cost_what_they_bring() -> None:

@@ -15,18 +15,18 @@ import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.checkpoint.rounding import rounded
-from octavo.execute.batch import Batch, Executor, Float32, StepResult
+from octavo.execute.batch import Batch, Executor, StepResult
 from octavo.kv.cache import KvCache
 from octavo.kv.layout import KvLayout
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
 from octavo.model.program import Program
-from octavo.sample.params import MIN_TEMPERATURE
-from octavo.sample.sampler import Sampler, SamplerState
+from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import RequestState, Status
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
+from octavo.speculate.guess import Guess, draw_next
 
 _FEW = 32  # tokens not seen yet, with which a sequence takes part at once
 _CATCH_UP = 128  # tokens a step, of texts that are read from their beginning
@@ -194,66 +194,17 @@ class DraftModelDrafter:
         for seq, cache, _, size, _ in spans:
             self.kv.advance(cache.slot, size)
             self.kv.register(cache.slot, seq.token_ids)
-        drafts = self._draft([span for span in spans if span.most], result)
-        return [drafts.get(seq, NO_DRAFT) for seq in decoding]
-
-    def _draft(self, spans: list[_Span], result: StepResult) -> dict[Seq, Draft]:
-        """A token a pass for each sequence that is to have more. ``result``: behind their texts."""
-        states = {span.seq: self._state(span.seq) for span in spans}
-        tokens: dict[Seq, list[int]] = {span.seq: [] for span in spans}
-        # A greedy draw is certain.
-        drawn_from: dict[Seq, list[Float32]] = {
-            span.seq: []
+        guesses = {
+            span.seq: Guess.begin(span.seq, span.most, probabilities=self._with_probabilities)
             for span in spans
-            if self._with_probabilities
-            and span.seq.owner.request.params.temperature >= MIN_TEMPERATURE
+            if span.most
         }
-        going = spans
-        while going:
-            draws = [(states[each.seq], drawn_from.get(each.seq)) for each in going]
-            drawn = self._draw(result, draws)
-            further: list[_Span] = []
-            for span, token in zip(going, drawn, strict=True):
-                if token < 0:
-                    continue  # no token can be drawn: the draft ends here
-                tokens[span.seq].append(token)
-                if len(tokens[span.seq]) < span.most:
-                    span.cache.drafted.append(token)
-                    further.append(span)
-            going = further
-            if going:
-                result = self._executor.execute(self._next(going))
-        return {
-            seq: Draft(each, probabilities=np.stack(drawn_from[seq][: len(each)]))
-            if each and seq in drawn_from
-            else Draft(each)
-            for seq, each in tokens.items()
-        }
-
-    def _state(self, seq: Seq) -> SamplerState:
-        state: SamplerState = seq.output.sampler
-        return state.fork(seq.choice)
-
-    def _draw(
-        self, result: StepResult, draws: list[tuple[SamplerState, list[Float32] | None]]
-    ) -> list[int]:
-        """A token from each row, as many rows at a time as are held; -1 where there is none. What
-        each was drawn from goes to its list, if it has one.
-        """
-        drawn: list[int] = []
-        logits = result.logits
-        while True:
-            first = len(drawn)
-            here = draws[first:] if logits is None else draws[first : first + len(logits)]
-            for row, (state, drawn_from) in enumerate(here):
-                if drawn_from is not None:
-                    drawn_from.append(self._sampler.probabilities(logits, [row], [state])[0])
-            states = [state for state, _ in here]
-            drawn += self._sampler.sample(logits, range(len(here)), states).token_ids
-            if len(drawn) == len(draws):
-                return drawn
-            assert result.logits_from is not None
-            logits = result.logits_from(len(drawn))
+        going = list(guesses.values())
+        while going := draw_next(self._sampler, result, going):
+            for guess in going:
+                self._caches[guess.seq].drafted.append(guess.last_token)
+            result = self._executor.execute(self._next(going))
+        return [guesses[seq].draft() if seq in guesses else NO_DRAFT for seq in decoding]
 
     # What is computed
 
@@ -322,13 +273,14 @@ class DraftModelDrafter:
             self.kv.take_copies(),
         )
 
-    def _next(self, spans: list[_Span]) -> Batch:
+    def _next(self, guesses: list[Guess]) -> Batch:
         """A further pass: the token drafted last of each."""
-        count = np.arange(len(spans) + 1, dtype=np.int32)
-        slots = np.array([span.cache.slot for span in spans], np.int32)
-        drafted = np.array([len(span.cache.drafted) for span in spans], np.int32)
+        count = np.arange(len(guesses) + 1, dtype=np.int32)
+        caches = [self._caches[guess.seq] for guess in guesses]
+        slots = np.array([cache.slot for cache in caches], np.int32)
+        drafted = np.array([len(cache.drafted) for cache in caches], np.int32)
         return Batch(
-            np.array([span.cache.drafted[-1] for span in spans], np.int32),
+            np.array([guess.last_token for guess in guesses], np.int32),
             self.kv.num_tokens[slots] + drafted - 1,
             count,
             slots,

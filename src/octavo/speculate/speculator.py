@@ -15,20 +15,24 @@ from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Own
 from octavo.speculate.branches import BranchRates
+from octavo.speculate.budget import Budget
 from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, Holding, ModelDrafter
 from octavo.speculate.length import choose, choose_tree, worthwhile
 from octavo.speculate.reader import Reader
-from octavo.speculate.step_times import StepTimes
+from octavo.speculate.step_times import FARTHEST, StepTimes
 
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
 BRANCHES = 16  # most alternatives that a step checks
 _IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
-_SELDOM = 0.1  # … and a tenth of it where less than so much of the asking has led to drafts of late
+_SELDOM = 0.3  # … and less as less than so much of the asking has led to drafts of late …
+_LEAST_SHARE = 0.0003  # … down to this
 _LONGEST_REST = 32  # steps
-_UNWORTHY = 8  # steps to rest where even right guesses would not pay
+_UNWORTHY = 8  # steps to rest where even right guesses would not pay …
+_OVERSPENT = 16  # … and where too much time has been lost
+_GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
 _ROUNDING = 1e-3  # that probabilities may be off one in all
 _TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
@@ -66,6 +70,7 @@ class Speculator:
         self.rejection = rejection
         self.times = StepTimes()
         self.draft_times = DraftTimes()  # of a drafter that computes
+        self._budget = Budget()
         self._model: ModelDrafter | None = None
         self._reader: Reader | None = None
         if isinstance(drafter, ModelDrafter):
@@ -85,7 +90,8 @@ class Speculator:
         self._now = now
         self._spent = 0.0  # seconds that the drafter took since the last step
         self._rest = 0  # steps without asking
-        self._trial = False  # whether that rest was for a drafter that computes
+        self._unseen = 0  # steps at rest that have not been looked at
+        self._trial = False  # whether the rest was for a drafter that computes
         self._useful = 1.0  # share of the asking that led to drafts, of late
 
     @property
@@ -104,6 +110,9 @@ class Speculator:
         self._spent = 0.0
         if self._gone:
             return [[]] * len(decoding)
+        if self._rest > 0:
+            self._rest -= 1
+            return [[]] * len(decoding)
         most = [min(self._longest, seq.num_to_come - 1) for seq in decoding]
         began = self._now()
         try:
@@ -112,7 +121,7 @@ class Speculator:
                 for at, draft in enumerate(drafts):
                     if draft.alternatives:
                         self._branches[at] = [list(each) for each in draft.alternatives]
-            elif self._resting(decoding, num_tokens, min(room, sum(most))):
+            elif not self._inviting(decoding, num_tokens, min(room, sum(most))):
                 return [[]] * len(decoding)
             elif self._reader is not None:
                 drafts = self._guess_first(self._reader, decoding, most, num_tokens, room)
@@ -125,17 +134,15 @@ class Speculator:
             self._spent += self._now() - began
         return [list(draft.token_ids) for draft in drafts]
 
-    def _resting(self, decoding: list[Seq], num_tokens: int, most: int) -> bool:
-        """Whether no drafter need be asked."""
-        if self._rest > 0:
-            self._rest -= 1
-            return True
+    def _inviting(self, decoding: list[Seq], num_tokens: int, most: int) -> bool:
+        """Whether the drafter should be asked at all."""
         if num_tokens == len(decoding) and self.times.stale(num_tokens):
-            return True  # what drafts are worth is what they bring beside none
-        if not worthwhile(self.times, len(decoding), num_tokens, most):
+            return False  # what drafts are worth is what they bring beside none
+        if self._budget.spent:
+            self._rest = _OVERSPENT
+        elif not worthwhile(self.times, len(decoding), num_tokens, most):
             self._rest = _UNWORTHY
-            return True
-        return False
+        return not self._rest
 
     def _guess_first(
         self, reader: Reader, decoding: list[Seq], most: list[int], num_tokens: int, room: int
@@ -149,7 +156,7 @@ class Speculator:
             self._useful += 0.1 * (1 - self._useful)
         elif self._asked or not reader.behind:
             self._useful *= 0.9
-            share = _IDLE_SHARE * min(1.0, 0.1 + 0.9 * self._useful / _SELDOM)
+            share = max(_LEAST_SHARE, _IDLE_SHARE * min(1.0, self._useful / _SELDOM))
             spent = self._now() - began - reader.seconds
             steps = spent / (share * self.times.predict(num_tokens))
             self._rest = min(_LONGEST_REST, int(steps))
@@ -294,8 +301,12 @@ class Speculator:
         """
         if self._gone:
             return
-        size, prompts = scheduled.batch.num_tokens, bool(scheduled.chunks)
-        self.times.observe(size, seconds - self._spent, prompts=prompts)
+        if self._rest > 0 and not self._spent:
+            self._unseen += 1
+            if self._unseen < _GLANCE:
+                self._observe(scheduled, result, runs)
+                return
+        self._account(scheduled, runs, seconds)
         checked = scheduled.drafts or [[]] * len(scheduled.decodes)
         for seq, tested, run in (
             zip(scheduled.decodes, checked, runs, strict=False) if self._asked else ()
@@ -313,6 +324,24 @@ class Speculator:
                 if self._model is not None or self._weighed(draft):
                     self._ahead.learn(0, own.ahead, guess, run)
         self._asked.clear()
+        self._observe(scheduled, result, runs)
+
+    def _account(self, scheduled: Scheduled, runs: Sequence[list[int]], seconds: float) -> None:
+        """What the step took, and what its tokens would have taken without drafts."""
+        times, size, count = self.times, scheduled.batch.num_tokens, len(scheduled.decodes)
+        prompts = bool(scheduled.chunks)
+        plain = seconds - self._spent
+        times.observe(size, plain, prompts=prompts)
+        if self._unseen:
+            self._budget.spend(plain, plain, self._unseen)
+            self._unseen = 0
+        worth = plain
+        if scheduled.drafts is not None and not prompts and times.known:
+            plain = min(plain, FARTHEST * times.predict(size))
+            worth = times.predict(count) * sum(map(len, runs[:count])) / count
+        self._budget.spend(plain + self._spent, worth)
+
+    def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:
             try:
                 self._model.observe(scheduled, result, runs)

@@ -16,6 +16,7 @@ _LEAST_GAIN = 0.05  # how far an observation of a size moves what is known of it
 _COMMON_GAIN = 0.1  # and of all sizes: the machine got slower or faster
 _NOISE_GAIN = 0.03
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
+FARTHEST = exp(_LARGEST_ERROR)  # times what was predicted
 _WARMING = 8  # steps of few tokens of which the quickest says how long reading takes
 _EVERY, _FADING = 32, 0.8  # after so many steps an observation counts for so much
 _FAINT = 0.5  # observations below which a size is as good as never seen
@@ -50,7 +51,8 @@ class StepTimes:
         self.noise = 0.0  # mean error of predictions, as a share of what was predicted
         self._steps = 0
         self._small_steps = 0
-        self._table: list[_Knot] = []  # empty: to be made anew
+        self._table: dict[int, _Knot] = {}  # by knot, as they are asked for
+        self._sizes_seen: list[int] = []  # knots, when the table was begun
 
     @property
     def known(self) -> bool:
@@ -74,7 +76,7 @@ class StepTimes:
                 self._reading = seconds
                 self._seen = [0.0] * len(KNOTS)
                 self._common = 0.0
-                self._table = []
+                self._table.clear()
         if not self.known:
             self._token = seconds / num_tokens
         at = _nearest(num_tokens)
@@ -87,20 +89,20 @@ class StepTimes:
         self.noise += _NOISE_GAIN * (abs(error) - self.noise)
         self._seen[at] += 1
         if self._seen[at] < _SETTLED:
-            self._table = []
-        elif self._table:
+            self._table.clear()
+        elif at in self._table:
             hope = _HOPE / (1 + self._seen[at])
             self._table[at] = self._table[at]._replace(hoped=self.predict(KNOTS[at]) * (1 - hope))
         self._steps += 1
         if self._steps % _EVERY == 0:
             self._seen = [seen * _FADING for seen in self._seen]
-            self._table = []
+            self._table.clear()
 
     def predict(self, num_tokens: int) -> float:
         """Seconds. Only where ``known``."""
         at = _nearest(num_tokens)
         seen = self._seen[at]
-        around = self._look_up()[at].around
+        around = self._look_up(at).around
         correction = (seen * self._corrections[at] + around) / (seen + 1)
         return exp(self._base(num_tokens) + correction)
 
@@ -112,11 +114,10 @@ class StepTimes:
         """The sizes in (low, high] worth comparing, and their seconds: better than expected for a
         size unlike all that were tried of late. They may be some steps old.
         """
-        table = self._look_up()
         for at in range(bisect_left(KNOTS, low + 1), len(KNOTS)):
             if KNOTS[at] > high:
                 return
-            yield KNOTS[at], table[at].hoped
+            yield KNOTS[at], self._look_up(at).hoped
 
     def _base(self, num_tokens: int) -> float:
         """The logarithm without the size's own correction."""
@@ -125,36 +126,36 @@ class StepTimes:
         reading = self._reading if self._reading is not None else token * 8
         return log(hypot(reading, token * num_tokens)) + self._common
 
-    def _look_up(self) -> list[_Knot]:
-        if not self._table:
-            self._table = self._tabulate()
-        return self._table
+    def _look_up(self, at: int) -> _Knot:
+        knot = self._table.get(at)
+        if knot is None:
+            if not self._table:
+                self._sizes_seen = [at for at, seen in enumerate(self._seen) if seen >= _FAINT]
+            knot = self._table[at] = self._tabulated(at)
+        return knot
 
-    def _tabulate(self) -> list[_Knot]:
-        """What other sizes say of each: linear between the nearest ones seen, level beyond them."""
-        known = [at for at, seen in enumerate(self._seen) if seen >= _FAINT]
-        table: list[_Knot] = []
-        for at, size in enumerate(KNOTS):
-            after = bisect_right(known, at)
-            before = bisect_left(known, at) - 1
-            if not known or known == [at]:
-                around = 0.0
-            elif before < 0:
-                around = self._corrections[known[after]]
-            elif after == len(known):
-                around = self._corrections[known[before]]
-            else:
-                low, high = known[before], known[after]
-                share = log(size / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
-                around = self._corrections[low] + share * (
-                    self._corrections[high] - self._corrections[low]
-                )
-            seen = self._seen[at]
-            correction = (seen * self._corrections[at] + around) / (seen + 1)
-            near = bisect_left(KNOTS, size / _NEAR), bisect_right(KNOTS, size * _NEAR)
-            hope = _HOPE / (1 + max(self._seen[slice(*near)]))
-            table.append(_Knot(around, exp(self._base(size) + correction) * (1 - hope)))
-        return table
+    def _tabulated(self, at: int) -> _Knot:
+        """What other sizes say of one: linear between the nearest ones seen, level beyond them."""
+        known, size = self._sizes_seen, KNOTS[at]
+        after = bisect_right(known, at)
+        before = bisect_left(known, at) - 1
+        if not known or known == [at]:
+            around = 0.0
+        elif before < 0:
+            around = self._corrections[known[after]]
+        elif after == len(known):
+            around = self._corrections[known[before]]
+        else:
+            low, high = known[before], known[after]
+            share = log(size / KNOTS[low]) / log(KNOTS[high] / KNOTS[low])
+            around = self._corrections[low] + share * (
+                self._corrections[high] - self._corrections[low]
+            )
+        seen = self._seen[at]
+        correction = (seen * self._corrections[at] + around) / (seen + 1)
+        near = bisect_left(KNOTS, size / _NEAR), bisect_right(KNOTS, size * _NEAR)
+        hope = _HOPE / (1 + max(self._seen[slice(*near)]))
+        return _Knot(around, exp(self._base(size) + correction) * (1 - hope))
 
 
 def _nearest(num_tokens: int) -> int:

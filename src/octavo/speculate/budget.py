@@ -1,0 +1,35 @@
+"""How much time speculation may lose: whatever its estimates promise, its account is kept."""
+
+from __future__ import annotations
+
+_MOST_LOST = 0.01  # of the time; behind that it rests until so much time has passed
+_MOST_SAVED = 0.01  # of the time, that what was gained before counts for
+_MEMORY = 1024  # steps
+_FADING = 1 - 1 / _MEMORY
+_CREDIT = 128  # steps: what it begins with lets it try
+
+
+class Budget:
+    """An account in seconds: steps with drafts, or with guesses that came to nothing, against what
+    their tokens would have taken without. Both sides fade.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._gained = 0.0
+
+    def spend(self, seconds: float, worth: float, steps: int = 1) -> None:
+        """A step took ``seconds``; without drafts its tokens would have taken ``worth``. ``steps``
+        alike may be told of at once.
+        """
+        if not self._seconds:
+            self._seconds = _CREDIT * seconds
+        kept = _FADING**steps
+        self._seconds = kept * self._seconds + steps * seconds
+        gained = kept * self._gained + steps * (worth - seconds)
+        self._gained = min(gained, _MOST_SAVED * self._seconds)
+
+    @property
+    def spent(self) -> bool:
+        """Whether more has been lost than may be."""
+        return self._gained < -_MOST_LOST * self._seconds

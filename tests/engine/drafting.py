@@ -126,6 +126,30 @@ class Coin:
         return Draft(draft)
 
 
+class Turning(Coin):
+    """With an alternative that is right, with a certain probability, where the draft is wrong in
+    its first token, and goes on rightly then.
+    """
+
+    def __init__(self, rate: float, turns: float, sampler: ScriptedSampler) -> None:
+        super().__init__(rate, sampler)
+        self._turns = turns
+
+    def _draft(self, sequence: int, count: int) -> Draft:
+        draft = super()._draft(sequence, count)
+        if not count:
+            return draft
+        state = self._states[sequence]
+        path = []
+        for _ in range(min(count, 4)):
+            path.append(self._sampler._token(state))
+            state.num_generated += 1
+        state.num_generated -= len(path)
+        if path[0] == draft.token_ids[0] or self._random.random() >= self._turns:
+            path[0] = (path[0] + 2) % self._sampler.vocab_size
+        return draft._replace(alternatives=[path])
+
+
 class Passes:
     """A `ModelDrafter` for a `ScriptedSampler`: each token of a draft is right with a certain
     probability, and each further token of all drafts takes ``cost`` seconds of the clock.

@@ -16,7 +16,7 @@ from octavo.execute.batch import Float32, StepResult
 from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import SamplerState
-from octavo.schedule.batching import PromptRows, Scheduled
+from octavo.schedule.batching import Branch, PromptRows, Scheduled
 
 VOCAB = 23
 
@@ -133,3 +133,88 @@ def test_slices_give_what_all_rows_give_of_drafts(
     expected = drawn(StepResult(logits, 0.0))
     rows = data.draw(st.integers(1, total), label="rows held")
     assert drawn(sliced(logits, rows)) == expected
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_trees_give_what_token_by_token_gives(sampler: NativeSampler, data: st.DataObject) -> None:
+    """Logits are a function of the tokens so far, and few tokens are likely, so that runs go over
+    from branch to branch; drawing token by token goes on as long as there is a row.
+    """
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32 - 1), label="seed"))
+    broken = data.draw(st.booleans(), label="some rows are not numbers")
+    known: dict[tuple[int, ...], Float32] = {}
+
+    def row_behind(sequence: int, path: list[int]) -> Float32:
+        key = (sequence, *path)
+        if key not in known:
+            known[key] = rng.standard_normal(VOCAB).astype(np.float32)
+            known[key][:3] += 6
+            if broken and rng.random() < 0.2:
+                known[key][5] = np.nan
+        return known[key]
+
+    count = data.draw(st.integers(1, 4), label="sequences")
+    paths = st.lists(st.integers(0, 2), max_size=5)
+    drafts = [data.draw(paths, label="draft") for _ in range(count)]
+    trees = [data.draw(st.lists(paths.filter(len), max_size=5), label="tree") for _ in drafts]
+    rows: list[Float32] = []
+    sample_rows = []
+    for sequence, draft in enumerate(drafts):
+        sample_rows.append(len(rows))
+        rows += [row_behind(sequence, draft[:at]) for at in range(len(draft) + 1)]
+    branches: dict[int, list[Branch]] = {}
+    for sequence, tree in enumerate(trees):
+        for path in tree if drafts[sequence] else ():
+            branches.setdefault(sequence, []).append(Branch(0, path, len(rows)))
+            rows += [row_behind(sequence, path[: at + 1]) for at in range(len(path))]
+    logits = np.stack(rows)
+    batch = SimpleNamespace(logits_rows=np.arange(len(rows)))
+    nobody: Any = [None] * count
+    scheduled = Scheduled(
+        cast(Any, batch), nobody, [], nobody, sample_rows, [], drafts, branches=branches
+    )
+    params = [
+        SamplingParams(
+            seed=int(rng.integers(100)),
+            logprobs=2 if rng.random() < 0.5 else None,
+            temperature=float(rng.choice([0.0, 0.7, 1.5])),
+            presence_penalty=float(rng.choice([0.0, 1.5])),
+        ).validated(VOCAB)
+        for _ in range(count)
+    ]
+
+    def new_states() -> list[SamplerState]:
+        return [sampler.new_state(each, [1, 2], set(), 0) for each in params]
+
+    runs, logprobs, errors = [], [], {}
+    for sequence, state in enumerate(new_states()):
+        run: list[int] = []
+        given: list[Any] = []
+        held = [drafts[sequence], *(branch.token_ids for branch in branches.get(sequence, ()))]
+        while any(path[: len(run)] == run for path in held):
+            sampled = sampler.sample(row_behind(sequence, run)[None], [0], [state])
+            if sampled.errors:
+                if not run:
+                    errors[sequence] = sampled.errors[0]
+                break
+            run += sampled.token_ids
+            given += sampled.logprobs or [None]
+        runs.append(run)
+        logprobs.append(given)
+
+    held_rows = data.draw(st.integers(1, len(rows)), label="rows held")
+    for result in StepResult(logits, 0.0), sliced(logits, held_rows):
+        states = new_states()
+        drawn = draw(sampler, scheduled, states, result)
+        assert drawn.runs == runs
+        assert (drawn.logprobs or [[None] * len(run) for run in runs]) == logprobs
+        assert drawn.errors == errors
+        assert [state.num_generated for state in states] == [len(run) for run in runs]
+        for sequence, run in enumerate(runs):
+            if run:  # who holds what the run rests on
+                branch = scheduled.taken(sequence, run)
+                path = drafts[sequence] if branch is None else branch.token_ids
+                assert path[: len(run) - 1] == run[:-1]
+                row = scheduled.last_row(sequence, run)
+                assert logits[row].tobytes() == row_behind(sequence, run[:-1]).tobytes()

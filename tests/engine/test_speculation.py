@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from engine.checking import CheckingExecutor, FakeSampler, build
-from engine.drafting import Coin, Oracle, Passes
+from engine.drafting import Coin, Oracle, Passes, Turning
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine, EngineStats, NoText, TextFactory
@@ -69,21 +69,27 @@ def simulator(
     *,
     rate: float | None,
     cost: float | None = None,
+    turns: float | None = None,
     pinned: int | None = None,
     stop_rate: float = 0.0,
     text: TextFactory = NoText,
     eos: Collection[int] = (),
 ) -> Engine:
     """The engine on a cost model; ``rate``: of right guesses, None: no speculation; ``cost``:
-    seconds of each pass of a drafter that computes, None: one that does not.
+    seconds of each pass of a drafter that computes, None: one that does not; ``turns``: rate of
+    right alternatives to wrong guesses, None: there are none.
     """
     layout = KvLayout.of(MODEL)
-    limits = SchedulerConfig(max_model_len=1024, max_num_seqs=batch, max_logits_rows=512)
+    limits = SchedulerConfig(
+        max_model_len=1024, max_num_seqs=batch, max_logits_rows=512, max_branches=16
+    )
     rates = Rates(30e9, 200e9, 50e-6, int8_ops_per_second=500e9)
     clock, sampler = VirtualClock(), ScriptedSampler(MODEL.vocab_size, stop_rate)
     speculator = None
     if rate is not None:
         drafter: Coin | Passes = Coin(rate, sampler)
+        if turns is not None:
+            drafter = Turning(rate, turns, sampler)
         if cost is not None:
             drafter = Passes(rate, cost, sampler, clock)
         speculator = Speculator(drafter, MODEL.vocab_size, pinned, now=clock.now)
@@ -257,6 +263,37 @@ def test_a_drafter_that_computes_and_fails_is_given_up(
     assert drafter.closed
     assert len(caplog.records) == 1
     assert "drafter" in caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+@pytest.mark.parametrize("rate", [0.1, 0.5])
+@pytest.mark.parametrize("turns", [0.1, 0.9])
+def test_alternatives_never_lose_time_either(batch: int, rate: float, turns: float) -> None:
+    def seconds(rate: float | None, turns: float | None) -> tuple[float, EngineStats]:
+        engine = simulator(batch, rate=rate, turns=turns)
+        _, stats = answers(engine, batch, max_tokens=150)
+        return engine.clock.now(), stats
+
+    without, _ = seconds(None, None)
+    alone, _ = seconds(rate, None)
+    took, stats = seconds(rate, turns)
+    assert took <= without / 0.97
+    assert took <= alone / 0.93
+    if batch == 1 and rate == 0.5 and turns == 0.9:
+        assert took <= alone / 1.15
+    if batch >= 32 and rate <= 0.1:
+        assert stats.draft_tokens <= 0.1 * stats.generation_tokens
+
+
+@pytest.mark.parametrize("pinned", [1, 4, 20])
+@pytest.mark.parametrize("n", [1, 3])
+def test_answers_by_branches_are_those_without(pinned: int, n: int) -> None:
+    params: dict[str, Any] = {"max_tokens": 90, "logprobs": 1, "stop_token_ids": (5,), "n": n}
+    expected, _ = answers(simulator(8, rate=None, stop_rate=0.02), 5, **params)
+    engine = simulator(8, rate=0.4, turns=0.8, pinned=pinned, stop_rate=0.02)
+    got, stats = answers(engine, 5, **params)
+    assert got == expected
+    assert stats.accepted_tokens > 0.4 * stats.generation_tokens  # 0.29 alone
 
 
 def test_drafts_preempt_nobody() -> None:

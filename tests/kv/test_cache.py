@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -206,3 +207,163 @@ def test_a_fully_cached_prompt_needs_the_window_of_its_last_token() -> None:
     kv.index.forget(nodes[8].blocks[1])  # position 39 sees 35 to 39, of blocks 8 and 9
     assert kv.lookup(ids(41), None).num_tokens == 40, "position 40 sees 36 to 40"
     assert kv.lookup(ids(40), None).num_tokens == 32
+
+
+# Branches
+
+
+def branched(windows: tuple[int | None, ...] = (None,), num_blocks: int = 64) -> KvCache:
+    return KvCache(layout(windows, 4), num_blocks, 8, 32, max_branches=3)
+
+
+def test_a_branch_copies_the_block_about_to_be_written_and_only_it() -> None:
+    kv = branched((None, 6))
+    slot = kv.open()
+    write(kv, slot, ids(10))
+    assert kv.reserve(slot, 3)
+    before = kv.tables[:, slot].copy()
+    used = kv.pool.num_used
+    row = kv.branch(slot, 4)  # positions 10 to 13
+    assert row is not None
+    assert row >= 8
+    copies = kv.take_copies().tolist()
+    assert copies == [[int(kv.tables[g, slot, 2]), int(kv.tables[g, row, 2])] for g in range(2)]
+    assert (kv.tables[:, slot] == before).all()
+    assert (kv.tables[:, row, :2] == before[:, :2]).all()
+    assert not np.isin(kv.tables[:, row, 2:4], before).any()
+    assert (kv.tables[:, row, 4:] == -1).all()
+    assert kv.pool.num_used == used + 4
+    kv.check()
+    kv.prune()
+    assert kv.pool.num_used == used
+    assert (kv.tables[:, row] == -1).all()
+    kv.check()
+
+
+def test_at_the_edge_of_a_block_a_branch_copies_nothing() -> None:
+    kv = branched()
+    slot = kv.open()
+    write(kv, slot, ids(8))
+    assert kv.reserve(slot, 1)
+    assert kv.branch(slot, 1) is not None
+    assert not len(kv.take_copies())
+    kv.check()
+
+
+def test_a_slot_goes_on_as_the_branch_it_adopts() -> None:
+    kv = branched()
+    slot = kv.open()
+    write(kv, slot, ids(6))
+    assert kv.reserve(slot, 9)
+    one, other = kv.branch(slot, 6), kv.branch(slot, 5)
+    assert one is not None
+    assert other is not None
+    taken = kv.tables[0, other, 1:3].tolist()
+    kv.adopt(other)
+    assert kv.tables[0, slot, 1:4].tolist() == [*taken, -1]
+    kv.prune()
+    kv.advance(slot, 5)
+    kv.settle(slot)
+    tokens = ids(6) + ids(5, first=50)
+    kv.register(slot, tokens)
+    kv.check()
+    assert kv.num_branches == 0
+    assert kv.pool.num_used == 3
+    assert kv.lookup(tokens + ids(1), None).num_tokens == 8  # what was kept is shared …
+    assert kv.lookup(ids(20), None).num_tokens == 4  # … and what was not is not
+
+
+def test_without_blocks_or_rows_there_is_no_branch_and_nothing_changes() -> None:
+    kv = branched(num_blocks=4)
+    slot = kv.open()
+    write(kv, slot, ids(6))
+    assert kv.reserve(slot, 1)
+    assert kv.branch(slot, 8) is None
+    assert kv.pool.num_free == 2
+    assert not len(kv.take_copies())
+    assert kv.branch(slot, 1) is not None
+    assert kv.branch(slot, 1) is not None
+    assert kv.branch(slot, 1) is None
+    kv.prune()
+    kv = branched()
+    slot = kv.open()
+    write(kv, slot, ids(6))
+    assert kv.reserve(slot, 1)
+    assert [kv.branch(slot, 1) is None for _ in range(4)] == [False, False, False, True]
+    kv.check()
+
+
+def test_closing_a_slot_closes_its_branches_and_no_others() -> None:
+    kv = branched()
+    one, other = kv.open(), kv.open()
+    for slot in one, other:
+        write(kv, slot, ids(6, first=100 * slot))
+        assert kv.reserve(slot, 1)
+        assert kv.branch(slot, 3) is not None
+    kv.close(one)
+    assert kv.num_branches == 1
+    kv.check()
+    kv.close(other)
+    assert kv.num_branches == 0
+    assert kv.pool.num_used == 0
+    assert kv.num_free_slots == 8
+    kv.check()
+
+
+@given(st.data())
+def test_whatever_is_branched_and_adopted_the_content_is_right(data: st.DataObject) -> None:
+    """Each block holds a list of tokens; what a slot's table shows is what was written to it."""
+    windows = data.draw(st.sampled_from([(None,), (None, None), (5,), (None, 3)]))
+    kv = branched(windows, num_blocks=24)
+    content = np.full((24, 4), -1)
+    texts: dict[int, list[int]] = {kv.open(): [] for _ in range(2)}
+    fresh = iter(range(10_000))
+
+    def put(row: int, start: int, tokens: list[int]) -> None:
+        for at, token in enumerate(tokens, start):
+            for block in kv.tables[:, row, at // 4].tolist():
+                assert kv.pool.refs[block] == 1
+                assert not kv.index.holds(block)
+                content[block, at % 4] = token
+
+    for _ in range(data.draw(st.integers(1, 12))):
+        paths: dict[int, list[tuple[int, list[int]]]] = {}
+        for slot, text in texts.items():
+            count = data.draw(st.integers(1, 6))
+            if len(text) + count > 100 or not kv.reserve(slot, count):
+                continue
+            paths[slot] = [(slot, [next(fresh) for _ in range(count)])]
+        for slot in paths:
+            for _ in range(data.draw(st.integers(0, 2))):
+                size = data.draw(st.integers(1, 7))
+                if (row := kv.branch(slot, size)) is not None:
+                    paths[slot].append((row, [next(fresh) for _ in range(size)]))
+        for source, destination in kv.take_copies().tolist():
+            content[destination] = content[source]
+        kv.check()
+        for slot, rows in paths.items():
+            for row, tokens in rows:
+                put(row, len(texts[slot]), tokens)
+        for slot, rows in paths.items():
+            row, tokens = data.draw(st.sampled_from(rows))
+            if row != slot:
+                kv.adopt(row)
+            kept = data.draw(st.integers(1, len(tokens)))
+            texts[slot] += tokens[:kept]
+            kv.advance(slot, kept)
+        kv.prune()
+        for slot in paths:
+            kv.register(slot, array("i", texts[slot]))
+            kv.settle(slot)
+        kv.check()
+        for slot, text in texts.items():
+            for group, window in enumerate(windows):
+                first = 0 if window is None else max(0, len(text) - window + 1)
+                shown = [
+                    int(content[kv.tables[group, slot, at // 4], at % 4])
+                    for at in range(first, len(text))
+                ]
+                assert shown == text[first:]
+    for slot in texts:
+        kv.close(slot)
+    assert kv.pool.num_used == 0

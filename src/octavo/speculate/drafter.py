@@ -32,12 +32,13 @@ class Draft(NamedTuple):
 
     ``evidence`` is a class of the drafter's own, from 0 to 15, that says how much speaks for the
     guess (say, how long a match it rests on): how often guesses are right is learned for each class
-    apart. ``alternatives`` are other guesses at the same tokens, each from the first on; they are
-    checked in the same pass, as branches of a tree. ``probabilities`` [len(token_ids), vocabulary]
-    are those that the tokens were drawn by, for the rule that weighs them against the target's
-    (rejection); None: the guess was certain, as far as the drafter goes. With ``probabilities``,
-    whether a token is in the draft may depend on the tokens before it but not on what was drawn for
-    it, or such tokens come too often or too rarely; without, the drafter is free.
+    apart. ``alternatives`` are other guesses at the same tokens, each from the first on, the best
+    first; they are checked in the same pass, as branches of a tree. ``probabilities``
+    [len(token_ids), vocabulary] are those that the tokens were drawn by, for the rule that weighs
+    them against the target's (rejection); None: the guess was certain, as far as the drafter goes.
+    With ``probabilities``, whether a token is in the draft may depend on the tokens before it but
+    not on what was drawn for it, or such tokens come too often or too rarely; without, the drafter
+    is free.
     """
 
     token_ids: Sequence[int]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -166,6 +167,29 @@ def test_what_is_measured_is_what_drafting_would_give(family: str, layers: Layer
     assert found.accepted(layers, 3, of_others=True) == measured
     times = found.seconds([(None, 1), (layers, 1), (None, DEPTH + 1)])
     assert all(0 < seconds < 60 for seconds in times)
+
+
+def test_layers_that_do_nothing_are_skipped() -> None:
+    """Of six layers three add zeros to the residual stream: without them the rest are always right,
+    and only then others go.
+    """
+    config = tiny.config()
+    config = replace(config, layers=config.layers[:1] * 6)
+    checkpoint = tiny.checkpoint(config, WeightFormat.Q8_0)
+    for layer in 1, 3, 4:
+        for name in "attn_output", "ffn_down":
+            role = f"layers.{layer}.{name}"
+            weight = checkpoint.weights[role]
+            checkpoint.weights[role] = weight._replace(source=np.zeros_like(weight.data))
+    rng = np.random.default_rng(5)
+    prompts = [[int(t) for t in rng.integers(0, 70, 20)] for _ in range(4)]
+    found = answers(checkpoint, prompts, 80)
+    costs = Costs(FLAT, 0.1, 0.15)
+    steps = eliminate(6, lambda some: found.accepted(some, 1)[0], costs)
+    assert [step.acceptance for step in steps[:3]] == [1.0] * 3
+    assert steps[2].layers == (0, 2, 5)
+    assert max(steps, key=lambda step: step.predicted.speedup) is steps[2]
+    assert found.accepted((0, 2, 5), DEPTH, of_others=True) == [1.0] * DEPTH
 
 
 def test_what_is_found_can_be_served(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import Branch, PromptRows, Scheduled
+from octavo.speculate.chi_square import chi_square
 
 VOCAB = 23
 
@@ -218,3 +219,61 @@ def test_trees_give_what_token_by_token_gives(sampler: NativeSampler, data: st.D
                 assert path[: len(run) - 1] == run[:-1]
                 row = scheduled.last_row(sequence, run)
                 assert logits[row].tobytes() == row_behind(sequence, run[:-1]).tobytes()
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_trees_keep_the_distribution_under_rejection(sampler: NativeSampler, wrong: bool) -> None:
+    """A draft drawn from q with two certain alternatives; 20,000 pairs of tokens against the exact
+    probabilities. Wrong: an alternative is followed in place of drawing the second token anew.
+    """
+    few = 4
+    rng = np.random.default_rng(5)
+    logits = np.full((1 + few, VOCAB), -np.inf, np.float32)  # at first, and behind each token
+    logits[:, :few] = rng.normal(0, 1, (1 + few, few))
+    p = np.exp(logits[:, :few])
+    p /= p.sum(axis=1, keepdims=True)
+    q = np.zeros((2, VOCAB), np.float32)
+    q[:, :few] = rng.dirichlet(np.ones(few), 2)
+    alternatives = [[1, 2], [3, 0]]
+    count, seed = 1000, 0
+    counts = np.zeros((few, few), int)
+    followed = 0
+    for _ in range(20):
+        drafts = rng.choice(few, (count, 1), p=q[0, :few] / q[0, :few].sum()).tolist()
+        states = [
+            sampler.new_state(SamplingParams(seed=seed + at), [], set()) for at in range(count)
+        ]
+        seed += count
+        rows: list[int] = []  # of ``logits``
+        sample_rows = []
+        for draft in drafts:
+            sample_rows.append(len(rows))
+            rows += [0, 1 + draft[0]]
+        branches: dict[int, list[Branch]] = {}
+        for index in range(count):
+            for path in alternatives:
+                branches.setdefault(index, []).append(Branch(0, path, len(rows)))
+                rows += [1 + path[0], 1 + path[1]]
+        nobody: Any = [None] * count
+        scheduled = Scheduled(
+            cast(Any, SimpleNamespace(logits_rows=np.arange(len(rows)))),
+            nobody, [], nobody, sample_rows, [], drafts, [q] * count, branches=branches,
+        )  # fmt: skip
+        drawn = draw(sampler, scheduled, states, StepResult(logits[rows], 0.0), rejection=True)
+        taken = [scheduled.taken(index, run) for index, run in enumerate(drawn.runs)]
+        followed += sum(branch is not None for branch in taken)
+        short = [index for index, run in enumerate(drawn.runs) if len(run) == 1]
+        last = [1 + drawn.runs[index][0] for index in short]
+        rest = sampler.verify(
+            logits, last, [states[index] for index in short], [-1] * len(short), [None] * len(short)
+        )
+        for index, token in zip(short, rest.token_ids, strict=True):
+            drawn.runs[index].append(token)
+        for run, branch in zip(drawn.runs, taken, strict=True):
+            if wrong and branch is not None:
+                run[1] = branch.token_ids[1]
+            counts[run[0], run[1]] += 1
+    assert followed > 2000
+    exact = p[0][:, None] * p[1:]
+    probability = chi_square(counts.ravel(), exact.ravel())
+    assert probability < 1e-6 if wrong else probability > 1e-4

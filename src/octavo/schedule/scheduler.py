@@ -190,6 +190,8 @@ class Scheduler:
                 count = min(len(guess), left - 1, seq.num_to_come - 1)
                 if count < 1 or not drafts[index]:
                     break
+                if guess[:count] == drafts[index][:count]:
+                    continue
                 row = self.kv.branch(seq.slot, 1 + count)
                 if row is None:
                     return branches

@@ -253,7 +253,7 @@ class Speculator:
         evidence = index(evidence)
         if not 0 <= evidence < NUM_CLASSES:
             raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
-        others = [self._tokens(each, most) for each in alternatives]
+        others = [self._tokens(each, most) for each in alternatives[:BRANCHES]]
         if not token_ids and others:
             token_ids, *others = others
         others = _distinct(token_ids, others)

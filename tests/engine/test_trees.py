@@ -81,11 +81,10 @@ def live(seed: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str
     return counts
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_trees(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = live(seed, 16, monkeypatch)
+def test_random_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = live(1, 60, monkeypatch)
     kinds = ("made", "refused", "adopted", "closed", "preempted")
-    assert min(counts[kind] for kind in kinds) > 0, counts
+    assert min(counts[kind] for kind in kinds) > 1, counts
 
 
 @pytest.mark.long

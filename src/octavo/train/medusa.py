@@ -53,11 +53,11 @@ class Recipe:
     width: int = 768  # of a recurrent head
     layers: int = 1  # of Medusa's heads
     vocabulary: int = 8192  # tokens that are guessed, at most: the commonest of the answers
-    row_epochs: float = 6.0  # learning to guess hidden rows, as a recurrent head does first …
-    epochs: float = 1.0  # … and tokens
+    row_epochs: float = 1.0  # learning to guess hidden rows, as a recurrent head does first …
+    epochs: float = 4.0  # … and tokens
     learning_rate: float = 1e-3
     decay: float = 0.9  # of a head's weight in the loss, from one to the next
-    soft: float = 0.5  # share of the loss against the model's own distribution, not its tokens
+    soft: float = 0.9  # share of the loss against the model's own distribution, not its tokens
     batch: int = 1024  # places
     seed: int = 0
 

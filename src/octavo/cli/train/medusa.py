@@ -39,7 +39,7 @@ def command(
     ] = 1000,
     max_tokens: Annotated[
         int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
-    ] = 200,
+    ] = 4.0,
     heads: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
     ] = 4,
@@ -59,7 +59,7 @@ def command(
     vocabulary: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
     ] = 8192,
-    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 2.0,
+    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 4.0,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, metavar="X", help="Of AdamW, at its highest.")
     ] = 1e-3,

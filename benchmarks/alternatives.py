@@ -1,6 +1,6 @@
 """What other guesses beside a draft bring: tokens and rows a pass of `suffix`, with and without.
 
-    python benchmarks/alternatives.py MODEL [--prompts 8] [--length 256] [--json]
+    python benchmarks/alternatives.py [MODEL] [--prompts 8] [--length 256] [--json]
 
 The model answers the prompts of benchmarks/speculation.py once, greedily; then the drafter drafts
 along the answers, with pinned lengths. Nothing is timed: how many tokens a pass gives and how many
@@ -73,7 +73,7 @@ def passes(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

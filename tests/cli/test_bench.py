@@ -91,13 +91,19 @@ class TestThroughput:
         out = run(*command, "--speculative-config", config, "--json").stdout
         for row in json.loads(out):
             assert row["tokens_per_pass"] >= 1
+            assert 0 < row["drafting_share"] < 1
+            assert row["estimated_speed_up"] > 0
             if pinned:
                 assert 0 < row["acceptance_rate"] <= 1
                 assert row["tokens_per_pass"] > 1
+                by_position = row["acceptance_per_position"]
+                assert len(by_position) == 2
+                assert 1 >= by_position[0] >= by_position[1] >= 0
         assert "tokens_per_pass" not in json.loads(run(*command, "--json").stdout)[0]
         text = run(*command, "--speculative-config", config).stdout
         assert "batch 2: " in text
         assert "tokens per pass" in text
+        assert "s saved: about" in text
 
     def test_text(self) -> None:
         lengths = ("--prompt-len", 9, "--output-len", "2", "--repetitions", "1")

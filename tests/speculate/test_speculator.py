@@ -87,7 +87,7 @@ def learned(
     speculator._ask([seq], [3])
     before = speculator._gains(seq, draft)
     batch = SimpleNamespace(num_tokens=1 + len(tested))
-    scheduled = SimpleNamespace(batch=batch, chunks=[], decodes=[seq], drafts=[tested])
+    scheduled = SimpleNamespace(batch=batch, chunks=[], decodes=[seq], drafts=[tested], branches={})
     for _ in range(20):
         speculator._ask([seq], [3])
         speculator.learn(cast(Any, scheduled), StepResult(None, 0.0), [run], 0.01)

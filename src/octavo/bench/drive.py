@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -37,6 +37,10 @@ class Phase(NamedTuple):
     passes: int = 0  # of decoding sequences, where there is speculation
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    drafts: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    drafting_seconds: float = 0.0
+    time_saved_seconds: float = 0.0  # estimated
 
     @property
     def seconds(self) -> float:
@@ -207,6 +211,15 @@ class Drive:
             passes=after.decode_passes - before.decode_passes,
             draft_tokens=after.draft_tokens - before.draft_tokens,
             accepted_tokens=after.accepted_tokens - before.accepted_tokens,
+            drafts=after.drafts - before.drafts,
+            accepted_per_position=tuple(
+                now - then
+                for now, then in zip_longest(
+                    after.accepted_per_position, before.accepted_per_position, fillvalue=0
+                )
+            ),
+            drafting_seconds=after.drafting_seconds - before.drafting_seconds,
+            time_saved_seconds=after.time_saved_seconds - before.time_saved_seconds,
         )
 
     def close(self) -> None:

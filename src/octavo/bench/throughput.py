@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,16 @@ class Spread(NamedTuple):
     @classmethod
     def of(cls, values: list[float]) -> Spread:
         return cls(statistics.mean(values), statistics.stdev(values) if len(values) > 1 else 0.0)
+
+
+_SPECULATION = (
+    "tokens_per_pass",
+    "acceptance_rate",
+    "acceptance_per_position",
+    "drafting_share",
+    "time_saved_s",
+    "estimated_speed_up",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +70,16 @@ class Row:
     limits: list[dict[str, Any]]  # before and after, or the stored ones
     tokens_per_pass: float | None = None  # of a decoding sequence; None: no speculation
     acceptance_rate: float | None = None  # accepted ÷ checked draft tokens; None: none was checked
+    acceptance_per_position: list[float] | None = None  # of the drafts, by their tokens' place
+    drafting_share: float | None = None  # of decode's time
+    time_saved_s: float | None = None  # of decode, by speculation: estimated from steps' times
+    estimated_speed_up: float | None = None  # (time + time saved) ÷ time
 
     def as_dict(self) -> dict[str, Any]:
         row = asdict(self)
         if self.tokens_per_pass is None:
-            del row["tokens_per_pass"], row["acceptance_rate"]
+            for name in _SPECULATION:
+                del row[name]
         return row
 
 
@@ -146,7 +162,21 @@ def _row(
         limits=[each.summary(drive.threads, working_set) for each in limits],
         tokens_per_pass=sum(phase.tokens for phase in decodes) / passes if passes else None,
         acceptance_rate=accepted / drafted if drafted else None,
+        **_savings(decodes) if passes else {},
     )
+
+
+def _savings(decodes: list[Phase]) -> dict[str, Any]:
+    seconds = sum(phase.seconds for phase in decodes)
+    saved = sum(phase.time_saved_seconds for phase in decodes)
+    drafts = sum(phase.drafts for phase in decodes)
+    accepted = map(sum, zip_longest(*(p.accepted_per_position for p in decodes), fillvalue=0))
+    return {
+        "acceptance_per_position": [count / drafts for count in accepted] if drafts else None,
+        "drafting_share": sum(phase.drafting_seconds for phase in decodes) / seconds,
+        "time_saved_s": saved,
+        "estimated_speed_up": (seconds + saved) / seconds,
+    }
 
 
 def _limit(drive: Drive, phases: list[Phase], rates: Rates) -> float:

@@ -21,6 +21,7 @@ from octavo.cli import (
     quantize,
     search,
     serve,
+    speculate,
     train,
     verify,
 )
@@ -45,7 +46,9 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
     group.command(name, epilog=epilog)(module.command)
 
 
-for _module in (serve, chat, generate, pull, inspect, profile, quantize, fidelity, verify):
+for _module in (
+    *(serve, chat, generate, speculate, pull, inspect, profile, quantize, fidelity, verify),
+):
     _add(app, _module)
 for _room in (bench, plan, search, train):
     _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)

@@ -60,6 +60,8 @@ class EngineStats:
     accepted_tokens: int = 0  # draft tokens that became output
     accepted_per_position: list[int] = field(default_factory=list)
     drafter_failures: int = 0
+    drafting_seconds: float = 0.0  # in the drafter
+    time_saved_seconds: float = 0.0  # by speculation, estimated; below 0 where it cost more
 
     @property
     def kv_usage(self) -> float:
@@ -458,6 +460,8 @@ class Engine:
             prefix_hits=scheduler.prefix_hits,
             accepted_per_position=self._stats.accepted_per_position[:],
             drafter_failures=self.speculator.failures if self.speculator else 0,
+            drafting_seconds=self.speculator.savings.drafting if self.speculator else 0.0,
+            time_saved_seconds=self.speculator.savings.saved if self.speculator else 0.0,
         )
 
     def check_integrity(self) -> None:

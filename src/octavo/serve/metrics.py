@@ -202,6 +202,11 @@ class _EngineCollector(Collector):
                 stats.accepted_tokens,
             ),
             (
+                "spec_decode_drafting_seconds",
+                "Time that the drafter took.",
+                stats.drafting_seconds,
+            ),
+            (
                 "spec_decode_drafter_failures",
                 "Drafters given up on; there is no speculation since.",
                 stats.drafter_failures,
@@ -218,6 +223,13 @@ class _EngineCollector(Collector):
         for position, accepted in enumerate(stats.accepted_per_position):
             positions.add_metric((*self._labels, str(position)), accepted)
         yield positions
+        saved = GaugeMetricFamily(
+            "octavo:spec_decode_time_saved_seconds",
+            "Decode time saved by speculation, as steps' times tell; below 0 where it cost more.",
+            labels=_LABELS,
+        )
+        saved.add_metric(self._labels, stats.time_saved_seconds)
+        yield saved
 
 
 def _reason(record: RequestRecord) -> str:

@@ -20,6 +20,7 @@ from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, Holding, ModelDrafter
 from octavo.speculate.length import choose, choose_tree, worthwhile
 from octavo.speculate.reader import Reader
+from octavo.speculate.savings import Savings
 from octavo.speculate.step_times import FARTHEST, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Speculator:
         self.failures = 0
         self.rejection = rejection
         self.times = StepTimes()
+        self.savings = Savings()
         self.draft_times = DraftTimes()  # of a drafter that computes
         self._budget = Budget()
         self._model: ModelDrafter | None = None
@@ -98,6 +100,11 @@ class Speculator:
     def num_known(self) -> int:
         """Sequences that have been asked about and have not ended."""
         return len(self._own)
+
+    @property
+    def spent(self) -> float:
+        """Seconds that the drafter took for the step that runs."""
+        return self._spent
 
     @property
     def _gone(self) -> bool:
@@ -332,6 +339,7 @@ class Speculator:
         prompts = bool(scheduled.chunks)
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
+        self.savings.add(times, scheduled, runs, seconds, self._spent)
         if self._unseen:
             self._budget.spend(plain, plain, self._unseen)
             self._unseen = 0
@@ -340,6 +348,7 @@ class Speculator:
             plain = min(plain, FARTHEST * times.predict(size))
             worth = times.predict(count) * sum(map(len, runs[:count])) / count
         self._budget.spend(plain + self._spent, worth)
+        self._spent = 0.0
 
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:

@@ -130,10 +130,18 @@ def speculation(rows: list[Row]) -> str:
         + (
             "no draft was checked"
             if row.acceptance_rate is None
-            else f"{row.acceptance_rate:.0%} of the drafts accepted"
+            else f"{row.acceptance_rate:.0%} of the drafts accepted{_by_position(row)}"
         )
+        + f", drafting {row.drafting_share:.1%} of the time, {row.time_saved_s:.2f} s saved: "
+        f"about {row.estimated_speed_up:.2f} × as fast as without"
         for row in rows
     )
+
+
+def _by_position(row: Row) -> str:
+    rates = row.acceptance_per_position or []
+    shown = ", ".join(f"{rate:.0%}" for rate in rates[:6]) + (", …" if len(rates) > 6 else "")
+    return f" ({shown} by position)" if rates else ""
 
 
 def footer(rows: list[Row]) -> str:

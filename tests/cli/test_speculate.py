@@ -1,0 +1,120 @@
+"""`octavo speculate`: what it shows of each pass, and that it adds up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from octavo.cli import app
+
+ORACLES = Path(__file__).parents[1] / "oracle"
+LLAMA = ORACLES / "tiny-llama.gguf"
+PROMPT = "ab ab ab ab ab ab"
+
+
+def run(*arguments: str, model: Path = LLAMA, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["speculate", str(model), PROMPT, *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def config(**fields: Any) -> tuple[str, str]:
+    return "--speculative-config", json.dumps(fields)
+
+
+CONFIGS = [
+    (LLAMA, config(method="suffix", num_speculative_tokens=3), ()),
+    (LLAMA, config(method="ngram", num_speculative_tokens=4), ("--allowed-token-ids", "9,10,11")),
+    (
+        LLAMA,
+        config(
+            method="draft_model",
+            model=str(LLAMA),
+            num_speculative_tokens=3,
+            acceptance_method="rejection",
+        ),
+        ("--temperature", "0.8", "--repetition-penalty", "1.2"),
+    ),
+    (
+        ORACLES / "tiny-gemma3.gguf",
+        config(
+            method="layer_skip",
+            layers=[0, 1],
+            num_speculative_tokens=2,
+            acceptance_method="rejection",
+        ),
+        ("--temperature", "1.2"),
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "given", "sampling"), CONFIGS)
+def test_passes_add_up(model: Path, given: tuple[str, ...], sampling: tuple[str, ...]) -> None:
+    common = ("--max-tokens", "40", "--ignore-eos", "--seed", "3", *sampling)
+    found = json.loads(run("--json", *common, *given, model=model).stdout)
+    passes, total = found["passes"], found["summary"]
+    assert len(found["token_ids"]) == 40
+    assert sum(len(each["run"]) for each in passes) == total["tokens"] == 39
+    assert total["passes"] == len(passes)
+    assert total["tokens_per_pass"] == pytest.approx(39 / len(passes))
+    assert found["token_ids"][1:] == [token for each in passes for token in each["run"]]
+    assert total["proposed"] == sum(len(each["draft"]) for each in passes) > 0
+    for each in passes:
+        fates = [guess["fate"] for guess in each["draft"]]
+        accepted = fates.count("accepted")
+        rest = fates[accepted:]
+        assert fates[:accepted] == ["accepted"] * accepted
+        assert rest[1:] == ["discarded"] * len(rest[1:])
+        tokens = [guess["token_id"] for guess in each["draft"]]
+        assert each["run"][:accepted] == tokens[:accepted]
+        assert each["rows"] == 1 + len(tokens)
+        assert all(0 <= guess["p"] <= 1 and 0 < guess["q"] <= 1 for guess in each["draft"])
+        if "--temperature" not in sampling:  # greedy: the target is certain
+            assert all(g["p"] == (g["fate"] == "accepted") for g in each["draft"][: accepted + 1])
+    if "rejection" not in given[1]:
+        assert total["same_output"]
+    saved = total["saved_by_passes_seconds"] - total["extra_rows_seconds"]
+    assert np.isclose(total["time_saved_seconds"], saved - total["drafting_seconds"])
+
+
+def test_a_model_that_drafts_for_itself_is_always_right() -> None:
+    given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
+    total = json.loads(run("--json", "--max-tokens", "21", "--ignore-eos", *given).stdout)[
+        "summary"
+    ]
+    assert total["acceptance_rate"] == 1
+    assert total["acceptance_per_position"] == [1, 1, 1]
+    assert total["tokens_per_pass"] == 4
+
+
+def test_without_a_terminal_everything_is_printed() -> None:
+    text = run("--max-tokens", "30", "--ignore-eos").stdout
+    assert "\x1b" not in text
+    for what in ("pass 1 ", "tokens per pass", "time saved", "in theory", "the same as without"):
+        assert what in text
+    assert "suffix, 4 tokens each time" in text
+
+
+def test_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Enter shows the next pass, q leaves."""
+    result = CliRunner().invoke(
+        app, ["speculate", str(LLAMA), PROMPT, "--step", "--max-tokens", "30"], input="\nq\n"
+    )
+    assert result.exit_code == 0
+    assert "pass 2" in result.stdout
+    assert "pass 3" not in result.stdout
+    result = CliRunner().invoke(
+        app, ["speculate", str(LLAMA), PROMPT, "--step", "--max-tokens", "30"], input="a\n"
+    )
+    assert "the answer" in result.stdout
+
+
+def test_one_token_is_an_answer_too() -> None:
+    found = json.loads(run("--json", "--max-tokens", "1").stdout)
+    assert found["passes"] == []
+    assert "1 token" not in run("--max-tokens", "1").stdout

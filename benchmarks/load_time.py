@@ -3,8 +3,10 @@
     python benchmarks/load_time.py [--model NAME=PATH …] [--rounds 5] [--json]
 
 Every round loads in a process of its own, after the imports. Peak memory is the largest resident
-set of that process, Python and tokenizer included; beside it what loading added to the process as
-it was before. The file is in the page cache from the second round on.
+set of that process while it loads. Beside it what is in it besides the weights: the interpreter as
+it is after the imports, and the tokenizer, made once more by itself in another process; the peak
+against the three together; and what of it is gone when the engine is ready. The file is in the page
+cache from the second round on.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from _models import models
 
@@ -26,8 +28,9 @@ class Load(NamedTuple):
     """One round, in seconds and bytes."""
 
     seconds: float
-    before: int  # resident
+    before: int  # resident: the interpreter
     peak: int
+    after: int
     weights: int
 
 
@@ -40,7 +43,10 @@ class Row:
     weights_mb: float
     peak_mb: float  # largest over the rounds
     peak_share: float  # of the weights held
-    added_share: float  # what loading added at most, of the weights held
+    interpreter_mb: float
+    tokenizer_mb: float
+    explained_share: float  # the peak, of interpreter, tokenizer and weights
+    transient_mb: float  # of the peak, gone when the engine is ready
 
 
 def status(field: str) -> int:
@@ -58,19 +64,33 @@ def load_here(path: Path) -> Load:
     before = status("VmRSS")
     began = time.perf_counter()
     loaded = load.load_engine(path, load.EngineConfig(kv_cache_memory_bytes=64 << 20))
-    return Load(time.perf_counter() - began, before, status("VmHWM"), loaded.weight_bytes)
+    seconds, after = time.perf_counter() - began, status("VmRSS")
+    return Load(seconds, before, status("VmHWM"), after, loaded.weight_bytes)
 
 
-def load_apart(path: Path) -> Load:
+def tokenizer_here(path: Path) -> int:
+    """Bytes that a checkpoint's tokenizer, metadata and chat template take, its weights unread."""
+    from octavo.checkpoint import load
+    from octavo.engine import load as engine  # noqa: F401  (the same imports)
+    from octavo.execute import native  # noqa: F401
+
+    before = status("VmRSS")
+    checkpoint = load(path)
+    checkpoint.release()
+    return status("VmRSS") - before
+
+
+def apart(what: str, path: Path) -> Any:
     child = subprocess.run(
-        [sys.executable, __file__, "--load", str(path)], check=True, stdout=subprocess.PIPE
+        [sys.executable, __file__, what, str(path)], check=True, stdout=subprocess.PIPE
     )
-    return Load(*json.loads(child.stdout))
+    return json.loads(child.stdout)
 
 
 def measure(name: str, path: Path, rounds: int) -> Row:
-    loads = [load_apart(path) for _ in range(rounds)]
-    weights = loads[0].weights
+    loads = [Load(*apart("--load", path)) for _ in range(rounds)]
+    tokenizer = min(apart("--tokenizer", path) for _ in range(rounds))
+    weights, most = loads[0].weights, max(loads, key=lambda load: load.peak)
     files = [path] if path.is_file() else list(path.glob("*.safetensors"))
     return Row(
         name,
@@ -78,9 +98,12 @@ def measure(name: str, path: Path, rounds: int) -> Row:
         statistics.median(load.seconds for load in loads),
         max(load.seconds for load in loads),
         weights / 1e6,
-        max(load.peak for load in loads) / 1e6,
-        max(load.peak for load in loads) / weights,
-        max(load.peak - load.before for load in loads) / weights,
+        most.peak / 1e6,
+        most.peak / weights,
+        most.before / 1e6,
+        tokenizer / 1e6,
+        most.peak / (most.before + tokenizer + weights),
+        (most.peak - most.after) / 1e6,
     )
 
 
@@ -90,7 +113,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)  # the process of a round
+    parser.add_argument("--tokenizer", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.tokenizer:
+        print(json.dumps(tokenizer_here(args.tokenizer)))
+        return
     if args.load:
         print(json.dumps(load_here(args.load)))
         return
@@ -98,13 +125,17 @@ def main() -> None:
     if args.json:
         print(json.dumps([asdict(row) for row in rows]))
         return
-    print("| model | file MB | load s (worst) | weights MB | peak MB | of weights | added |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "| model | file MB | load s (worst) | weights MB | peak MB | of weights | interpreter "
+        "| tokenizer | of all three | gone after |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|")
     for row in rows:
         print(
             f"| {row.model} | {row.file_mb:.0f} | {row.seconds:.2f} ({row.worst_seconds:.2f}) "
             f"| {row.weights_mb:.0f} | {row.peak_mb:.0f} | {row.peak_share:.2f} "
-            f"| {row.added_share:.2f} |"
+            f"| {row.interpreter_mb:.0f} | {row.tokenizer_mb:.0f} | {row.explained_share:.2f} "
+            f"| {row.transient_mb:.0f} |"
         )
 
 

@@ -33,7 +33,7 @@ from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
-from octavo.speculate.drafter import Target
+from octavo.speculate.drafter import ModelDrafter, Target
 from octavo.speculate.heads import read_heads
 from octavo.speculate.speculator import LONGEST, Speculator
 
@@ -147,36 +147,44 @@ class Round:
     outputs: list[list[int]] = field(default_factory=list)
 
 
-def speculator(loaded: LoadedEngine, method: dict[str, Any]) -> Speculator:
-    """One for an engine that was loaded with another method."""
-    config, engine = SpeculativeConfig.of(method), loaded.engine
-    longest, drafter = config.longest, None
-    if config.method == "medusa":
+class Drafters:
+    """For an engine that was loaded with another method; heads are loaded once."""
+
+    def __init__(self, loaded: LoadedEngine) -> None:
+        self._loaded = loaded
+        self._heads: dict[str, tuple[ModelDrafter, int]] = {}
+
+    def speculator(self, method: dict[str, Any]) -> Speculator:
+        config, size = SpeculativeConfig.of(method), self._loaded.engine.vocab_size
+        pinned = config.num_speculative_tokens
+        if config.method != "medusa":
+            return Speculator(config.drafter(), size, pinned)
+        assert config.model is not None
+        if config.model not in self._heads:
+            self._heads[config.model] = self._load(config)
+        drafter, longest = self._heads[config.model]
+        return Speculator(drafter, size, pinned, longest=longest)
+
+    def _load(self, config: SpeculativeConfig) -> tuple[ModelDrafter, int]:
+        loaded, engine = self._loaded, self._loaded.engine
         heads = read_heads(Path(config.model or ""), loaded.checkpoint)
-        compute = program(loaded.checkpoint.config, loaded.max_model_len)
         target = Target(
             loaded.checkpoint,
-            compute,
+            program(loaded.checkpoint.config, loaded.max_model_len),
             engine.executor,  # type: ignore[arg-type]
             engine.scheduler,
             engine.sampler,
             heads=heads,
         )
-        longest, drafter = len(heads.blocks), config.model_drafter(target)
-    return Speculator(
-        drafter or config.drafter(),
-        engine.vocab_size,
-        config.num_speculative_tokens,
-        longest=longest,
-    )
+        return config.model_drafter(target), heads.num_heads
 
 
 class Side:
     """The engine with one method or none."""
 
-    def __init__(self, loaded: LoadedEngine, method: dict[str, Any] | None) -> None:
-        self.engine: Engine = loaded.engine
-        self._speculator = None if method is None else speculator(loaded, method)
+    def __init__(self, engine: Engine, speculator: Speculator | None) -> None:
+        self.engine = engine
+        self._speculator = speculator
         self._round = Round()
 
     def on_step(self, step: Step) -> None:
@@ -245,8 +253,11 @@ def compare(
         speculative_config={"method": "suffix", "num_speculative_tokens": MOST_TOKENS},
     )
     loaded = load_engine(model, config, keep_hidden=True)
-    sides = {"none": Side(loaded, None)}
-    sides |= {name: Side(loaded, method) for name, method in methods.items()}
+    drafters = Drafters(loaded)
+    sides = {"none": Side(loaded.engine, None)}
+    sides |= {
+        name: Side(loaded.engine, drafters.speculator(method)) for name, method in methods.items()
+    }
     rows = []
     expected: dict[str, list[list[int]]] = {}
     for workload, prompts in workloads(loaded, batch).items():

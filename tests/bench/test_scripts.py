@@ -91,4 +91,6 @@ def test_load_time_of_a_model(
     assert row["file_mb"] == model.stat().st_size / 1e6
     assert 0 < row["seconds"] <= row["worst_seconds"]
     assert 0 < row["weights_mb"] < row["peak_mb"]
-    assert 0 < row["added_share"] < row["peak_share"]
+    assert 0 < row["interpreter_mb"] < row["peak_mb"]
+    assert 0 <= row["tokenizer_mb"] < row["peak_mb"]
+    assert 0 < row["explained_share"] < row["peak_share"]

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 import octavo.checkpoint
 from execute import tiny
 from octavo.checkpoint.base import Checkpoint, CheckpointError, WeightFormat
-from octavo.speculate.heads import fingerprint, floats, read_heads
+from octavo.speculate.heads import RECURRENT, fingerprint, floats, read_heads
 from speculate.random_heads import folder, tensors
 
 ORACLES = Path(__file__).parents[1] / "oracle"
@@ -33,13 +33,13 @@ def other() -> Checkpoint:
     return octavo.checkpoint.load(ORACLES / "tiny-llama-odd.gguf")
 
 
-@pytest.mark.parametrize("hydra", [True, False])
-def test_what_was_written_is_read(checkpoint: Checkpoint, tmp_path: Path, hydra: bool) -> None:
-    path = folder(tmp_path / "heads", checkpoint, hydra=hydra, layers=2)
+def test_heads_that_were_written_are_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    path = folder(tmp_path / "heads", checkpoint, recurrent=False, layers=2)
     heads = read_heads(path, checkpoint)
     model = checkpoint.config
-    expected = tensors(model.hidden_size, model.vocab_size, hydra=hydra, layers=2)
-    assert heads.hydra is hydra
+    expected = tensors(model.hidden_size, model.vocab_size, recurrent=False, layers=2)
+    assert heads.recurrent is None
+    assert heads.num_heads == 3
     assert heads.token_map.tolist() == expected["token_map"].tolist()
     assert [len(layers) for layers in heads.blocks] == [2, 2, 2]
     for at, layers in enumerate(heads.blocks):
@@ -48,11 +48,21 @@ def test_what_was_written_is_read(checkpoint: Checkpoint, tmp_path: Path, hydra:
             assert np.array_equal(floats(layer.weight), expected[f"{name}.weight"].ravel())
             assert layer.bias is not None
             assert np.array_equal(floats(layer.bias), expected[f"{name}.bias"])
-            assert (layer.token is not None) is (hydra and number == 0)
+
+
+def test_a_recurrent_head_that_was_written_is_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    heads = read_heads(folder(tmp_path / "heads", checkpoint), checkpoint)
+    expected = tensors(checkpoint.config.hidden_size, checkpoint.config.vocab_size)
+    assert heads.recurrent is not None
+    assert heads.blocks == []
+    for name in RECURRENT:
+        weight = getattr(heads.recurrent, name)
+        assert np.array_equal(floats(weight), expected[f"{name}.weight"].ravel())
+    assert np.array_equal(floats(heads.recurrent.bias), expected["skip.bias"])
 
 
 def test_other_names_of_the_counts_are_read(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    path = folder(tmp_path / "heads", checkpoint)
+    path = folder(tmp_path / "heads", checkpoint, recurrent=False)
     values = json.loads((path / "config.json").read_text())
     values["num_heads"] = values.pop("medusa_num_heads")
     values["num_hidden_layers"] = values.pop("medusa_num_layers")
@@ -69,14 +79,13 @@ def test_other_names_of_the_counts_are_read(checkpoint: Checkpoint, tmp_path: Pa
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
         ({"medusa_num_heads": 0}, "medusa_num_heads is 0"),
         ({"medusa_num_heads": True}, "medusa_num_heads is True"),
-        ({"medusa_num_heads": 4}, "no tensor 'blocks.3"),
-        ({"medusa_num_heads": 2}, "'blocks.2.layers.0.bias' has no part"),
-        ({"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000"),
+        ({"medusa_num_heads": 17}, "medusa_num_heads is 17"),
+        ({"intermediate_size": 95}, "'gate.weight' has the shape"),
+        ({"intermediate_size": 10**9}, "intermediate_size is 1000000000"),
         ({"truncated_vocab_size": 39}, "token_map"),
         ({"truncated_vocab_size": 10**9}, "truncated_vocab_size"),
-        ({"hydra": False}, "'blocks.0.token.weight' has no part"),
-        ({"hydra": "yes"}, "hydra is 'yes'"),
-        ({"medusa_fc_bias": False}, "has no part"),
+        ({"recurrent": False}, "no tensor 'blocks.0.layers.0.weight'"),
+        ({"recurrent": "yes"}, "recurrent is 'yes'"),
         ({"target": None}, "target does not say"),
         ({"target": "0" * 32}, "another model"),
     ],
@@ -93,6 +102,26 @@ def test_a_configuration_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"medusa_num_heads": 4}, "no tensor 'blocks.3"),
+        ({"medusa_num_heads": 2}, "'blocks.2.layers.0.bias' has no part"),
+        ({"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000"),
+        ({"medusa_fc_bias": False}, "has no part"),
+        ({"recurrent": True}, "no tensor"),
+    ],
+)
+def test_counts_that_are_not_the_tensors_are_refused(
+    checkpoint: Checkpoint, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    path = folder(tmp_path / "heads", checkpoint, recurrent=False)
+    values = json.loads((path / "config.json").read_text()) | changes
+    (path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=reason):
+        read_heads(path, checkpoint)
+
+
+@pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
         ("token_map", np.arange(40, dtype=np.int64)[::-1].copy(), "ascending"),
@@ -100,9 +129,9 @@ def test_a_configuration_that_does_not_fit_is_refused(
         ("token_map", np.arange(40, dtype=np.int64) + 10**9, "ascending"),
         ("token_map", np.zeros(40, np.int64), "ascending"),
         ("token_map", np.arange(40, dtype=np.float32), "type F32"),
-        ("blocks.0.layers.0.weight", np.zeros((3, 3), np.float16), "shape"),
-        ("blocks.1.layers.0.bias", np.zeros(3, np.float16), "shape"),
-        ("blocks.1.token.weight", np.zeros((3, 3), np.int8), "shape"),
+        ("gate.weight", np.zeros((3, 3), np.float16), "shape"),
+        ("skip.bias", np.zeros(3, np.float16), "shape"),
+        ("down.weight", np.zeros((256, 96), np.int8), "type I8"),
         ("blocks.9.token.weight", np.zeros((3, 3), np.float32), "no part"),
     ],
 )
@@ -118,7 +147,7 @@ def test_tensors_that_do_not_fit_are_refused(
 
 def test_numbers_that_are_none_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     path = folder(tmp_path / "heads", checkpoint)
-    for name in ("blocks.0.layers.0.weight", "blocks.1.layers.0.bias", "blocks.2.token.weight"):
+    for name in ("gate.weight", "skip.bias", "down.weight"):
         values = load_file(path / "model.safetensors")
         values[name].reshape(-1)[5] = np.nan
         save_file(values, path / "bad.safetensors")

@@ -16,7 +16,7 @@ from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.llm import LLM, RequestOutput
 from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
-from octavo.speculate.heads import Heads, floats, read_heads
+from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
 from octavo.speculate.medusa import MedusaDrafter, head_weights
 from speculate.random_heads import folder
 
@@ -73,12 +73,12 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
-@pytest.mark.parametrize("hydra", [True, False])
+@pytest.mark.parametrize("recurrent", [True, False])
 @pytest.mark.parametrize("count", [1, 7, 16])
 def test_the_output_is_the_one_without_heads(
-    checkpoint: Checkpoint, tmp_path: Path, hydra: bool, count: int
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, count: int
 ) -> None:
-    heads = folder(tmp_path / "heads", checkpoint, hydra=hydra, layers=1 + hydra)
+    heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, layers=2)
     prompts, params = requests(checkpoint, count)
     with llm(checkpoint, None) as plain:
         expected = plain.generate(prompts, params, use_tqdm=False)
@@ -112,7 +112,7 @@ def test_heads_of_all_tokens_that_repeat_the_model_are_right_behind_a_loop(
 ) -> None:
     """Heads that change nothing guess what the model would say to the same row again."""
     size = checkpoint.config.vocab_size
-    path = folder(tmp_path / "heads", checkpoint, hydra=False, size=size)
+    path = folder(tmp_path / "heads", checkpoint, recurrent=False, size=size)
     _zero(path)
     with llm(checkpoint, path) as drafting:
         (found,) = drafting.generate(
@@ -135,11 +135,11 @@ def _zero(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
-@pytest.mark.parametrize("hydra", [True, False])
+@pytest.mark.parametrize("recurrent", [True, False])
 def test_heads_compute_what_their_definition_says(
-    checkpoint: Checkpoint, tmp_path: Path, hydra: bool
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool
 ) -> None:
-    path = folder(tmp_path / "heads", checkpoint, hydra=hydra, layers=2)
+    path = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, layers=2)
     with llm(checkpoint, path) as drafting:
         speculator = drafting.loaded.engine.speculator
         assert speculator is not None
@@ -153,7 +153,7 @@ def test_heads_compute_what_their_definition_says(
             logits, hidden = drafter.compute(at, rows, tokens)
             x, expected = _reference(heads, checkpoint, at, rows, tokens)
             assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
-            if hydra:
+            if recurrent:
                 assert hidden is not None
                 assert np.abs(hidden - x).max() < 0.05 * np.abs(x).max()
 
@@ -162,14 +162,17 @@ def _reference(
     heads: Heads, checkpoint: Checkpoint, at: int, rows: np.ndarray, tokens: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     weights = head_weights(heads, checkpoint)
-    embedding = dequantize(checkpoint.weights["token_embd"])[tokens]
+    e = dequantize(checkpoint.weights["token_embd"])[tokens]
     x = rows
-    for number, layer in enumerate(heads.blocks[at]):
+    if heads.recurrent is not None:
+        m = {name: dequantize(weights[f"medusa.{name}"]).T for name in RECURRENT}
+        gate = x @ m["gate"] + e @ m["gate_token"]
+        z = gate / (1 + np.exp(-gate)) * (x @ m["up"] + e @ m["up_token"])
+        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.recurrent.bias)
+    for number, layer in enumerate(heads.blocks[at] if heads.blocks else ()):
         role = f"medusa.{at}.{number}"
         assert layer.bias is not None
         inner = x @ dequantize(weights[role]).T + floats(layer.bias)
-        if layer.token is not None:
-            inner = inner + embedding @ dequantize(weights[f"{role}.token"]).T
         x = x + inner / (1 + np.exp(-inner))
     role = "token_embd" if checkpoint.config.tied_embeddings else "output"
     return x, x @ dequantize(checkpoint.weights[role])[heads.token_map].T

@@ -28,7 +28,9 @@ def checkpoint() -> Checkpoint:
 
 
 def trained(out: Path, text: Path, **recipe: Any) -> dict[str, Any]:
-    made = medusa.Recipe(**{"heads": 3, "vocabulary": 60, "batch": 64, "epochs": 10} | recipe)
+    made = medusa.Recipe(
+        **{"heads": 3, "vocabulary": 60, "width": 64, "batch": 64, "epochs": 10} | recipe
+    )
     return train(MODEL, out, made, text=text, num_prompts=40, max_tokens=20, threads=1)
 
 
@@ -40,17 +42,17 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("hydra", [True, False])
+@pytest.mark.parametrize("recurrent", [True, False])
 def test_heads_learn_and_draft(
-    checkpoint: Checkpoint, tmp_path: Path, text: Path, hydra: bool
+    checkpoint: Checkpoint, tmp_path: Path, text: Path, recurrent: bool
 ) -> None:
     pytest.importorskip("torch")
-    report = trained(tmp_path / "heads", text, hydra=hydra, layers=2)
+    report = trained(tmp_path / "heads", text, recurrent=recurrent, layers=2)
     assert report["tokens_per_pass"] > 1.5
     assert len(report["top1"]) == 3
     assert report["top1"][0] > 0.4
     heads = read_heads(tmp_path / "heads", checkpoint)
-    assert heads.hydra is hydra
+    assert (heads.recurrent is not None) is recurrent
     assert len(heads.token_map) == report["vocabulary"]
     prompts = [checkpoint.tokenizer.encode(each) for each in PROMPTS]
     params = SamplingParams(temperature=0.0, max_tokens=20)
@@ -99,7 +101,7 @@ def test_without_torch_one_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatc
         ({"heads": 0}, "heads is 0"),
         ({"layers": 9}, "layers is 9"),
         ({"vocabulary": 1}, "vocabulary is 1"),
-        ({"epochs": 0.0}, "epochs is 0"),
+        ({"epochs": -1.0}, "epochs is -1"),
     ],
 )
 def test_a_recipe_that_makes_no_heads_is_refused(wrong: dict[str, Any], reason: str) -> None:

@@ -10,6 +10,7 @@ metadata only, and tensors are views.
 from __future__ import annotations
 
 import mmap
+from array import array
 from itertools import pairwise
 from math import prod
 from pathlib import Path
@@ -91,7 +92,7 @@ _LEAST = {code: dtype.itemsize for code, dtype in _DTYPES.items()} | {_STRING: 8
 class StringArray:
     """An array of strings inside the mapped file, decoded only when asked for."""
 
-    def __init__(self, path: Path, key: str, data: mmap.mmap, edges: list[int]) -> None:
+    def __init__(self, path: Path, key: str, data: mmap.mmap, edges: array[int]) -> None:
         """String i is what follows the 8 bytes of length at edges[i], up to edges[i + 1]."""
         self._path, self._key, self._data, self._edges = path, key, data, edges
 
@@ -309,7 +310,7 @@ class GgufFile:
     def _string_array(self, pos: int, key: str, count: int) -> tuple[StringArray, int]:
         data, size = self._data, self._size
         unpack = _U64.unpack_from
-        edges = [pos]
+        edges = array("q", [pos])  # a quarter of what a list takes, as long as the file is open
         for index in range(count):
             (length,) = unpack(data, pos)
             pos += 8 + length

@@ -76,6 +76,7 @@ def load_folder(path: Path) -> Checkpoint:
     config = model_config(folder, tensors.names)
     weights = _bind(tensors, config)
     tokenizer = hf_tokenizer(folder, config.vocab_size)
+    trim_heap()
     return Checkpoint(
         path,
         config,

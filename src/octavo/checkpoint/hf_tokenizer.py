@@ -66,8 +66,10 @@ class _Reader:
         path = folder.path / TOKENIZER
         data = read_file(path, MAX_TOKENIZER)
         self.values = json_object(path, data)
-        model = self.values.get("model")
+        # Vocabulary and merges go before the library has its own: they are 20 times the file.
+        model = self.values.pop("model", None)
         model = model if isinstance(model, dict) else {}
+        model = {key: value for key, value in model.items() if key not in ("vocab", "merges")}
         if model.get("type") not in ("BPE", None):  # None: files of old versions leave it out
             self.fail(f"model type {model['type']!r} is not supported, only BPE")
         if prefix := model.get("continuing_subword_prefix"):

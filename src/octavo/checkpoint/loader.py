@@ -39,6 +39,7 @@ def load_gguf(path: Path) -> Checkpoint:
     shapes = program(config).weights
     weights = bind(str(file.path), _by_role(file, config, shapes), shapes)
     tokenizer = gguf_tokenizer(file, config.vocab_size)
+    trim_heap()
     return Checkpoint(
         file.path,
         config,

@@ -329,10 +329,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     weights = dict(checkpoint.weights)
     if speculation is not None and speculation.method == "medusa":
         heads = read_heads(Path(speculation.model or ""), checkpoint)
-        if (speculation.num_speculative_tokens or 0) > len(heads.blocks):
+        if (speculation.num_speculative_tokens or 0) > heads.num_heads:
             raise SettingsError(
                 f"num_speculative_tokens is {speculation.num_speculative_tokens}, and "
-                f"{heads.path} has {len(heads.blocks)} heads: each drafts one token"
+                f"{heads.path} has {heads.num_heads} heads: each drafts one token"
             )
         weights |= head_weights(heads, checkpoint)
     draft: DraftModel | None = None
@@ -399,7 +399,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             checkpoint.config.vocab_size,
             speculation.num_speculative_tokens,
             rejection=speculation.acceptance_method == "rejection",
-            longest=speculation.longest if heads is None else len(heads.blocks),
+            longest=speculation.longest if heads is None else heads.num_heads,
         )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer

@@ -2,10 +2,11 @@
 
 Names are those that vLLM reads (`MedusaConfig`; its model's ``blocks.I.layers.J`` and
 ``token_map``); ``medusa_num_heads`` and ``medusa_num_layers`` are Cai et al.'s. There are no logits
-matrices of their own: the target's serves, of its rows those that ``token_map`` lists. Two fields
-are Octavo's: ``hydra``, whether each head also takes the token before the one it guesses and goes
-on from the head before it, through the matrices ``blocks.I.token`` (`drafting`); and ``target``,
-what the heads are for (`fingerprint`).
+matrices of their own: the target's serves, of its rows those that ``token_map`` lists. ``target``
+says what the heads are for (`fingerprint`).
+
+With ``recurrent``, which is Octavo's, there is one head that goes on from itself (`Recurrent`),
+``medusa_num_heads`` times at most; ``intermediate_size`` is its width.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
+from octavo.checkpoint.bind import vector
 from octavo.checkpoint.files import json_object, read_file
 from octavo.checkpoint.safetensors import SafetensorsFile
 
@@ -25,25 +27,51 @@ CONFIG = "config.json"
 TENSORS = "model.safetensors"
 MOST_HEADS = 16
 MOST_LAYERS = 8
+MOST_WIDTH = 1 << 16
+# A recurrent head's matrices, in the order of its fields.
+RECURRENT = ("gate", "gate_token", "up", "up_token", "down", "skip", "skip_token")
 _MOST_CONFIG = 1 << 20  # bytes
 
 Int32 = npt.NDArray[np.int32]
 
 
 class Layer(NamedTuple):
-    """x + SiLU(x @ weight.T (+ e @ token.T) + bias); e is a token's embedding."""
+    """x + SiLU(x @ weight.T + bias)."""
 
     weight: Weight  # [hidden, hidden]
-    token: Weight | None  # [hidden, hidden]
     bias: Weight | None  # [hidden]
 
 
+class Recurrent(NamedTuple):
+    """From the hidden row x that a token was drawn from and the token's embedding e, a guess at the
+    hidden row that the token behind it is drawn from:
+
+        (SiLU(gate (x, e)) * up (x, e)) @ down.T + skip (x, e) + bias
+
+    where gate (x, e) is x @ gate.T + e @ gate_token.T, and the others likewise. Zhang et al.,
+    "Recurrent Drafter for Fast Speculative Decoding in Large Language Models", 2024, have one such
+    head; Li et al., "EAGLE", 2024, have hidden rows guess hidden rows.
+    """
+
+    gate: Weight  # [intermediate, hidden]
+    gate_token: Weight
+    up: Weight
+    up_token: Weight
+    down: Weight  # [hidden, intermediate]
+    skip: Weight  # [hidden, hidden]
+    skip_token: Weight
+    bias: Weight  # [hidden]
+
+
 class Heads(NamedTuple):
-    """``blocks``: of each head its layers; the first guesses the token behind the next one."""
+    """``blocks``: of each head its layers, the first guessing the token behind the one drawn; none
+    of a ``recurrent`` head. ``num_heads``: tokens guessed, one behind the other.
+    """
 
     path: Path
-    hydra: bool
+    num_heads: int
     blocks: list[list[Layer]]
+    recurrent: Recurrent | None
     token_map: Int32  # the tokens that are guessed, ascending
     target: str
 
@@ -82,10 +110,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
                 f"{checkpoint.path}"
             )
     num_heads = config.count("medusa_num_heads", 1, MOST_HEADS, "num_heads")
-    num_layers = config.count("medusa_num_layers", 1, MOST_LAYERS, "num_hidden_layers")
     size = config.count("truncated_vocab_size", 2, model.vocab_size)
-    hydra = config.flag("hydra")
-    bias = config.flag("medusa_fc_bias")
     target = config.values.get("target")
     if not isinstance(target, str):
         config.fail("target does not say which model the heads are for")
@@ -94,24 +119,21 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
             f"the heads are for another model than {checkpoint.path}: its vocabulary, norms or "
             "biases differ"
         )
-    file = SafetensorsFile(folder / TENSORS)
-    tensors = _Tensors(file, model.hidden_size)
-    blocks = []
-    for head in range(num_heads):
-        layers = []
-        for at in range(num_layers):
-            name = f"blocks.{head}.layers.{at}"
-            layers.append(
-                Layer(
-                    tensors.matrix(f"{name}.weight"),
-                    tensors.matrix(f"blocks.{head}.token.weight") if hydra and at == 0 else None,
-                    tensors.vector(f"{name}.bias") if bias else None,
-                )
-            )
-        blocks.append(layers)
+    tensors = _Tensors(SafetensorsFile(folder / TENSORS))
+    blocks: list[list[Layer]] = []
+    recurrent = None
+    if config.flag("recurrent"):
+        inner = config.count("intermediate_size", 1, MOST_WIDTH)
+        recurrent = tensors.recurrent(model.hidden_size, inner)
+    else:
+        num_layers = config.count("medusa_num_layers", 1, MOST_LAYERS, "num_hidden_layers")
+        bias = config.flag("medusa_fc_bias")
+        for head in range(num_heads):
+            names = [f"blocks.{head}.layers.{layer}" for layer in range(num_layers)]
+            blocks.append([tensors.layer(name, model.hidden_size, bias) for name in names])
     token_map = tensors.token_map(size, model.vocab_size)
     tensors.finish()
-    return Heads(folder, hydra, blocks, token_map, target)
+    return Heads(folder, num_heads, blocks, recurrent, token_map, target)
 
 
 class _Config:
@@ -137,9 +159,8 @@ class _Config:
 
 
 class _Tensors:
-    def __init__(self, file: SafetensorsFile, hidden_size: int) -> None:
+    def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        self._size = hidden_size
         self._left = set(file.tensors)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> None:
@@ -150,19 +171,31 @@ class _Tensors:
             self._file.fail(f"tensor {name!r} has the shape {info.shape}, not {shape}")
         self._left.discard(name)
 
-    def matrix(self, name: str) -> Weight:
-        self._take(name, (self._size, self._size))
+    def layer(self, name: str, size: int, bias: bool) -> Layer:
+        weight = self.matrix(f"{name}.weight", size, size)
+        return Layer(weight, self.vector(f"{name}.bias", size) if bias else None)
+
+    def recurrent(self, size: int, inner: int) -> Recurrent:
+        shapes = {"down": (size, inner), "skip": (size, size), "skip_token": (size, size)}
+        return Recurrent(
+            bias=self.vector("skip.bias", size),
+            **{
+                name: self.matrix(f"{name}.weight", *shapes.get(name, (inner, size)))
+                for name in RECURRENT
+            },
+        )
+
+    def matrix(self, name: str, rows: int, columns: int) -> Weight:
+        self._take(name, (rows, columns))
         weight = self._file.weight(name)
         self._check_finite(weight)
         return weight
 
-    def vector(self, name: str) -> Weight:
-        self._take(name, (self._size,))
-        weight = self._file.weight(name)
-        values = floats(weight)
+    def vector(self, name: str, size: int) -> Weight:
+        self._take(name, (size,))
+        weight = vector(self._file.weight(name))
         self._check_finite(weight)
-        data = np.ascontiguousarray(values).view(np.uint8)
-        return weight._replace(format=WeightFormat.F32, source=data)
+        return weight
 
     def _check_finite(self, weight: Weight) -> None:
         if not np.isfinite(floats(weight)).all():

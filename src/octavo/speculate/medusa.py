@@ -4,9 +4,9 @@ Cai et al., "Medusa: Simple LLM Inference Acceleration Framework with Multiple D
 2024. Head i, a residual block x + SiLU(W x + b), guesses from the hidden row that a token was drawn
 from the one i + 1 places behind that token, all through the target's own logits matrix; of that
 only the rows of common tokens are read (Zhao et al., "FR-Spec", 2025), for its reading is most of
-what a head costs. With ``hydra`` the heads are a chain: each takes what the head before it made of
-the row, and the token guessed there, the first one the token drawn (Ankner et al., "Hydra:
-Sequentially-Dependent Draft Heads for Medusa Decoding", 2024).
+what a head costs. A recurrent head (`Recurrent`) takes the token drawn too, and goes on from its
+own row and the token it guessed: guesses that know of each other are right more often (Ankner et
+al., "Hydra: Sequentially-Dependent Draft Heads for Medusa Decoding", 2024).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from octavo.model.program import (
     Activate,
     Add,
     Embed,
+    GatedActivation,
     Input,
     Linear,
     Logits,
@@ -36,7 +37,7 @@ from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
-from octavo.speculate.heads import Heads
+from octavo.speculate.heads import Heads, Recurrent
 
 _LOGITS = "medusa.output"
 _UNLIKELY = 0.1  # of all guesses of a draft being right: nothing is guessed behind it
@@ -48,46 +49,78 @@ def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict
     and the chosen rows of the logits matrix as they are.
     """
     given: dict[str, Weight] = {}
+    if heads.recurrent is not None:
+        given |= {f"medusa.{name}": weight for name, weight in heads.recurrent._asdict().items()}
     for at, layers in enumerate(heads.blocks):
         for number, layer in enumerate(layers):
-            role = _role(at, number)
-            given[role] = layer.weight
-            if layer.token is not None:
-                given[f"{role}.token"] = layer.token
+            given[_role(at, number)] = layer.weight
             if layer.bias is not None:
-                given[f"{role}.bias"] = layer.bias
+                given[f"{_role(at, number)}.bias"] = layer.bias
     weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
     name = "token_embd" if checkpoint.config.tied_embeddings else "output"
     weights[_LOGITS] = _rows_of(checkpoint.weights[name], heads.token_map)
     return weights
 
 
-def head_program(heads: Heads, target: Program, at: int) -> Program:
-    """Of one head: from hidden rows, and with ``hydra`` tokens, to logits of ``token_map``."""
+def head_programs(heads: Heads, target: Program) -> list[Program]:
+    """From hidden rows to logits of ``token_map``: a head each, or the one recurrent head's, which
+    takes tokens too.
+    """
+    if heads.recurrent is not None:
+        return [_recurrent_program(heads.recurrent, target, len(heads.token_map))]
+    programs = []
     width = target.config.hidden_size
+    for at, layers in enumerate(heads.blocks):
+        ops: list[Op] = [Input("x")]
+        weights: dict[str, tuple[int, ...]] = {}
+        for number, layer in enumerate(layers):
+            role, bias = _role(at, number), None
+            weights[role] = (width, width)
+            if layer.bias is not None:
+                bias = f"{role}.bias"
+                weights[bias] = (width,)
+            ops.append(Linear("x", role, "h", bias))
+            ops.append(Activate("h", "h", Activation.SILU))
+            ops.append(Add("x", "h", "x"))
+        size = len(heads.token_map)
+        programs.append(_to_logits(target, ops, {"x": width, "h": width}, weights, size))
+    return programs
+
+
+def _recurrent_program(head: Recurrent, target: Program, size: int) -> Program:
+    inner, width = head.gate.shape
     embed = next(op for op in target.ops if isinstance(op, Embed))
+    weights = {embed.weight: target.weights[embed.weight]}
+    weights |= {f"medusa.{name}": weight.shape for name, weight in head._asdict().items()}
+    ops: list[Op] = [
+        Input("x"),
+        Embed(embed.weight, "e", embed.scale),
+        *(Linear("x", f"medusa.{name}", name) for name in ("gate", "up")),
+        Linear("x", "medusa.skip", "skip", "medusa.bias"),
+        *(Linear("e", f"medusa.{name}", name) for name in ("gate_token", "up_token", "skip_token")),
+        *(Add(name, f"{name}_token", name) for name in ("gate", "up", "skip")),
+        GatedActivation("gate", "up", "gate", Activation.SILU),
+        Linear("gate", "medusa.down", "h"),
+        Add("skip", "h", "x"),
+    ]
+    widths = dict.fromkeys(("gate", "gate_token", "up", "up_token"), inner)
+    widths |= dict.fromkeys(("x", "e", "skip", "skip_token", "h"), width)
+    return _to_logits(target, ops, widths, weights, size)
+
+
+def _to_logits(
+    target: Program,
+    ops: list[Op],
+    widths: dict[str, int],
+    weights: dict[str, tuple[int, ...]],
+    size: int,
+) -> Program:
+    """From x to logits, as the target goes."""
     last = target.ops[-1]
     assert isinstance(last, Logits)
-    ops: list[Op] = [Input("x")]
-    weights: dict[str, tuple[int, ...]] = {}
-    for number, layer in enumerate(heads.blocks[at]):
-        role, bias = _role(at, number), None
-        weights[role] = (width, width)
-        if layer.bias is not None:
-            bias = f"{role}.bias"
-            weights[bias] = (width,)
-        ops.append(Linear("x", role, "h", bias))
-        if layer.token is not None:
-            weights[embed.weight] = target.weights[embed.weight]
-            weights[f"{role}.token"] = (width, width)
-            ops.append(Embed(embed.weight, "e", embed.scale))
-            ops.append(Linear("e", f"{role}.token", "t"))
-            ops.append(Add("h", "t", "h"))
-        ops.append(Activate("h", "h", Activation.SILU))
-        ops.append(Add("x", "h", "x"))
-    weights[_LOGITS] = (len(heads.token_map), width)
+    weights[_LOGITS] = (size, widths["x"])
     ops.append(Logits("x", _LOGITS, last.softcap))
-    return Program(target.config, tuple(ops), dict.fromkeys("xhet", width), weights)
+    return Program(target.config, tuple(ops), widths, weights)
 
 
 def _role(head: int, layer: int) -> str:
@@ -115,12 +148,13 @@ class MedusaDrafter:
     def __init__(self, heads: Heads, target: Target) -> None:
         executor = target.executor
         weights = head_weights(heads, target.checkpoint, executor.threads)
+        self._recurrent = heads.recurrent is not None
         self._programs = []
-        for at in range(len(heads.blocks)):
-            program = head_program(heads, target.program, at)
+        for program in head_programs(heads, target.program):
             own = {role: weights.pop(role) for role in program.weights if role in weights}
-            self._programs.append(executor.add_program(program, own, keep_hidden=heads.hydra))
-        self._hydra = heads.hydra
+            number = executor.add_program(program, own, keep_hidden=self._recurrent)
+            self._programs.append(number)
+        self._count = heads.num_heads
         self._token_map = heads.token_map
         self._vocab_size = target.checkpoint.config.vocab_size
         self._executor = executor
@@ -149,7 +183,7 @@ class MedusaDrafter:
             if count and row is not None and size == len(seq.token_ids):
                 asked.append(_Asked(at, seq, row, count))
         going = asked
-        for depth in range(len(self._programs)):
+        for depth in range(self._count):
             going = [each for each in going if each.count > depth and each.chance > _UNLIKELY]
             if not going:
                 break
@@ -166,11 +200,12 @@ class MedusaDrafter:
 
     def compute(self, head: int, rows: Float32, tokens: Int32) -> tuple[Float32, Float32 | None]:
         """Logits [sequences, token_map], valid until the executor computes again, and the rows that
-        the head behind goes on from, if it does.
+        a recurrent head goes on from.
         """
-        result = self._executor.execute_rows(
-            self._programs[head], rows, tokens if self._hydra else None
-        )
+        if self._recurrent:
+            result = self._executor.execute_rows(self._programs[0], rows, tokens)
+        else:
+            result = self._executor.execute_rows(self._programs[head], rows)
         assert result.logits is not None
         return result.logits, None if result.hidden is None else result.hidden.copy()
 

@@ -1,14 +1,17 @@
 """Medusa heads, learned from what the model itself says (self-distillation: Cai et al., 2024).
 
-The head numbered i learns, at every place of an answer, the token i + 1 places behind the one drawn
-there. With ``hydra`` (Ankner et al., 2024) it starts from the head before it and is given the token
-before the one it guesses; in training these are the answer's own (teacher forcing).
+Head i of Medusa's learns, at every place of an answer, the token i + 1 places behind the one drawn
+there. A recurrent head learns first to guess the next hidden row from a row and the token drawn,
+beginning with the best linear guess (rows say more than tokens: Li et al., "EAGLE", 2024), then the
+tokens, going on from its own guesses with the answer's tokens (teacher forcing). Both learn the
+model's own distribution beside the token it drew (distillation: Hinton et al., 2015).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -26,11 +29,14 @@ from octavo.quant.blocks import dequantize
 from octavo.quant.layouts import Tensor
 from octavo.quant.safetensors_writer import SafetensorsWriter
 from octavo.quant.state import write_whole
-from octavo.speculate.heads import CONFIG, MOST_HEADS, MOST_LAYERS, fingerprint
+from octavo.speculate.heads import CONFIG, MOST_HEADS, MOST_LAYERS, MOST_WIDTH, fingerprint
 from octavo.train.texts import Texts
 
 _WARM_UP = 50  # steps
 _LARGEST_GRADIENT = 1.0
+_SAMPLE = 4096  # places that scales are measured on
+_MOST_SQUARES = 64  # batches of places that the linear guess is fitted to
+_RIDGE = 1e-4
 _HELD_OUT = 20  # one answer of so many is measured on, and not learned from
 
 Float32 = npt.NDArray[np.float32]
@@ -42,25 +48,28 @@ Torch = Any  # a tensor of torch, which is there only where something is trained
 class Recipe:
     """How heads are made. Raises `SettingsError`."""
 
-    heads: int = 4
-    layers: int = 1
-    hydra: bool = True
+    heads: int = 4  # tokens guessed, one behind the other
+    recurrent: bool = True  # one head that goes on from itself, or Medusa's, a head a token
+    width: int = 768  # of a recurrent head
+    layers: int = 1  # of Medusa's heads
     vocabulary: int = 8192  # tokens that are guessed, at most: the commonest of the answers
-    epochs: float = 2.0
+    row_epochs: float = 1.0  # learning to guess hidden rows, as a recurrent head does first …
+    epochs: float = 4.0  # … and tokens
     learning_rate: float = 1e-3
     decay: float = 0.9  # of a head's weight in the loss, from one to the next
-    soft: float = 0.5  # share of the loss against the model's own distribution, not its tokens
+    soft: float = 0.9  # share of the loss against the model's own distribution, not its tokens
     batch: int = 1024  # places
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, high in (("heads", MOST_HEADS), ("layers", MOST_LAYERS)):
+        for name, high in (("heads", MOST_HEADS), ("layers", MOST_LAYERS), ("width", MOST_WIDTH)):
             if not 1 <= getattr(self, name) <= high:
                 raise SettingsError(f"{name} is {getattr(self, name)}, outside 1 to {high}")
         if self.vocabulary < 2:
             raise SettingsError(f"vocabulary is {self.vocabulary}, below 2")
-        if self.epochs <= 0:
-            raise SettingsError(f"epochs is {self.epochs}, not above 0")
+        for name in ("epochs", "row_epochs"):
+            if getattr(self, name) < 0:
+                raise SettingsError(f"{name} is {getattr(self, name)}, below 0")
 
 
 class Learned(NamedTuple):
@@ -110,9 +119,9 @@ def learn(
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = _Model(checkpoint, token_map, recipe)
         began = time.monotonic()
-        model.fit(texts, places, progress)
+        model = _Model(checkpoint, texts, places, token_map, recipe)
+        model.fit(progress)
         seconds = time.monotonic() - began
         rates = model.measure(held)
     finally:
@@ -133,61 +142,109 @@ class _Model:
     """The heads, the logits rows and the embedding in torch."""
 
     def __init__(
-        self, checkpoint: Checkpoint, token_map: npt.NDArray[np.int64], recipe: Recipe
+        self,
+        checkpoint: Checkpoint,
+        texts: Texts,
+        places: npt.NDArray[np.int64],
+        token_map: npt.NDArray[np.int64],
+        recipe: Recipe,
     ) -> None:
-        torch = import_torch()
+        torch = self.torch = import_torch()
         self.recipe = recipe
-        self.torch = torch
         config = checkpoint.config
-        target = program(config)
-        embed = next(op for op in target.ops if isinstance(op, Embed))
+        embed = next(op for op in program(config).ops if isinstance(op, Embed))
         head = "token_embd" if config.tied_embeddings else "output"
         embedding = dequantize(checkpoint.weights["token_embd"]) * np.float32(embed.scale)
-        # Brought to one in the mean square while they are learned with: the matrices get the rest.
-        self.scale = float(1 / np.sqrt(np.square(embedding, dtype=np.float64).mean()))
-        self.embedding = torch.from_numpy(embedding * np.float32(self.scale))
-        rows = dequantize(checkpoint.weights[head])[token_map]
+        sample = texts.hidden[places[:_SAMPLE]].astype(np.float64)
+        # Rows and embeddings are brought to one in the mean square while they are learned with, and
+        # the matrices get the rest.
+        self.row_scale = float(1 / np.sqrt(np.square(sample).mean()))
+        self.token_scale = float(1 / np.sqrt(np.square(embedding, dtype=np.float64).mean()))
+        self.embedding = torch.from_numpy(embedding * np.float32(self.token_scale))
+        rows = dequantize(checkpoint.weights[head])[token_map] / np.float32(self.row_scale)
         self.rows = torch.from_numpy(np.ascontiguousarray(rows)).to(torch.bfloat16)
+        self.metric = _logit_metric(torch, torch.from_numpy(rows))
         self.token_map = torch.from_numpy(token_map)
         self.number = torch.full((config.vocab_size,), -100)
         self.number[self.token_map] = torch.arange(len(token_map))
-        width = config.hidden_size
-        generator = torch.Generator().manual_seed(recipe.seed)
-        self.generator = generator
-        self.weights: dict[str, Torch] = {}
-        for at in range(recipe.heads):
-            for layer in range(recipe.layers):
-                # A head begins as the one before it, and the first as the model's own.
-                self.weights[f"blocks.{at}.layers.{layer}.weight"] = torch.zeros(width, width)
-                self.weights[f"blocks.{at}.layers.{layer}.bias"] = torch.zeros(width)
-            if recipe.hydra:
-                noise = torch.randn(width, width, generator=generator)
-                self.weights[f"blocks.{at}.token.weight"] = 0.01 * noise
+        beyond = recipe.heads + 1
+        self.tokens = torch.from_numpy(np.pad(texts.tokens, (0, beyond)).astype(np.int64))
+        self.left = torch.from_numpy(texts.left)
+        self.hidden = torch.from_numpy(np.pad(texts.hidden, ((0, beyond), (0, 0))))
+        self.places = torch.from_numpy(places)
+        self.generator = torch.Generator().manual_seed(recipe.seed)
+        self.weights = self._first_weights(config.hidden_size)
         for weight in self.weights.values():
             weight.requires_grad_()
 
+    def _first_weights(self, width: int) -> dict[str, Torch]:
+        torch, recipe, inner = self.torch, self.recipe, self.recipe.width
+        if not recipe.recurrent:
+            # A head begins as the model's own.
+            return {
+                f"blocks.{head}.layers.{layer}.{name}": torch.zeros(shape)
+                for head in range(recipe.heads)
+                for layer in range(recipe.layers)
+                for name, shape in (("weight", (width, width)), ("bias", (width,)))
+            }
+
+        def noise(rows: int, columns: int, size: float) -> Torch:
+            return torch.randn(rows, columns, generator=self.generator) * size / columns**0.5
+
+        names = ("gate", "gate_token", "up", "up_token")
+        weights = {f"{name}.weight": noise(inner, width, 0.5) for name in names}
+        weights["down.weight"] = noise(width, inner, 0.1)
+        return weights | self._least_squares(width)
+
+    def _least_squares(self, width: int) -> dict[str, Torch]:
+        """The best linear guess at the next hidden row, in closed form."""
+        torch = self.torch
+        size = 2 * width + 1
+        square, product = torch.zeros(size, size), torch.zeros(size, width)
+        for here in self.places[: _MOST_SQUARES * self.recipe.batch].split(8192):
+            ones = torch.ones(len(here), 1)
+            x = torch.cat((self.row(here), self.embedding[self.tokens[here + 1]], ones), 1)
+            square += x.T @ x
+            product += x.T @ self.row(here + 1)
+        square += torch.eye(size) * square.diagonal().mean() * _RIDGE
+        found = torch.linalg.solve(square, product)
+        return {
+            "skip.weight": found[:width].T.contiguous(),
+            "skip_token.weight": found[width:-1].T.contiguous(),
+            "skip.bias": found[-1].clone(),
+        }
+
+    def row(self, places: Torch) -> Torch:
+        """Hidden rows, scaled."""
+        return self.hidden[places].float() * self.row_scale
+
     def head(self, at: int, x: Torch, tokens: Torch) -> Torch:
-        """x [places, hidden] → [places, hidden]."""
-        functional = self.torch.nn.functional
+        """x [places, hidden] → [places, hidden]: of a head of that number, or the recurrent one."""
+        weights, linear = self.weights, self.torch.nn.functional.linear
+        silu = self.torch.nn.functional.silu
+        if self.recipe.recurrent:
+            e = self.embedding[tokens]
+
+            def both(name: str) -> Torch:
+                return linear(x, weights[f"{name}.weight"]) + linear(
+                    e, weights[f"{name}_token.weight"]
+                )
+
+            inner = silu(both("gate")) * both("up")
+            return linear(inner, weights["down.weight"]) + both("skip") + weights["skip.bias"]
         for layer in range(self.recipe.layers):
             name = f"blocks.{at}.layers.{layer}"
-            inner = functional.linear(
-                x, self.weights[f"{name}.weight"], self.weights[f"{name}.bias"]
-            )
-            if self.recipe.hydra and layer == 0:
-                embedded = self.embedding[tokens]
-                inner = inner + functional.linear(
-                    embedded, self.weights[f"blocks.{at}.token.weight"]
-                )
-            x = x + functional.silu(inner)
+            inner = linear(x, weights[f"{name}.weight"], weights[f"{name}.bias"])
+            # Of the row as it is: what SiLU makes of it depends on the scale.
+            x = x + silu(inner) * self.row_scale
         return x
 
-    def heads(self, hidden: Torch, before: list[Torch]) -> Iterator[Torch]:
-        """``before`` [places] of each head: the token before the one it guesses."""
+    def guesses(self, hidden: Torch, before: Callable[[int], Torch]) -> Iterator[Torch]:
+        """A row for each token that is guessed; ``before``: the tokens before the one."""
         x = hidden
         for at in range(self.recipe.heads):
-            out = self.head(at, x, before[at])
-            if self.recipe.hydra:
+            out = self.head(at, x, before(at))
+            if self.recipe.recurrent:
                 x = out
             yield out
 
@@ -195,53 +252,71 @@ class _Model:
         """[places, token_map]; rounded to bf16, whose products CPUs may have in hardware."""
         return (x.to(self.torch.bfloat16) @ self.rows.T).float()
 
-    def fit(self, texts: Texts, places: npt.NDArray[np.int64], progress: Progress) -> None:
+    def fit(self, progress: Progress) -> None:
+        if self.recipe.recurrent:
+            self._descend("rows", self.recipe.row_epochs, self._row_loss, progress)
+        self._descend("tokens", self.recipe.epochs, self._token_loss, progress)
+
+    def _descend(
+        self, name: str, epochs: float, loss_at: Callable[[Torch], Torch], progress: Progress
+    ) -> None:
+        """AdamW, with a rate that rises and falls."""
         torch, recipe = self.torch, self.recipe
-        functional = torch.nn.functional
-        beyond = recipe.heads + 1
-        tokens = torch.from_numpy(np.pad(texts.tokens, (0, beyond)).astype(np.int64))
-        left = torch.from_numpy(texts.left)
-        hidden = torch.from_numpy(np.pad(texts.hidden, ((0, beyond), (0, 0))))
-        batch = min(recipe.batch, len(places))
-        steps = max(1, round(recipe.epochs * len(places) / batch))
+        batch = min(recipe.batch, len(self.places))
+        steps = round(epochs * len(self.places) / batch)
+        parameters = list(self.weights.values())
         optimizer = torch.optim.AdamW(
-            self.weights.values(), recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+            parameters, recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
         )
         order: Torch | None = None
         at = 0
         began = time.monotonic()
         for step in range(steps):
-            if order is None or at + batch > len(places):
-                order, at = torch.randperm(len(places), generator=self.generator), 0
-            here = torch.from_numpy(places)[order[at : at + batch]]
-            at += batch
-            rate = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + np.cos(np.pi * step / steps))
+            if order is None or at + batch > len(order):
+                order = self.places[torch.randperm(len(self.places), generator=self.generator)]
+                at = 0
+            rate = min(1.0, (step + 1) / _WARM_UP) * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group in optimizer.param_groups:
                 group["lr"] = recipe.learning_rate * rate
-            loss = torch.zeros(())
-            before = [tokens[here + 1 + head] for head in range(recipe.heads)]
-            for head, x in enumerate(self.heads(hidden[here].float(), before)):
-                wanted = torch.where(
-                    left[here] >= head + 2, self.number[tokens[here + 2 + head]], -100
-                )
-                logits = self.logits(x)
-                weight = recipe.decay**head
-                hard = functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
-                hard = hard / (wanted >= 0).sum().clamp(min=1)
-                loss = loss + weight * (1 - recipe.soft) * hard
-                if recipe.soft:
-                    known = left[here] >= head + 2
-                    with torch.no_grad():
-                        own = functional.softmax(self.logits(hidden[here + 1 + head].float()), -1)
-                    cross = -(own * functional.log_softmax(logits, -1)).sum(-1)
-                    soft = (cross * known).sum() / known.sum().clamp(min=1)
-                    loss = loss + weight * recipe.soft * soft
+            loss = loss_at(order[at : at + batch])
+            at += batch
             optimizer.zero_grad()
             loss.backward()
-            torch.nn.utils.clip_grad_norm_(self.weights.values(), _LARGEST_GRADIENT)
+            torch.nn.utils.clip_grad_norm_(parameters, _LARGEST_GRADIENT)
             optimizer.step()
             seconds = (time.monotonic() - began) / (step + 1) * (steps - step - 1)
-            progress(f"step {step + 1} of {steps}, loss {loss.item():.3f}, {seconds:.0f} s left")
+            progress(
+                f"{name}: step {step + 1} of {steps}, loss {loss.item():.4f}, {seconds:.0f} s left"
+            )
+
+    def _row_loss(self, here: Torch) -> Torch:
+        """How far the guess at the next row is from it, as the logits see it."""
+        torch = self.torch
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = self.head(0, self.row(here), self.tokens[here + 1])
+        off = (x.float() - self.row(here + 1)) @ self.metric
+        return torch.nn.functional.smooth_l1_loss(off, torch.zeros_like(off))
+
+    def _token_loss(self, here: Torch) -> Torch:
+        """Cross-entropy, with the tokens and the model's own distribution, over all heads."""
+        torch, recipe = self.torch, self.recipe
+        functional = torch.nn.functional
+        loss = torch.zeros(())
+        rows = self.guesses(self.row(here), lambda at: self.tokens[here + 1 + at])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outs = [out.float() for out in rows]
+        for at, out in enumerate(outs):
+            known = self.left[here] >= at + 2
+            wanted = torch.where(known, self.number[self.tokens[here + 2 + at]], -100)
+            logits = self.logits(out)
+            hard = functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
+            hard = hard / (wanted >= 0).sum().clamp(min=1)
+            with torch.no_grad():
+                own = functional.softmax(self.logits(self.row(here + 1 + at)), -1)
+            cross = -(own * functional.log_softmax(logits, -1)).sum(-1)
+            soft = (cross * known).sum() / known.sum().clamp(min=1)
+            loss = loss + recipe.decay**at * ((1 - recipe.soft) * hard + recipe.soft * soft)
+        return loss
 
     def measure(self, texts: Texts) -> dict[str, Any]:
         """On answers not learned from: how often each head is right, of all places and of those
@@ -252,26 +327,24 @@ class _Model:
             left = torch.from_numpy(texts.left)
             here = torch.nonzero(left >= 2).flatten()
             tokens = torch.from_numpy(np.pad(texts.tokens, (0, count + 1)).astype(np.int64))
-            x = torch.from_numpy(texts.hidden)[here].float()
-            token = tokens[here + 1]
+            rows = torch.from_numpy(texts.hidden)[here].float() * self.row_scale
+            guessed = [tokens[here + 1]]
             alive = torch.ones(len(here), dtype=torch.bool)
             accepted = torch.zeros(len(here), dtype=torch.long)
             top1, conditional = [], []
-            for head in range(count):
-                out = self.head(head, x, token)
-                x = out if self.recipe.hydra else x
+            for at, out in enumerate(self.guesses(rows, guessed.__getitem__)):
                 token = self.token_map[self.logits(out).argmax(-1)]
-                told = left[here] >= head + 2
-                right = (token == tokens[here + 2 + head]) & told
+                guessed.append(token)
+                told = left[here] >= at + 2
+                right = (token == tokens[here + 2 + at]) & told
                 top1.append(_share(right.sum(), told.sum()))
                 conditional.append(_share((right & alive).sum(), (alive & told).sum()))
                 alive = alive & right
                 accepted += alive
-        passes = produced = 0
-        following = -1
+        passes = produced = following = 0
         for place, extra in zip(here.tolist(), accepted.tolist(), strict=True):
             if place < following and texts.left[place] < texts.left[place - 1]:
-                continue
+                continue  # of the same answer, and accepted before
             passes += 1
             produced += 1 + extra
             following = place + 1 + extra
@@ -282,13 +355,28 @@ class _Model:
         }
 
     def tensors(self) -> dict[str, Float32]:
+        """The weights for rows and embeddings as they are."""
         found: dict[str, Float32] = {}
         for name, weight in self.weights.items():
             values: Float32 = weight.detach().numpy()
-            if name.endswith("token.weight"):
-                values = values * np.float32(self.scale)
+            if name.endswith("_token.weight"):
+                values = values * np.float32(self.token_scale)
+            elif name.startswith(("gate", "up", "blocks")) and name.endswith("weight"):
+                values = values * np.float32(self.row_scale)
+            if name.startswith(("down", "skip_token")) or name == "skip.bias":
+                values = values / np.float32(self.row_scale)
             found[name] = values
         return found
+
+
+def _logit_metric(torch: Any, rows: Torch) -> Torch:
+    """A factor [hidden, hidden] of the covariance of logits: a row times it is as long as the
+    logits that the row makes vary, to a constant.
+    """
+    centred = rows - rows.mean(0)
+    square = centred.T @ centred / len(rows)
+    square += torch.eye(len(square)) * square.diagonal().mean() * 1e-5
+    return torch.linalg.cholesky(square)
 
 
 def _share(part: Any, whole: Any) -> float:
@@ -314,10 +402,12 @@ def write(folder: Path, checkpoint: Checkpoint, learned: Learned, recipe: Recipe
         "vocab_size": checkpoint.config.vocab_size,
         "truncated_vocab_size": len(learned.token_map),
         "medusa_num_heads": recipe.heads,
-        "medusa_num_layers": recipe.layers,
-        "medusa_fc_bias": True,
         "original_lm_head": True,
-        "hydra": recipe.hydra,
+        **(
+            {"recurrent": True, "intermediate_size": recipe.width}
+            if recipe.recurrent
+            else {"medusa_num_layers": recipe.layers, "medusa_fc_bias": True}
+        ),
         "target": fingerprint(checkpoint),
         "training": {"recipe": asdict(recipe), "held_out": learned.report},
     }

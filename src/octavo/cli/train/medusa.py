@@ -39,25 +39,27 @@ def command(
     ] = 1000,
     max_tokens: Annotated[
         int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
-    ] = 200,
+    ] = 4.0,
     heads: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
     ] = 4,
-    layers: Annotated[
-        int, typer.Option(min=1, max=8, metavar="N", help="Layers of each head.")
-    ] = 1,
-    hydra: Annotated[
+    recurrent: Annotated[
         bool,
         typer.Option(
-            "--hydra/--no-hydra",
-            help="A chain of heads, each given the token before the one it guesses (Hydra), or "
-            "heads apart from each other (Medusa).",
+            "--recurrent/--medusa",
+            help="One head that goes on from its own guess, or Medusa's, one for each token.",
         ),
     ] = True,
+    width: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Of a recurrent head, a multiple of 32.")
+    ] = 768,
+    layers: Annotated[
+        int, typer.Option(min=1, max=8, metavar="N", help="Layers of each of Medusa's heads.")
+    ] = 1,
     vocabulary: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
     ] = 8192,
-    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 2.0,
+    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 4.0,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, metavar="X", help="Of AdamW, at its highest.")
     ] = 1e-3,
@@ -83,8 +85,9 @@ def command(
     import_torch()  # before minutes are spent
     recipe = Recipe(
         heads=heads,
+        recurrent=recurrent,
+        width=width,
         layers=layers,
-        hydra=hydra,
         vocabulary=vocabulary,
         epochs=epochs,
         learning_rate=learning_rate,

@@ -39,7 +39,7 @@ def command(
     ] = 1000,
     max_tokens: Annotated[
         int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
-    ] = 4.0,
+    ] = 200,
     heads: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
     ] = 4,
@@ -51,15 +51,30 @@ def command(
         ),
     ] = True,
     width: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Of a recurrent head, a multiple of 32.")
-    ] = 768,
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Of a recurrent head, a multiple of 32.", show_default="768"
+        ),
+    ] = None,
     layers: Annotated[
-        int, typer.Option(min=1, max=8, metavar="N", help="Layers of each of Medusa's heads.")
-    ] = 1,
+        int | None,
+        typer.Option(
+            min=1, max=8, metavar="N", help="Of each of Medusa's heads.", show_default="1"
+        ),
+    ] = None,
     vocabulary: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
     ] = 8192,
     epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 4.0,
+    row_epochs: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            metavar="X",
+            help="Before that, a recurrent head's of hidden rows.",
+            show_default="1",
+        ),
+    ] = None,
     learning_rate: Annotated[
         float, typer.Option(min=0.0, metavar="X", help="Of AdamW, at its highest.")
     ] = 1e-3,
@@ -83,15 +98,21 @@ def command(
     from octavo.train.run import train
 
     import_torch()  # before minutes are spent
+    own = {"layers": layers} if recurrent else {"width": width, "row_epochs": row_epochs}
+    for name, value in own.items():
+        if value is not None:
+            kind = "--recurrent" if recurrent else "--medusa"
+            flag = "--" + name.replace("_", "-")
+            raise typer.BadParameter(f"{kind} makes no use of it", param_hint=flag)
+    given: dict[str, Any] = {"width": width, "layers": layers, "row_epochs": row_epochs}
     recipe = Recipe(
         heads=heads,
         recurrent=recurrent,
-        width=width,
-        layers=layers,
         vocabulary=vocabulary,
         epochs=epochs,
         learning_rate=learning_rate,
         seed=seed,
+        **{name: value for name, value in given.items() if value is not None},
     )
     if out.exists() and any(out.iterdir()):
         raise SettingsError(f"{out}: there is something in this folder already")

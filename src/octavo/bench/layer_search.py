@@ -351,11 +351,13 @@ def search(
     answers = Answers(checkpoint, engine, prompts, 2 * positions, progress)
     try:
         progress("timing passes")
-        costs = _costs(answers, count)
+        half = tuple(range(count // 2))
+        costs = _costs(answers, count, [half])
         steps = eliminate(count, lambda some: answers.accepted(some, 1)[0], costs, progress)
         likeliest = sorted(steps, key=lambda step: -step.predicted.speedup)[:_FINALISTS]
         progress("measuring the best")
-        rows = _measured(answers, likeliest)
+        costs = _costs(answers, count, [half, *(step.layers for step in likeliest)])
+        rows = [_measured(answers, step.layers, costs) for step in likeliest]
     finally:
         answers.executor.close()
     best = max(rows, key=lambda row: row["speedup"])
@@ -381,42 +383,32 @@ def search(
     }
 
 
-def _verifying() -> list[tuple[Layers | None, int]]:
-    return [(None, tokens) for tokens in range(1, DEPTH + 2)]
+def _costs(answers: Answers, count: int, subsets: Sequence[Layers]) -> Costs:
+    """Timed with passes of ``subsets``. Layers are alike: a line through passes of several numbers
+    of them is less noisy than any pass.
+    """
+    verifying: list[tuple[Layers | None, int]] = [(None, n) for n in range(1, DEPTH + 2)]
+    drafting: list[tuple[Layers | None, int]] = [(layers, 1) for layers in subsets]
+    times = answers.seconds([*verifying, *drafting])
+    verify = list(accumulate(times[: DEPTH + 1], max))  # more tokens take no less
+    layer, _ = np.polyfit([count, *map(len, subsets)], [verify[0], *times[DEPTH + 1 :]], 1)
+    layer = min(max(float(layer), 0.0), verify[0] / count)
+    return Costs(verify, verify[0] - count * layer, layer)
 
 
-def _costs(answers: Answers, count: int) -> Costs:
-    half = count // 2
-    *verify, draft = answers.seconds([*_verifying(), (tuple(range(half)), 1)])
-    layer = min(max((verify[0] - draft) / (count - half), 0.0), verify[0] / count)
-    return Costs(_rising(verify), verify[0] - count * layer, layer)
-
-
-def _rising(seconds: Sequence[float]) -> list[float]:
-    """More tokens take no less."""
-    return list(accumulate(seconds, max))
-
-
-def _measured(answers: Answers, steps: Sequence[Step]) -> list[dict[str, Any]]:
-    """Subsets, measured on answers that they were not chosen by."""
-    drafting: list[tuple[Layers | None, int]] = [(step.layers, 1) for step in steps]
-    times = answers.seconds([*_verifying(), *drafting])
-    verify = _rising(times[: DEPTH + 1])
-    rows = []
-    for step, seconds in zip(steps, times[DEPTH + 1 :], strict=True):
-        accepted = answers.accepted(step.layers, DEPTH, of_others=True)
-        best = best_length(accepted, seconds, verify)
-        rows.append(
-            {
-                "layers": list(step.layers),
-                "accepted_by_position": accepted,
-                "acceptance_rate": sum(accepted[: best.length]) / best.length,
-                "draft_length": best.length,
-                "tokens_per_pass": best.tokens_per_pass,
-                "seconds_per_guess": seconds,
-                "seconds_per_pass": verify[best.length],
-                "seconds_per_step": verify[0],
-                "speedup": best.speedup,
-            }
-        )
-    return rows
+def _measured(answers: Answers, layers: Layers, costs: Costs) -> dict[str, Any]:
+    """A subset, on answers that it was not chosen by."""
+    accepted = answers.accepted(layers, DEPTH, of_others=True)
+    draft = costs.draft(len(layers))
+    best = best_length(accepted, draft, costs.verify)
+    return {
+        "layers": list(layers),
+        "accepted_by_position": accepted,
+        "acceptance_rate": sum(accepted[: best.length]) / best.length,
+        "draft_length": best.length,
+        "tokens_per_pass": best.tokens_per_pass,
+        "seconds_per_guess": draft,
+        "seconds_per_pass": costs.verify[best.length],
+        "seconds_per_step": costs.verify[0],
+        "speedup": best.speedup,
+    }

@@ -4,6 +4,7 @@ they compute is what their definition says.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ def llm(checkpoint: Checkpoint, heads: Path | None, drafts: int | None = 3, **se
         "threads": 1,
         "seed": 1,
     } | settings
+    method = config.pop("acceptance_method", "replay")
     if heads is not None:
         config["speculative_config"] = {
             "method": "medusa",
             "model": str(heads),
             "num_speculative_tokens": drafts,
+            "acceptance_method": method,
         }
     return LLM(load_engine(checkpoint, EngineConfig(**config)))
 
@@ -105,6 +108,38 @@ def test_the_output_is_the_same_where_sequences_are_preempted(
     assert stats.preemptions > 0
     assert stats.drafter_failures == 0
     assert told(found) == told(expected)
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_under_rejection_the_distribution_stays(
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool
+) -> None:
+    """Beginnings of three tokens, as often as without drafts: Pearson's test of two samples."""
+    vocab = checkpoint.config.vocab_size
+    heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, size=vocab)
+    counts = []
+    for drafting in (None, heads):
+        with llm(checkpoint, drafting, acceptance_method="rejection") as model:
+            params = [
+                SamplingParams(
+                    temperature=1.5, seed=seed, max_tokens=6, allowed_token_ids=(9, 20, 31)
+                )
+                for seed in range(1000 * (drafting is not None), 1000 + 1000 * bool(drafting))
+            ]
+            outputs = model.generate([[5, 6, 7]] * 1000, params, use_tqdm=False)
+            counts.append(Counter(tuple(one.outputs[0].token_ids[:3]) for one in outputs))
+            stats = model.loaded.engine.stats()
+    assert stats.drafter_failures == 0
+    assert 0 < stats.accepted_tokens < stats.draft_tokens
+    pooled = counts[0] + counts[1]
+    often = [each for each, count in pooled.items() if count >= 20]
+    table = np.array([[count[each] for each in often] for count in counts], float)
+    table = np.hstack((table, 1000 - table.sum(axis=1, keepdims=True)))
+    table = table[:, table.sum(axis=0) > 0]
+    expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
+    degrees = table.shape[1] - 1
+    deviation = ((table - expected) ** 2 / expected).sum() - degrees
+    assert deviation < 5.5 * np.sqrt(2 * degrees) + 10
 
 
 def test_heads_of_all_tokens_that_repeat_the_model_are_right_behind_a_loop(

@@ -44,7 +44,7 @@ def test_what_is_not_said_is_the_recipes(asked: dict[str, Any], tmp_path: Path) 
     done = run("m", "-o", str(tmp_path / "d"))
     assert done.exit_code == 0, done.output
     assert asked["recipe"] == Recipe()
-    assert (asked["model"], asked["num_prompts"], asked["max_tokens"]) == ("m", 1000, 200)
+    assert (asked["model"], asked["num_prompts"], asked["max_tokens"]) == ("m", 2000, 200)
     assert asked["text"] is None
     assert "1.70 tokens a pass" in done.stdout
     assert "right 25.0%, behind right guesses 40.0%" in done.stdout

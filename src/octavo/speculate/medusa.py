@@ -40,7 +40,7 @@ from octavo.speculate.drafter import NO_DRAFT, Draft, Target
 from octavo.speculate.heads import Heads, Recurrent
 
 _LOGITS = "medusa.output"
-_UNLIKELY = 0.1  # of all guesses of a draft being right: nothing is guessed behind it
+_UNLIKELY = 0.15  # of all guesses of a draft being right: nothing is guessed behind it
 _CLASSES = 15
 
 

@@ -48,13 +48,13 @@ Torch = Any  # a tensor of torch, which is there only where something is trained
 class Recipe:
     """How heads are made. Raises `SettingsError`."""
 
-    heads: int = 4  # tokens guessed, one behind the other
+    heads: int = 3  # tokens guessed, one behind the other
     recurrent: bool = True  # one head that goes on from itself, or Medusa's, a head a token
     width: int = 768  # of a recurrent head
     layers: int = 1  # of Medusa's heads
     vocabulary: int = 8192  # tokens that are guessed, at most: the commonest of the answers
     row_epochs: float = 1.0  # learning to guess hidden rows, as a recurrent head does first …
-    epochs: float = 4.0  # … and tokens
+    epochs: float = 3.0  # … and tokens
     learning_rate: float = 1e-3
     decay: float = 0.9  # of a head's weight in the loss, from one to the next
     soft: float = 0.9  # share of the loss against the model's own distribution, not its tokens

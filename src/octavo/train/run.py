@@ -21,7 +21,7 @@ def train(
     recipe: medusa.Recipe,
     *,
     text: Path | None = None,
-    num_prompts: int = 1000,
+    num_prompts: int = 2000,
     max_tokens: int = 200,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda message: None,

@@ -14,7 +14,7 @@ from octavo.cli.options import Model
 
 EXAMPLES = (
     "octavo train medusa smollm2 -o smollm2-heads",
-    "octavo train medusa smollm2 --text prompts.txt --heads 3 -o smollm2-heads",
+    "octavo train medusa smollm2 --text prompts.txt --heads 4 -o smollm2-heads",
     'octavo serve smollm2 --speculative-config \'{"method":"medusa","model":"smollm2-heads"}\'',
 )
 
@@ -36,13 +36,13 @@ def command(
     ] = None,
     prompts: Annotated[
         int, typer.Option(min=2, metavar="N", help="Prompts answered, at most.")
-    ] = 1000,
+    ] = 2000,
     max_tokens: Annotated[
         int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
     ] = 200,
     heads: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
-    ] = 4,
+    ] = 3,
     recurrent: Annotated[
         bool,
         typer.Option(
@@ -65,7 +65,7 @@ def command(
     vocabulary: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
     ] = 8192,
-    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 4.0,
+    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 3.0,
     row_epochs: Annotated[
         float | None,
         typer.Option(

@@ -120,3 +120,14 @@ def test_logits_rows_are_those_of_sequences_and_drafts() -> None:
     assert EngineConfig(max_num_seqs=8).max_logits_rows == 8
     assert EngineConfig(max_num_seqs=8, speculative_config=ngram).max_logits_rows == 32
     assert EngineConfig(speculative_config=ngram).max_logits_rows == 512
+
+
+def test_rows_for_branches_are_had_where_there_may_be_alternatives() -> None:
+    several: Any = {"method": "suffix", "suffix_decoding_alternatives": 2}
+    assert EngineConfig(speculative_config={"method": "suffix"}).max_branches == 0
+    assert EngineConfig(speculative_config={"method": "ngram"}).max_branches == 0
+    assert EngineConfig().max_branches == 0
+    for given in several, {"method": "speculate.test_config:Mine"}:
+        config = EngineConfig(max_num_seqs=1, speculative_config=given)
+        assert config.max_branches == 16
+        assert config.max_logits_rows == (1 + 16) * (1 + 16)

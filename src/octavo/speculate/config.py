@@ -170,8 +170,7 @@ class SpeculativeConfig:
     @property
     def max_branches(self) -> int:
         """Most alternatives that a step checks beside the drafts: 0 where the method has none."""
-        has = self.method == "medusa" or ":" in self.method or self.suffix_decoding_alternatives
-        return BRANCHES if has else 0
+        return BRANCHES if ":" in self.method or self.suffix_decoding_alternatives else 0
 
     def describe(self) -> str:
         """One line for people."""

@@ -7,7 +7,9 @@
 // them, so that these come from memory. For each number of rows: operations a second (a multiply-
 // add is two), bytes of packed weights a second, and the share of the limit that binds: the time
 // that the format's arithmetic at its peak (c) or reading the weights once (m) would have taken,
-// whichever is longer, over the time taken. Medians of several rounds.
+// whichever is longer, over the time taken. For a single row of a quantized format also bytes a
+// second over those of Q4_0, the two in turn. Medians of several rounds; what takes long is left
+// out.
 #include "formats.h"
 #include "machine_limits.h"
 #include "memory.h"
@@ -44,7 +46,9 @@ constexpr int64_t kMaxRows = 512;
 constexpr int64_t kMaxWidth = 8192;
 constexpr int64_t kChunkRows = 32; // a thread's, when rows are shared out
 constexpr int kRounds = 7;
+constexpr int kPairs = 21;         // rounds of two formats in turn
 constexpr double kSeconds = 0.002; // of a measurement, about
+constexpr double kLong = 0.1;      // seconds a layer: with more rows it is not measured
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch())
@@ -79,9 +83,16 @@ class Bench {
     }
 
     void run(Format format, Shape shape) {
-        std::printf("%-5s %4ld>%-4ld", format_name(format), shape.k, shape.n);
-        for (const int64_t rows : kRows)
-            run(format, shape, rows);
+        std::printf("%-6s %4ld>%-4ld", format_name(format), shape.k, shape.n);
+        double layer = 0;
+        for (const int64_t rows : kRows) {
+            if (layer > kLong)
+                std::printf(" | %5s %4s %3s ", "-", "-", "-");
+            else
+                layer = run(format, shape, rows);
+            if (rows == 1 && format_info(format).quantized)
+                std::printf(" %4.2f", beside_q4_0(format, shape));
+        }
         std::printf(" %9.2f\n", prepare_time(format, shape.k));
         std::fflush(stdout);
     }
@@ -128,11 +139,11 @@ class Bench {
         const Job job = chunked ? Job{(rows + kPanel - 1) / kPanel, kChunkRows / kPanel}
                                 : Job{blocks, std::max<int64_t>(1, blocks / (pool_.size() * 6))};
         const std::vector<Job> jobs(size_t(count), job);
-        const int64_t first = next_;
+        // On from where the last run, maybe of another format, has read.
+        const int64_t slots = kWeightBytes / size, first = (next_ + size - 1) / size;
         const auto work = [&](int64_t layer, int, int64_t begin, int64_t end) {
             const PackedMatrix matrix{format, shape.n, shape.k, group,
-                                      weights_.data() +
-                                          (first + layer) % (kWeightBytes / size) * size};
+                                      weights_.data() + (first + layer) % slots * size};
             if (!chunked) {
                 tier_.linear.matmul(matrix, activations_.data(), rows, 0, rows, begin, end,
                                     out_.data(), shape.n, false);
@@ -145,11 +156,17 @@ class Bench {
         };
         const double begin = now();
         pool_.run(jobs.data(), count, work);
-        next_ += count;
+        next_ = (first + count) % slots * size;
         return (now() - begin) / double(count);
     }
 
-    void run(Format format, Shape shape, int64_t rows) {
+    double packed_bytes(Format format, Shape shape) const {
+        const int64_t group = format_info(format).grouped ? kGroupInputs : 0;
+        return double(tier_.linear.packed_bytes(format, shape.n, shape.k, group));
+    }
+
+    // Seconds a layer.
+    double run(Format format, Shape shape, int64_t rows) {
         const bool bf16 =
             format == Format::BF16 && !tier_.linear.same_activations(Format::BF16, Format::F32);
         const PeakLoop *loop = peak_loop(format_info(format).quantized ? "int8"
@@ -158,9 +175,8 @@ class Bench {
         tier_.linear.prepare(format, x_.data(), shape.k, rows, shape.k, activations_.data(), 0,
                              rows);
         const double ops = 2.0 * double(rows) * double(shape.k) * double(shape.n);
-        const auto bytes =
-            double(tier_.linear.packed_bytes(format, shape.n, shape.k, kGroupInputs));
-        const double once = layers(format, shape, rows, 4);
+        const double bytes = packed_bytes(format, shape);
+        const double once = layers(format, shape, rows, 1);
         const int64_t count = std::max<int64_t>(2, int64_t(2 * kSeconds / once));
         std::vector<double> seconds, shares;
         int memory_bound = 0;
@@ -173,6 +189,21 @@ class Bench {
         const double time = median(seconds);
         std::printf(" | %5.0f %4.1f %3.0f%c", 1e-9 * ops / time, 1e-9 * bytes / time,
                     100 * median(shares), 2 * memory_bound > kRounds ? 'm' : 'c');
+        return time;
+    }
+
+    // Bytes a second of one row over those of Q4_0, whose prepared activations are the same.
+    double beside_q4_0(Format format, Shape shape) {
+        const auto rate = [&](Format each) {
+            const double bytes = packed_bytes(each, shape);
+            return bytes / layers(each, shape, 1, std::max<int64_t>(2, int64_t(2e7 / bytes)));
+        };
+        std::vector<double> ratios;
+        for (int round = 0; round < kPairs; ++round) {
+            const double other = rate(Format::Q4_0);
+            ratios.push_back(rate(format) / other);
+        }
+        return median(ratios);
     }
 
     // Nanoseconds for 32 numbers of a row, on one thread.
@@ -197,7 +228,7 @@ class Bench {
     ReadBuffer buffer_;
     const ReadLoop *read_loop_ = nullptr;
     int64_t read_ahead_ = 0;
-    int64_t next_ = 0; // layers done
+    int64_t next_ = 0; // of the weights, what is to be read next
 };
 
 } // namespace
@@ -211,9 +242,9 @@ int main(int argc, char **argv) {
         Bench bench(tier, threads);
         std::printf("%s, %d thread%s: ", tier.name, threads, threads == 1 ? "" : "s");
         bench.print_limits();
-        std::printf("%-15s", "format  k>n");
+        std::printf("%-16s", "format  k>n");
         for (const int64_t rows : kRows)
-            std::printf(" | %3ld: Gop GB/s   %%", rows);
+            std::printf(" | %3ld: Gop GB/s   %%%s", rows, rows == 1 ? " Q4_0" : "");
         std::printf(" prepare ns\n");
         for (const Format format : kFormats) {
             const auto named = [&](const char *name) {

@@ -171,6 +171,15 @@ inline void write_half(const Tile &tile, int64_t row, int64_t lane, __m256 sum) 
         to[i] = tile.accumulate ? to[i] + lanes[i] : lanes[i];
 }
 
+// The same for R rows, times what takes back the 2^f of each lane, by which its scales had been
+// multiplied.
+template <int R> inline void write_scaled(const Tile &tile, int64_t lane, const __m256 (&sums)[R]) {
+    const __m256 down = _mm256_div_ps(
+        _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + lane));
+    for (int r = 0; r < R; ++r)
+        write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
+}
+
 template <Format F, int R, int C> inline void float_tile(const Tile &tile) {
     constexpr int64_t kInputs = kLine / 4; // a cell
     constexpr int H = 2 * C;
@@ -295,8 +304,8 @@ inline void split_dots(const GroupParts<const uint8_t> &part, int64_t lane,
     add_quads.template operator()<3>();
 }
 
-// R rows by half of a column block, beginning at `lane`.
-template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane) {
+// R rows by H halves of a column block, the first beginning at `lane`.
+template <Format F, int R, int H> inline void fixed_halves(const Tile &tile, int64_t lane) {
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
@@ -306,50 +315,58 @@ template <Format F, int R> inline void fixed_half(const Tile &tile, int64_t lane
     const __m256i upper = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
     const __m256i copy_even = _mm256_add_epi8(even_twice, upper);
     const __m256i copy_odd = _mm256_add_epi8(odd_twice, upper);
-    __m256 sums[R];
+    __m256 sums[H][R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r] = _mm256_setzero_ps();
+    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sums[h][r] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups;) {
         const int64_t end = g + kSpan < groups ? g + kSpan : groups;
         const ActivationGroup *span = x;
-        __m256i totals[R];
+        __m256i totals[H][R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            totals[r] = _mm256_setzero_si256();
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                totals[h][r] = _mm256_setzero_si256();
         // Past an odd number of groups comes one of zeros.
         for (; g < end; g += 2, x += 2 * height) {
             const ActivationGroup *next = x + height;
-            __m256i even[R], odd[R], scale, min;
-            narrow_dots<F, R>(group_at<F>(tile.weights, g), lane, x, even);
-            narrow_dots<F, R>(group_at<F>(tile.weights, g + 1), lane, next, odd);
-            fixed_scales<F>(tile.weights, g, lane, scale, min);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
-                __m256i sum =
-                    _mm256_add_epi32(_mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
-                                     _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
-                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(s, broadcast(&x[r].minus_8_pair)));
-                if constexpr (traits(F).has_min)
-                    sum = _mm256_add_epi32(sum,
-                                           _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
-                totals[r] = _mm256_add_epi32(totals[r], sum);
+            for (int h = 0; h < H; ++h) {
+                const int64_t at = lane + h * kHalf;
+                __m256i even[R], odd[R], scale, min;
+                narrow_dots<F, R>(group_at<F>(tile.weights, g), at, x, even);
+                narrow_dots<F, R>(group_at<F>(tile.weights, g + 1), at, next, odd);
+                fixed_scales<F>(tile.weights, g, at, scale, min);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
+                    __m256i sum = _mm256_add_epi32(
+                        _mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
+                        _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
+                    sum =
+                        _mm256_add_epi32(sum, _mm256_madd_epi16(s, broadcast(&x[r].minus_8_pair)));
+                    if constexpr (traits(F).has_min)
+                        sum = _mm256_add_epi32(
+                            sum, _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
+                    totals[h][r] = _mm256_add_epi32(totals[h][r], sum);
+                }
             }
-            if (lane == 0) {
-                prefetch_group<F, R>(tile.weights, g);
-                prefetch_group<F, R>(tile.weights, g + 1);
-            }
+            if (lane == 0)
+                prefetch_groups<F, R, 2>(tile.weights, g);
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[r]), _mm256_set1_ps(span[r].unit),
-                                      sums[r]);
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[h][r]),
+                                             _mm256_set1_ps(span[r].unit), sums[h][r]);
     }
-    const __m256 down = _mm256_div_ps(
-        _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + lane));
-    for (int r = 0; r < R; ++r)
-        write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h)
+        write_scaled<R>(tile, lane + h * kHalf, sums[h]);
 }
 
 // The scales and mins of group g as pairs of int16, for the first and the last 16 inputs, of half
@@ -379,58 +396,72 @@ inline void split_scales(const GroupParts<const uint8_t> &part, int64_t g, int64
     }
 }
 
-// R rows by half of a column block, beginning at `lane`.
-template <Format F, int R> inline void split_half(const Tile &tile, int64_t lane) {
+// R rows by H halves of a column block, the first beginning at `lane`.
+template <Format F, int R, int H> inline void split_halves(const Tile &tile, int64_t lane) {
     constexpr bool kMin = traits(F).has_min;
     static_assert(kMin || traits(F).zero == 4);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
-    __m256 sums[R];
+    __m256 sums[H][R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r] = _mm256_setzero_ps();
-    for (int64_t begin = 0; begin < groups; begin += kSpan) {
-        __m256 products[R], mins[R];
+    for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
-            products[r] = mins[r] = _mm256_setzero_ps();
-        for (int64_t g = begin; g < begin + kSpan; ++g, x += height) {
-            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
-            __m256i narrow[R], narrow_b[R], scale, min;
-            split_dots<F, R>(part, lane, x, narrow, narrow_b);
-            split_scales<F>(part, g, lane, scale, min);
-            const __m256i low = _mm256_set1_epi32(0xffff);
-            const __m256i scale_a =
-                _mm256_or_si256(_mm256_and_si256(scale, low), _mm256_slli_epi32(scale, 16));
-            const __m256i scale_b =
-                _mm256_or_si256(_mm256_srli_epi32(scale, 16), _mm256_andnot_si256(low, scale));
+            sums[h][r] = _mm256_setzero_ps();
+    for (int64_t begin = 0; begin < groups; begin += kSpan) {
+        const GroupParts<const uint8_t> block = group_at<F>(tile.weights, begin);
+        __m256 products[H][R], mins[H][R];
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const __m256i minus_min =
-                    _mm256_madd_epi16(min, _mm256_set1_epi32(x[r].minus_half_sums()));
-                __m256i total = _mm256_add_epi32(_mm256_madd_epi16(narrow[r], scale_a),
-                                                 _mm256_madd_epi16(narrow_b[r], scale_b));
-                if constexpr (!kMin)
-                    total = _mm256_add_epi32(total, minus_min);
-                const __m256 by = _mm256_set1_ps(x[r].scale);
-                products[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), by, products[r]);
-                if constexpr (kMin)
-                    mins[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minus_min), by, mins[r]);
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                products[h][r] = mins[h][r] = _mm256_setzero_ps();
+        GroupParts<const uint8_t> part = block;
+        for (int64_t g = begin; g < begin + kSpan; ++g, x += height, part = next_group<F>(part)) {
+#pragma GCC unroll 8
+            for (int h = 0; h < H; ++h) {
+                const int64_t at = lane + h * kHalf;
+                __m256i narrow[R], narrow_b[R], scale, min;
+                split_dots<F, R>(part, at, x, narrow, narrow_b);
+                split_scales<F>(part, g, at, scale, min);
+                const __m256i low = _mm256_set1_epi32(0xffff);
+                const __m256i scale_a =
+                    _mm256_or_si256(_mm256_and_si256(scale, low), _mm256_slli_epi32(scale, 16));
+                const __m256i scale_b =
+                    _mm256_or_si256(_mm256_srli_epi32(scale, 16), _mm256_andnot_si256(low, scale));
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const __m256i minus_min =
+                        _mm256_madd_epi16(min, _mm256_set1_epi32(x[r].minus_half_sums()));
+                    __m256i total = _mm256_add_epi32(_mm256_madd_epi16(narrow[r], scale_a),
+                                                     _mm256_madd_epi16(narrow_b[r], scale_b));
+                    if constexpr (!kMin)
+                        total = _mm256_add_epi32(total, minus_min);
+                    const __m256 by = _mm256_set1_ps(x[r].scale);
+                    products[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), by, products[h][r]);
+                    if constexpr (kMin)
+                        mins[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(minus_min), by, mins[h][r]);
+                }
             }
             if (lane == 0)
-                prefetch_group<F, R>(tile.weights, g);
+                prefetch_groups<F, R>(tile.weights, g);
         }
-        const uint8_t *shared = group_at<F>(tile.weights, begin).shared + lane * 2;
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            sums[r] = _mm256_fmadd_ps(products[r], load_halves(shared), sums[r]);
-            if constexpr (kMin)
-                sums[r] = _mm256_fmadd_ps(mins[r], load_halves(shared + 32), sums[r]);
+        for (int h = 0; h < H; ++h) {
+            const uint8_t *shared = block.shared + (lane + h * kHalf) * 2;
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                sums[h][r] = _mm256_fmadd_ps(products[h][r], load_halves(shared), sums[h][r]);
+                if constexpr (kMin)
+                    sums[h][r] = _mm256_fmadd_ps(mins[h][r], load_halves(shared + 32), sums[h][r]);
+            }
         }
     }
-    for (int r = 0; r < R; ++r)
-        write_half(tile, r, lane, sums[r]);
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h)
+        for (int r = 0; r < R; ++r)
+            write_half(tile, r, lane + h * kHalf, sums[h][r]);
 }
 
 // R rows by H halves of a column block, the first beginning at `lane`.
@@ -509,7 +540,7 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
                 }
             }
         }
-        prefetch_group<F, R>(tile.weights, g);
+        prefetch_groups<F, R>(tile.weights, g);
         x += height;
     }
     prefetch_padding<F, R>(tile.weights, groups);
@@ -518,20 +549,23 @@ template <Format F, int R, int H> inline void quantized_halves(const Tile &tile,
             write_half(tile, r, lane + h * kHalf, sums[r][h]);
 }
 
+template <Format F, int R, int H> inline void halves(const Tile &tile, int64_t lane) {
+    if constexpr (traits(F).fixed)
+        fixed_halves<F, R, H>(tile, lane);
+    else if constexpr (traits(F).split)
+        split_halves<F, R, H>(tile, lane);
+    else
+        quantized_halves<F, R, H>(tile, lane);
+}
+
 template <Format F, int R, int C> void compute_tile(const Tile &tile) {
     if constexpr (!format_info(F).quantized) {
         float_tile<F, R, C>(tile);
-    } else if constexpr (traits(F).fixed) {
-        fixed_half<F, R>(tile, 0);
-        fixed_half<F, R>(tile, kHalf);
-    } else if constexpr (traits(F).split) {
-        split_half<F, R>(tile, 0);
-        split_half<F, R>(tile, kHalf);
-    } else if constexpr (R == 1) {
-        quantized_halves<F, 1, 2>(tile, 0);
+    } else if constexpr (R == 1) { // reads memory but once
+        halves<F, 1, 2>(tile, 0);
     } else {
-        quantized_halves<F, R, 1>(tile, 0);
-        quantized_halves<F, R, 1>(tile, kHalf);
+        halves<F, R, 1>(tile, 0);
+        halves<F, R, 1>(tile, kHalf);
     }
 }
 

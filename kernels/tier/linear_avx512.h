@@ -91,15 +91,6 @@ template <Format F> struct Quads {
             return _mm512_srli_epi16(v, -By);
     }
 
-    template <int I> void get_two_bits(__m512i &first, __m512i &second) const {
-        const auto part = [](const uint8_t *from) {
-            return _mm512_and_si512(shift_left<-2 * I>(_mm512_loadu_si512(from)),
-                                    _mm512_set1_epi8(3));
-        };
-        first = part(quants);
-        second = part(quants + 64);
-    }
-
     template <int I> void get_three_bits(__m512i &first, __m512i &second) const {
         const __m512i a = _mm512_loadu_si512(quants), b = _mm512_loadu_si512(quants + 64),
                       c = _mm512_loadu_si512(quants + 128);
@@ -116,8 +107,6 @@ template <Format F> struct Quads {
     }
 
     template <int I> void get(__m512i &first, __m512i &second) const {
-        if constexpr (traits(F).low_bits == 2)
-            return get_two_bits<I>(first, second);
         if constexpr (traits(F).low_bits == 3)
             return get_three_bits<I>(first, second);
         const __m512i v = _mm512_loadu_si512(quants + I * 64);
@@ -186,6 +175,15 @@ template <int R, int C> inline void write_tile(const Tile &tile, __m512 (&sums)[
                 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(mask, to), sum);
             _mm512_mask_storeu_ps(to, mask, sum);
         }
+}
+
+// The same, times what takes back the 2^f of each lane, by which its scales had been multiplied.
+template <int R> inline void write_scaled(const Tile &tile, __m512 (&sums)[R][1]) {
+    const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+        sums[r][0] = _mm512_mul_ps(sums[r][0], down);
+    write_tile<R, 1>(tile, sums);
 }
 
 constexpr int64_t kFloatPrefetch = 6144; // bytes ahead
@@ -402,8 +400,7 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
                 if constexpr (traits(F).has_min)
                     add_pairs(totals[r], min, &next[r].fixed_pair);
             }
-            prefetch_group<F, R>(tile.weights, g);
-            prefetch_group<F, R>(tile.weights, g + 1);
+            prefetch_groups<F, R, 2>(tile.weights, g);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -414,15 +411,11 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
                 asm("" : "+m"(sums[r][0]));
         }
     }
-    const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r][0] = _mm512_mul_ps(sums[r][0], down);
-    write_tile<R, 1>(tile, sums);
+    write_scaled<R>(tile, sums);
 }
 
 // Scales, and mins, of a K block whose first group has its parts at `part`: pairs of int16, for the
-// first and the last 16 inputs of a group. Where there is a zero and no min, scale · zero.
+// first and the last 16 inputs of a group.
 template <Format F> struct SplitScales {
     __m512i pairs[kSpan]; // Q3_K
 
@@ -447,7 +440,8 @@ template <Format F> struct SplitScales {
         }
     }
 
-    void get(const GroupParts<const uint8_t> &part, int64_t g, __m512i &scale, __m512i &min) const {
+    void get([[maybe_unused]] const GroupParts<const uint8_t> &part, [[maybe_unused]] int64_t g,
+             __m512i &scale, [[maybe_unused]] __m512i &min) const {
         if constexpr (F == Format::Q2_K) {
             const __m512i both = _mm512_cvtepu8_epi16(
                 _mm256_loadu_si256(reinterpret_cast<const __m256i *>(part.scales)));
@@ -455,10 +449,67 @@ template <Format F> struct SplitScales {
             min = _mm512_srli_epi16(both, 4);
         } else {
             scale = pairs[g % kSpan];
-            min = _mm512_slli_epi16(scale, 2);
         }
     }
 };
+
+// A group's integer dot products of R rows, of the first and of the last 16 inputs. Every other
+// quad is multiplied where it lies in its bytes, some bits up; its sum is then shifted down, which
+// is one shift instead of one for each quad.
+template <Format F, int R>
+[[gnu::always_inline]] inline void split_dots(const uint8_t *quants, const ActivationGroup *x,
+                                              __m512i (&dots)[R], __m512i (&dots_b)[R]) {
+    const auto mask = [](__m512i v, int bits) __attribute__((always_inline)) {
+        return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(bits)));
+    };
+    const auto add = [&]<int quad>(__m512i w) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            add_dots(quad < 4 ? dots[r] : dots_b[r], w, x[r].quants + quad * 4);
+    };
+    const auto shift = [&](int by) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            dots[r] = _mm512_srai_epi32(dots[r], by);
+            dots_b[r] = _mm512_srai_epi32(dots_b[r], by);
+        }
+    };
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        // The zero of 3 bits is 4: −32 · sum, before the shift by 3.
+        dots[r] = traits(F).zero == 4 ? broadcast(&x[r].minus_32[0]) : _mm512_setzero_si512();
+        dots_b[r] = traits(F).zero == 4 ? broadcast(&x[r].minus_32[1]) : _mm512_setzero_si512();
+    }
+    const __m512i a = _mm512_loadu_si512(quants), b = _mm512_loadu_si512(quants + kLine);
+    if constexpr (F == Format::Q2_K) {
+        const __m512i a_high = _mm512_srli_epi16(a, 4), b_high = _mm512_srli_epi16(b, 4);
+        add.template operator()<1>(mask(a, 3 << 2));
+        add.template operator()<5>(mask(b, 3 << 2));
+        add.template operator()<3>(mask(a_high, 3 << 2));
+        add.template operator()<7>(mask(b_high, 3 << 2));
+        shift(2);
+        add.template operator()<0>(mask(a, 3));
+        add.template operator()<4>(mask(b, 3));
+        add.template operator()<2>(mask(a_high, 3));
+        add.template operator()<6>(mask(b_high, 3));
+    } else {
+        static_assert(F == Format::Q3_K);
+        const __m512i c = _mm512_loadu_si512(quants + 2 * kLine);
+        const auto apart = [&]<int shift_third>(__m512i low) __attribute__((always_inline)) {
+            return _mm512_or_si512(mask(_mm512_srli_epi16(low, 3), 3 << 3),
+                                   mask(_mm512_srli_epi16(b, shift_third), 4 << 3));
+        };
+        add.template operator()<1>(mask(a, 7 << 3));
+        add.template operator()<5>(mask(c, 7 << 3));
+        add.template operator()<3>(mask(b, 7 << 3));
+        add.template operator()<6>(apart.template operator()<1>(a));
+        add.template operator()<7>(apart.template operator()<2>(c));
+        shift(3);
+        add.template operator()<0>(mask(a, 7));
+        add.template operator()<4>(mask(c, 7));
+        add.template operator()<2>(mask(b, 7));
+    }
+}
 
 template <Format F, int R> inline void split_tile(const Tile &tile) {
     constexpr bool kMin = traits(F).has_min;
@@ -474,31 +525,29 @@ template <Format F, int R> inline void split_tile(const Tile &tile) {
     for (int64_t begin = 0; begin < groups; begin += kSpan) {
         const GroupParts<const uint8_t> block = group_at<F>(tile.weights, begin);
         const SplitScales<F> scales(block);
+        if constexpr (F == Format::Q3_K) // it reads them all here
+            prefetch_scales<F, R>(block);
         __m512 products[R], mins[R];
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
             products[r] = mins[r] = _mm512_setzero_ps();
-        for (int64_t g = begin; g < begin + kSpan; ++g, x += height) {
-            const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
+        GroupParts<const uint8_t> part = block;
+        for (int64_t g = begin; g < begin + kSpan; ++g, x += height, part = next_group<F>(part)) {
             __m512i dots[R], dots_b[R], scale, min;
-#pragma GCC unroll 8
-            for (int r = 0; r < R; ++r)
-                dots[r] = dots_b[r] = _mm512_setzero_si512();
-            multiply_group<F, R>(part, x, dots, dots_b);
+            split_dots<F, R>(part.quants, x, dots, dots_b);
             scales.get(part, g, scale, min);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const __m512i minus_min =
-                    _mm512_madd_epi16(min, _mm512_set1_epi32(x[r].minus_half_sums()));
-                const __m512i pair = pair_lanes(dots[r], dots_b[r]);
-                const __m512i total = kMin ? _mm512_madd_epi16(scale, pair)
-                                           : _mm512_dpwssd_epi32(minus_min, scale, pair);
+                const __m512i total = _mm512_madd_epi16(scale, pair_lanes(dots[r], dots_b[r]));
                 const __m512 by = _mm512_set1_ps(x[r].scale);
                 products[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(total), by, products[r]);
-                if constexpr (kMin)
+                if constexpr (kMin) {
+                    const __m512i minus_min =
+                        _mm512_madd_epi16(min, _mm512_set1_epi32(x[r].minus_half_sums()));
                     mins[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(minus_min), by, mins[r]);
+                }
             }
-            prefetch_group<F, R>(tile.weights, g);
+            prefetch_groups<F, R>(tile.weights, g);
         }
         const __m512 d = load_halves(block.shared);
 #pragma GCC unroll 8
@@ -517,6 +566,9 @@ template <Format F, int R> inline void split_tile(const Tile &tile) {
 template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
     constexpr bool kHalves = F == Format::Q6_K; // two scales a group
+    // A single row takes two groups at once, for less work between its loads; of 5 bits, that would
+    // be too many numbers for the registers.
+    constexpr int kStep = R == 1 && !t.k_quant && t.high_bits == 0 ? 2 : 1;
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     __m512 sums[R][1];
@@ -524,36 +576,55 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     for (int r = 0; r < R; ++r)
         sums[r][0] = _mm512_setzero_ps();
 
-    const int64_t groups = tile.k / kGroup;
-    for (int64_t g = 0; g < groups; ++g, x += height) {
-        const GroupParts<const uint8_t> part = group_at<F>(tile.weights, g);
-        __m512i dots[R], dots_b[R];
+    const auto add_group =
+        [&](const GroupParts<const uint8_t> &part) __attribute__((always_inline)) {
+            __m512i dots[R], dots_b[R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            dots[r] = t.zero == 0 ? _mm512_setzero_si512()
-                      : t.zero == 32
-                          ? broadcast(&x[r].minus_32[0])
-                          : _mm512_slli_epi32(broadcast(&x[r].minus_8), t.zero == 16 ? 1 : 4);
-            if constexpr (kHalves)
-                dots_b[r] = broadcast(&x[r].minus_32[1]);
-        }
-        multiply_group<F, R>(part, x, dots, kHalves ? dots_b : dots);
-
-        const Scales<F> s(part.scales, part.shared);
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), s.scale);
-            if constexpr (kHalves)
-                product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r]), s.scale_b, product);
-            __m512 &sum = sums[r][0];
-            sum = _mm512_fmadd_ps(product, _mm512_set1_ps(x[r].scale), sum);
-            if constexpr (t.has_min) {
-                const __m512 scaled_sum = _mm512_set1_ps(x[r].scaled_sum);
-                sum = t.k_quant ? _mm512_fnmadd_ps(s.min, scaled_sum, sum)
-                                : _mm512_fmadd_ps(s.min, scaled_sum, sum);
+            for (int r = 0; r < R; ++r) {
+                dots[r] = t.zero == 0 ? _mm512_setzero_si512()
+                          : t.zero == 32
+                              ? broadcast(&x[r].minus_32[0])
+                              : _mm512_slli_epi32(broadcast(&x[r].minus_8), t.zero == 16 ? 1 : 4);
+                if constexpr (kHalves)
+                    dots_b[r] = broadcast(&x[r].minus_32[1]);
             }
+            multiply_group<F, R>(part, x, dots, kHalves ? dots_b : dots);
+
+            const Scales<F> s(part.scales, part.shared);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                __m512 product = _mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), s.scale);
+                if constexpr (kHalves)
+                    product = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots_b[r]), s.scale_b, product);
+                __m512 &sum = sums[r][0];
+                sum = _mm512_fmadd_ps(product, _mm512_set1_ps(x[r].scale), sum);
+                if constexpr (t.has_min) {
+                    const __m512 scaled_sum = _mm512_set1_ps(x[r].scaled_sum);
+                    sum = t.k_quant ? _mm512_fnmadd_ps(s.min, scaled_sum, sum)
+                                    : _mm512_fmadd_ps(s.min, scaled_sum, sum);
+                }
+            }
+            x += height;
+        };
+
+    const int64_t groups = tile.k / kGroup;
+    for (int64_t begin = 0; begin < groups; begin += t.chunk_groups()) {
+        GroupParts<const uint8_t> part = group_at<F>(tile.weights, begin);
+        if constexpr (t.k_quant)
+            prefetch_scales<F, R>(part);
+        const int64_t end =
+            t.k_quant || groups - begin > t.chunk_groups() ? begin + t.chunk_groups() : groups;
+        int64_t g = begin;
+        for (; g + kStep <= end; g += kStep) {
+#pragma GCC unroll 4
+            for (int i = 0; i < kStep; ++i, part = next_group<F>(part))
+                add_group(part);
+            prefetch_groups<F, R, kStep>(tile.weights, g);
         }
-        prefetch_group<F, R>(tile.weights, g);
+        for (; g < end; ++g, part = next_group<F>(part)) {
+            add_group(part);
+            prefetch_groups<F, R>(tile.weights, g);
+        }
     }
     prefetch_padding<F, R>(tile.weights, groups);
     write_tile<R, 1>(tile, sums);

@@ -133,6 +133,15 @@ inline void fixed_scale_min(const uint8_t *weights, int64_t g, int64_t lane, int
     }
 }
 
+// Takes back the 2^f of each lane, by which its scales had been multiplied.
+template <int R> inline void scale_down(const Tile &tile, float (&sums)[R][kLanes]) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const float down = 1 / load_as<float>(tile.weights + lane * 4);
+        for (int r = 0; r < R; ++r)
+            sums[r][lane] *= down;
+    }
+}
+
 template <Format F, int R> inline void fixed_tile(const Tile &tile, float (&sums)[R][kLanes]) {
     const int64_t groups = tile.k / kGroup;
     for (int64_t begin = 0; begin < groups; begin += kSpan) {
@@ -169,11 +178,7 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile, float (&sums
                 sums[r][lane] += static_cast<float>(static_cast<int32_t>(totals[r][lane])) *
                                  group_of(tile, begin, r).unit;
     }
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const float down = 1 / load_as<float>(tile.weights + lane * 4);
-        for (int r = 0; r < R; ++r)
-            sums[r][lane] *= down;
-    }
+    scale_down<R>(tile, sums);
 }
 
 template <Format F, int R> inline void split_tile(const Tile &tile, float (&sums)[R][kLanes]) {

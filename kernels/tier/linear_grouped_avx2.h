@@ -7,15 +7,15 @@
 namespace octavo {
 namespace {
 
-// R rows by half of a column block, beginning at `lane`.
-template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int64_t lane) {
+// R rows by H halves of a column block, the first beginning at `lane`.
+template <Format F, int R, int H> inline void grouped_fixed_halves(const Tile &tile, int64_t lane) {
     constexpr int kCentre = kCentreOf<F>;
     const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
-    const auto load_zeros = [&](const uint8_t *record) {
-        return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(record + 2 * kLanes + lane));
+    const auto load_zeros = [](const uint8_t *record, int64_t at) {
+        return _mm_loadl_epi64(reinterpret_cast<const __m128i *>(record + 2 * kLanes + at));
     };
     // Copies of the even or the odd int16 of a lane in both.
     const __m256i upper = _mm256_setr_epi64x(0, 0x0808080808080808, 0, 0x0808080808080808);
@@ -23,56 +23,66 @@ template <Format F, int R> inline void grouped_fixed_half(const Tile &tile, int6
     const __m256i copy_odd = _mm256_add_epi8(_mm256_set1_epi64x(0x0706070603020302), upper);
     Records records(tile.weights, tile.group);
     const Prefetching<F, R> prefetching(tile.weights, quants);
-    __m256 sums[R];
+    __m256 sums[H][R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r] = _mm256_setzero_ps();
+    for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+            sums[h][r] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups;) {
         const int64_t end = g + kSpan < groups ? g + kSpan : groups;
         const ActivationGroup *span = x;
-        __m256i totals[R];
+        __m256i totals[H][R];
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            totals[r] = _mm256_setzero_si256();
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                totals[h][r] = _mm256_setzero_si256();
         // Past an odd number of groups comes one of zeros.
         for (; g < end; g += 2, x += 2 * height, quants += 2 * kQuantsStep<F>) {
             const ActivationGroup *next = x + height;
-            __m256i even[R], odd[R];
-            narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants), lane, x, even);
-            narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants + kQuantsStep<F>), lane, next, odd);
             const uint8_t *record = records.next(), *record_odd = records.next();
-            const __m256i scale =
-                pair_lanes(_mm256_cvtps_epi32(load_halves(record + lane * 2)),
-                           _mm256_cvtps_epi32(load_halves(record_odd + lane * 2)));
-            const __m128i zeros = load_zeros(record), zeros_odd = load_zeros(record_odd);
-            const __m256i pairs =
-                pair_lanes(_mm256_cvtepu8_epi32(zeros), _mm256_cvtepu8_epi32(zeros_odd));
-            const __m256i min = _mm256_mulhrs_epi16(
-                scale, _mm256_slli_epi16(_mm256_sub_epi16(_mm256_set1_epi16(kCentre), pairs), 11));
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) {
-                const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
-                const __m256i minus_8 = broadcast(&x[r].minus_8_pair);
-                const __m256i begin = kCentre == 8 ? minus_8 : _mm256_srai_epi16(minus_8, 1);
-                __m256i sum =
-                    _mm256_add_epi32(_mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
-                                     _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
-                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(s, begin));
-                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
-                totals[r] = _mm256_add_epi32(totals[r], sum);
+            for (int h = 0; h < H; ++h) {
+                const int64_t at = lane + h * kHalf;
+                __m256i even[R], odd[R];
+                narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants), at, x, even);
+                narrow_dots<kQuantsOf<F>, R>(grouped_parts(quants + kQuantsStep<F>), at, next, odd);
+                const __m256i scale =
+                    pair_lanes(_mm256_cvtps_epi32(load_halves(record + at * 2)),
+                               _mm256_cvtps_epi32(load_halves(record_odd + at * 2)));
+                const __m256i pairs = pair_lanes(_mm256_cvtepu8_epi32(load_zeros(record, at)),
+                                                 _mm256_cvtepu8_epi32(load_zeros(record_odd, at)));
+                const __m256i min = _mm256_mulhrs_epi16(
+                    scale,
+                    _mm256_slli_epi16(_mm256_sub_epi16(_mm256_set1_epi16(kCentre), pairs), 11));
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const __m256i s = _mm256_mulhrs_epi16(scale, broadcast(&x[r].fixed_pair));
+                    const __m256i minus_8 = broadcast(&x[r].minus_8_pair);
+                    const __m256i begin = kCentre == 8 ? minus_8 : _mm256_srai_epi16(minus_8, 1);
+                    __m256i sum = _mm256_add_epi32(
+                        _mm256_madd_epi16(even[r], _mm256_shuffle_epi8(s, copy_even)),
+                        _mm256_madd_epi16(odd[r], _mm256_shuffle_epi8(s, copy_odd)));
+                    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(s, begin));
+                    sum = _mm256_add_epi32(sum,
+                                           _mm256_madd_epi16(min, broadcast(&next[r].fixed_pair)));
+                    totals[h][r] = _mm256_add_epi32(totals[h][r], sum);
+                }
             }
             if (lane == 0)
                 prefetching.template step<2>(quants);
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-            sums[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[r]), _mm256_set1_ps(span[r].unit),
-                                      sums[r]);
+        for (int h = 0; h < H; ++h)
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                sums[h][r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[h][r]),
+                                             _mm256_set1_ps(span[r].unit), sums[h][r]);
     }
-    const __m256 down = _mm256_div_ps(
-        _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + lane));
-    for (int r = 0; r < R; ++r)
-        write_half(tile, r, lane, _mm256_mul_ps(sums[r], down));
+#pragma GCC unroll 8
+    for (int h = 0; h < H; ++h)
+        write_scaled<R>(tile, lane + h * kHalf, sums[h]);
 }
 
 // R rows by H halves of a column block, the first beginning at `lane`.
@@ -83,12 +93,12 @@ template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64
     const int64_t height = tile.activation_step / kLine;
     Records records(tile.weights, tile.group);
     const Prefetching<F, R> prefetching(tile.weights, quants);
-    __m256 sums[R][H];
+    __m256 sums[H][R];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
+    for (int h = 0; h < H; ++h)
 #pragma GCC unroll 8
-        for (int h = 0; h < H; ++h)
-            sums[r][h] = _mm256_setzero_ps();
+        for (int r = 0; r < R; ++r)
+            sums[h][r] = _mm256_setzero_ps();
     const int64_t groups = tile.k / kGroup;
     for (int64_t g = 0; g < groups; ++g, x += height, quants += kQuantsStep<F>) {
         Dots<Format::Q8_0> dots[R][H];
@@ -124,9 +134,9 @@ template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64
             const __m256 scale = load_halves(record + at * 2);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                sums[r][h] =
+                sums[h][r] =
                     _mm256_fmadd_ps(_mm256_mul_ps(_mm256_cvtepi32_ps(dots[r][h].sum), scale),
-                                    _mm256_set1_ps(x[r].scale), sums[r][h]);
+                                    _mm256_set1_ps(x[r].scale), sums[h][r]);
             if (!has_min)
                 continue;
             const __m256 centred = _mm256_sub_ps(_mm256_set1_ps(128),
@@ -134,32 +144,33 @@ template <int R, int H> inline void grouped_bytes_halves(const Tile &tile, int64
             const __m256 min = _mm256_mul_ps(scale, centred);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
-                sums[r][h] = _mm256_fmadd_ps(min, _mm256_set1_ps(x[r].scaled_sum), sums[r][h]);
+                sums[h][r] = _mm256_fmadd_ps(min, _mm256_set1_ps(x[r].scaled_sum), sums[h][r]);
         }
         if (lane == 0)
             prefetching.template step<1>(quants);
     }
 #pragma GCC unroll 8
-    for (int h = 0; h < H; ++h) {
-        const int64_t at = lane + h * kHalf;
-        const __m256 down = _mm256_div_ps(
-            _mm256_set1_ps(1), _mm256_loadu_ps(reinterpret_cast<const float *>(tile.weights) + at));
-        for (int r = 0; r < R; ++r)
-            write_half(tile, r, at, _mm256_mul_ps(sums[r][h], down));
-    }
+    for (int h = 0; h < H; ++h)
+        write_scaled<R>(tile, lane + h * kHalf, sums[h]);
+}
+
+template <Format F, int R, int H>
+    requires(format_info(F).grouped)
+inline void halves(const Tile &tile, int64_t lane) {
+    if constexpr (F == Format::I8)
+        grouped_bytes_halves<R, H>(tile, lane);
+    else
+        grouped_fixed_halves<F, R, H>(tile, lane);
 }
 
 template <Format F, int R, int C>
     requires(format_info(F).grouped)
 void compute_tile(const Tile &tile) {
-    if constexpr (F != Format::I8) {
-        grouped_fixed_half<F, R>(tile, 0);
-        grouped_fixed_half<F, R>(tile, kHalf);
-    } else if constexpr (R == 1) {
-        grouped_bytes_halves<1, 2>(tile, 0);
+    if constexpr (R == 1) {
+        halves<F, 1, 2>(tile, 0);
     } else {
-        grouped_bytes_halves<R, 1>(tile, 0);
-        grouped_bytes_halves<R, 1>(tile, kHalf);
+        halves<F, R, 1>(tile, 0);
+        halves<F, R, 1>(tile, kHalf);
     }
 }
 

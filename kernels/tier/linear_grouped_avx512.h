@@ -7,15 +7,16 @@
 namespace octavo {
 namespace {
 
+inline __m128i load_zeros(const uint8_t *record) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i *>(record + 2 * kLanes));
+}
+
 template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
     constexpr int kCentre = kCentreOf<F>;
     const uint8_t *quants = tile.weights + records_bytes(tile.k, tile.group);
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
-    const auto load_zeros = [](const uint8_t *record) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i *>(record + 2 * kLanes));
-    };
     const auto start = [](const ActivationGroup &group) {
         const __m512i minus_8 = broadcast(&group.minus_8);
         return kCentre == 8 ? minus_8 : _mm512_srai_epi32(minus_8, 1);
@@ -82,11 +83,7 @@ template <Format F, int R> inline void grouped_fixed_tile(const Tile &tile) {
                 asm("" : "+m"(sums[r][0]));
         }
     }
-    const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r][0] = _mm512_mul_ps(sums[r][0], down);
-    write_tile<R, 1>(tile, sums);
+    write_scaled<R>(tile, sums);
 }
 
 template <int R> inline void grouped_bytes_tile(const Tile &tile) {
@@ -113,8 +110,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile) {
         for (int r = 0; r < R; ++r)
             sums[r][0] = _mm512_fmadd_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(dots[r]), scale),
                                          _mm512_set1_ps(x[r].scale), sums[r][0]);
-        const __m128i zeros =
-            _mm_loadu_si128(reinterpret_cast<const __m128i *>(record + 2 * kLanes));
+        const __m128i zeros = load_zeros(record);
         const __m128i off = _mm_xor_si128(zeros, _mm_set1_epi8(-128));
         if (!_mm_testz_si128(off, off)) {
             const __m512i centred =
@@ -126,11 +122,7 @@ template <int R> inline void grouped_bytes_tile(const Tile &tile) {
         }
         prefetching.template step<1>(quants);
     }
-    const __m512 down = _mm512_div_ps(_mm512_set1_ps(1), _mm512_loadu_ps(tile.weights));
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r)
-        sums[r][0] = _mm512_mul_ps(sums[r][0], down);
-    write_tile<R, 1>(tile, sums);
+    write_scaled<R>(tile, sums);
 }
 
 template <Format F, int R, int C>

@@ -90,11 +90,7 @@ void compute_tile(const Tile &tile) {
         grouped_bytes_tile<R>(tile, sums);
     else
         grouped_fixed_tile<F, R>(tile, sums);
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const float down = 1 / load_as<float>(tile.weights + lane * 4);
-        for (int r = 0; r < R; ++r)
-            sums[r][lane] *= down;
-    }
+    scale_down<R>(tile, sums);
     write_tile<R>(tile, sums);
 }
 

@@ -130,6 +130,12 @@ template <Format F, class Byte> inline GroupParts<Byte> group_at(Byte *column_bl
             chunk + kShared};
 }
 
+// Those of the next group of the same chunk.
+template <Format F, class Byte> inline GroupParts<Byte> next_group(GroupParts<Byte> parts) {
+    constexpr Traits t = traits(F);
+    return {parts.quants + t.quants, parts.high + t.high, parts.scales + t.scales, parts.shared};
+}
+
 // The 6-bit scale and min of a lane of group g of Q4_K or Q5_K, given its parts.
 template <class Byte> struct ScaleMin {
     Byte *scale, *min;
@@ -184,12 +190,17 @@ template <Format F> constexpr int64_t float_offset(int64_t i, int64_t lane) {
 // Bytes. A single row asks for memory as fast as the processor's own prefetching has it, which a
 // far prefetch only disturbs; more rows stop to compute, and then it must be told (measured on
 // Zen 4: at one row 22 GB/s with the far and 31 with the near one; at four, 10 and 24). Where
-// every group reads its chunk's end, that must have been fetched, too, and codes take longer to
-// look up than the processor looks ahead.
+// every group reads its chunk's end, too, the processor loses track (Q6_K: 10 GB/s with the near
+// one and 26 so), and so it does where AVX2 looks up codes; and what lies between 1024 and 5000
+// bytes ahead is the worst of all.
 template <Format F> constexpr int64_t prefetch_distance(int rows) {
-    return rows > 1                                                     ? 12288
-           : traits(F).coded || (traits(F).k_quant && !traits(F).fixed) ? 6144
-                                                                        : 512;
+    constexpr bool kTwoPlaces = traits(F).k_quant && !traits(F).fixed && F != Format::Q3_K;
+#ifdef __AVX512VNNI__
+    constexpr bool kSlow = false;
+#else
+    constexpr bool kSlow = traits(F).coded;
+#endif
+    return rows > 1 ? 12288 : kTwoPlaces || kSlow ? 6144 : 512;
 }
 
 // Into the second-level cache: while a tile of several rows computes, prefetches into the first
@@ -198,22 +209,41 @@ inline void prefetch(const void *from) {
     __builtin_prefetch(from, 0, 1);
 }
 
-// Fetches a group's share of what lies ahead of group g; past a column block, of the next.
-template <Format F, int R> inline void prefetch_group(const uint8_t *column_block, int64_t g) {
+// Fetches as much as `count` groups take of what lies ahead of group g; past a column block, of the
+// next.
+template <Format F, int R, int count = 1>
+inline void prefetch_groups(const uint8_t *column_block, int64_t g) {
     constexpr int64_t kBytes = traits(F).chunk_bytes() / traits(F).chunk_groups();
     const uint8_t *ahead = column_block + g * kBytes + prefetch_distance<F>(R);
-#pragma GCC unroll 16
-    for (int64_t at = 0; at < kBytes; at += kLine)
+#pragma GCC unroll 32
+    for (int64_t at = 0; at < count * kBytes; at += kLine)
         prefetch(ahead + at);
 }
 
-// The same where a column block ends, for the padding of its last chunk: without it as many bytes
-// of the next column block would not have been fetched (measured with 2 groups of 20: 30 GB/s for
-// 41).
+// Fetches the scales of the block of 256 after the next, for a single row: they lie behind its
+// quants, but are wanted with the first of these.
+template <Format F, int R> inline void prefetch_scales(const GroupParts<const uint8_t> &block) {
+    constexpr Traits t = traits(F);
+    static_assert(t.k_quant);
+    if constexpr (R > 1)
+        return;
+    for (int64_t at = t.chunk_groups() * (t.quants + t.high); at < t.chunk_bytes(); at += kLine)
+        prefetch(block.quants + 2 * t.chunk_bytes() + at);
+}
+
+// Fetches ahead where a column block ends, for the padding of its last chunk: without it as many
+// bytes of the next column block would not have been fetched (measured with 2 groups of 20: 30 GB/s
+// for 41). A single row also touches the padding: the processor's own prefetching follows a walk
+// without leaps (MXFP4 with 576 inputs: 11 GB/s for 26).
 template <Format F, int R>
 inline void prefetch_padding(const uint8_t *column_block, int64_t groups) {
-    for (int64_t g = groups; g % traits(F).chunk_groups() != 0; ++g)
-        prefetch_group<F, R>(column_block, g);
+    for (int64_t g = groups; g % traits(F).chunk_groups() != 0; ++g) {
+        prefetch_groups<F, R>(column_block, g);
+        if constexpr (R == 1)
+            for (int64_t at = 0; at < traits(F).quants; at += kLine)
+                static_cast<void>(*static_cast<const volatile uint8_t *>(
+                    group_at<F>(column_block, g).quants + at));
+    }
 }
 
 // A cell of quantized activations: a group of one row, and what the formats' inner loops add for

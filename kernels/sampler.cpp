@@ -30,6 +30,11 @@ float share(float weight, double unit) {
     return static_cast<float>(static_cast<double>(weight) * unit);
 }
 
+// What is no probability counts as none.
+float claim(float q) {
+    return q > 0 ? q : 0;
+}
+
 // Keys between which the wanted threshold lies: measure(>= low) >= target > measure(>= high).
 struct Interval {
     uint32_t low;
@@ -103,7 +108,7 @@ Drawn Sampler::verify(const float *logits, SamplerState &state, int32_t guess, c
         const double noise = before.uniform(position, Stream::kVerified);
         if (guess < 0)
             return draw_from(kept, row, noise);
-        const double certainty = q == nullptr ? 1.0 : q[guess] > 0 ? q[guess] : 0.0;
+        const double certainty = q == nullptr ? 1.0 : claim(q[guess]);
         const double test = before.uniform(position, Stream::kAcceptance);
         if (test * certainty < probability(kept, row, guess))
             return guess;
@@ -261,17 +266,26 @@ void Sampler::spread(const Kept &kept, const float *logits, float *out) {
 // Draws from max(0, p - q) without the rejected guess, where it is 0 if q is a distribution.
 int32_t Sampler::redraw(const Kept &kept, const float *logits, const SamplingOptions &options,
                         int32_t guess, const float *q, double noise) {
-    weights_.resize(vocab_size_);
-    spread(kept, logits, weights_.data());
-    if (q != nullptr)
-        for (int64_t i = 0; i < vocab_size_; ++i) {
-            const float excess = q[i] > 0 ? weights_[i] - q[i] : weights_[i];
-            weights_[i] = excess > 0 ? excess : 0;
+    if (kept.left == Left::kCandidates) {
+        const double unit = 1 / candidate_mass();
+        for (Candidate &candidate : candidates_) {
+            const float p = candidate.id == guess ? 0 : share(candidate.value, unit);
+            candidate.value = q == nullptr ? p : std::max(0.0f, p - claim(q[candidate.id]));
         }
-    weights_[guess] = 0;
-    scan_.cut(weights_.data(), vocab_size_, 0, sums_.data()); // sums them
-    if (total_weight() > 0)
-        return draw_from({Left::kWeights, kept.scale, kept.floor}, logits, noise);
+        if (candidate_mass() > 0)
+            return draw_from_candidates(noise);
+    } else {
+        weights_.resize(vocab_size_);
+        float *weights = weights_.data();
+        spread(kept, logits, weights);
+        if (q != nullptr)
+            for (int64_t i = 0; i < vocab_size_; ++i)
+                weights[i] -= claim(q[i]);
+        weights[guess] = 0;
+        scan_.cut(weights, vocab_size_, 0, sums_.data()); // zeroes those below 0 and sums
+        if (total_weight() > 0)
+            return draw_from({Left::kWeights, kept.scale, kept.floor}, logits, noise);
+    }
     if (q != nullptr) // nothing is above q but for rounding
         return redraw(truncate(logits, options), logits, options, guess, nullptr, noise);
     return guess; // there is nothing else: q was no distribution

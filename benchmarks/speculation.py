@@ -1,7 +1,7 @@
 """What speculation brings, beside none on the same prompts in the same run.
 
     python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix]
-        [--heads DIR] [--json]
+        [--heads DIR] [--draft-model MODEL] [--json]
 
 Three kinds of work, greedy: a source file copied on with its beginning given (as editing does),
 facts listed again in another order, and an open question. One engine runs them in turns, with and
@@ -29,9 +29,11 @@ from typing import Any
 
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.execute.native import NativeExecutor
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
+from octavo.speculate import draft_model
 from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
 from octavo.speculate.drafter import ModelDrafter, Target
 from octavo.speculate.heads import read_heads
@@ -148,35 +150,41 @@ class Round:
 
 
 class Drafters:
-    """For an engine that was loaded with another method; heads are loaded once."""
+    """For an engine that was loaded with another method; those that compute are loaded once."""
 
     def __init__(self, loaded: LoadedEngine) -> None:
         self._loaded = loaded
-        self._heads: dict[str, tuple[ModelDrafter, int]] = {}
+        self._computing: dict[str, tuple[ModelDrafter, int]] = {}
 
     def speculator(self, method: dict[str, Any]) -> Speculator:
         config, size = SpeculativeConfig.of(method), self._loaded.engine.vocab_size
         pinned = config.num_speculative_tokens
-        if config.method != "medusa":
+        if not config.computes:
             return Speculator(config.drafter(), size, pinned)
-        assert config.model is not None
-        if config.model not in self._heads:
-            self._heads[config.model] = self._load(config)
-        drafter, longest = self._heads[config.model]
+        name = f"{config.method} {config.model}"
+        if name not in self._computing:
+            self._computing[name] = self._load(config)
+        drafter, longest = self._computing[name]
         return Speculator(drafter, size, pinned, longest=longest)
 
     def _load(self, config: SpeculativeConfig) -> tuple[ModelDrafter, int]:
         loaded, engine = self._loaded, self._loaded.engine
-        heads = read_heads(Path(config.model or ""), loaded.checkpoint)
-        target = Target(
-            loaded.checkpoint,
-            program(loaded.checkpoint.config, loaded.max_model_len),
-            engine.executor,  # type: ignore[arg-type]
-            engine.scheduler,
-            engine.sampler,
-            heads=heads,
-        )
-        return config.model_drafter(target), heads.num_heads
+        model = loaded.checkpoint
+        executor: NativeExecutor = engine.executor  # type: ignore[assignment]
+        compute = program(model.config, loaded.max_model_len)
+        target = Target(model, compute, executor, engine.scheduler, engine.sampler)
+        longest = LONGEST
+        if config.method == "medusa":
+            heads = read_heads(Path(config.model or ""), model)
+            target, longest = target._replace(heads=heads), heads.num_heads
+        if config.method == "draft_model":
+            layout_of, threads = loaded.config.layout_of, executor.threads
+            draft = draft_model.read(
+                config.model or "", None, model, layout_of, threads=threads, isa=executor.isa
+            )
+            blocks = loaded.num_blocks * len(draft.layout.groups)
+            target = target._replace(draft=draft, draft_blocks=blocks)
+        return config.model_drafter(target), longest
 
 
 class Side:
@@ -348,6 +356,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", default="1,8,32")
     parser.add_argument("--methods", default="ngram,suffix")
     parser.add_argument("--heads", help="a folder that octavo train medusa wrote: measured too")
+    parser.add_argument("--draft-model", help="a smaller model of the same vocabulary, likewise")
     parser.add_argument("--pinned", default="", help="and with drafts of these lengths")
     parser.add_argument("--work", default="", help="of copy, facts and chat only these")
     parser.add_argument("--length", type=int, default=160, help="tokens drawn for each prompt")
@@ -355,19 +364,21 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     methods = {name: {"method": name} for name in arguments.methods.split(",") if name}
-    heads = {
-        "medusa" if n is None else f"medusa, {n}": {
-            "method": "medusa",
-            "model": arguments.heads,
+    given = {"medusa": arguments.heads, "draft_model": arguments.draft_model}
+    computing = {
+        name if n is None else f"{name}, {n}": {
+            "method": name,
+            "model": model,
             "num_speculative_tokens": n,
         }
+        for name, model in given.items()
+        if model
         for n in (None, *map(int, filter(None, arguments.pinned.split(","))))
-        if arguments.heads
     }
     rows: list[Row] = []
     for size in map(int, arguments.batch_sizes.split(",")):
         only = arguments.work.split(",") if arguments.work else ()
-        all_methods = methods | heads
+        all_methods = methods | computing
         rows += compare(
             arguments.model, all_methods, size, arguments.length, arguments.rounds, only
         )

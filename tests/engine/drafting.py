@@ -152,17 +152,26 @@ class Turning(Coin):
 
 class Passes:
     """A `ModelDrafter` for a `ScriptedSampler`: each token of a draft is right with a certain
-    probability, and each further token of all drafts takes ``cost`` seconds of the clock.
+    probability, and each further token of all drafts takes ``cost`` seconds of the clock;
+    ``reading`` is what each token of a text takes that it had not seen.
     """
 
     def __init__(
-        self, rate: float, cost: float, sampler: ScriptedSampler, clock: VirtualClock
+        self,
+        rate: float,
+        cost: float,
+        sampler: ScriptedSampler,
+        clock: VirtualClock,
+        reading: float = 0.0,
     ) -> None:
         self.closed = False
         self.raises = ""  # name of the method that does
         self.seen = 0  # tokens of all runs
         self._rate = rate
+        self.num_read = 0
         self._cost = cost
+        self._reading = reading
+        self._reached: dict[Seq, int] = {}
         self._sampler = sampler
         self._clock = clock
         self._random = random.Random(3)
@@ -170,6 +179,12 @@ class Passes:
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         self._fail("propose")
         self._clock.advance(self._cost * max(counts))
+        for seq, count in zip(decoding, counts, strict=True):
+            if count:
+                unread = len(seq.token_ids) - self._reached.get(seq, 0)
+                self.num_read += unread
+                self._clock.advance(self._reading * unread)
+                self._reached[seq] = len(seq.token_ids)
         return [self._draft(*each) for each in zip(decoding, counts, strict=True)]
 
     def _draft(self, seq: Seq, count: int) -> Draft:

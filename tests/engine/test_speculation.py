@@ -70,6 +70,7 @@ def simulator(
     rate: float | None,
     cost: float | None = None,
     turns: float | None = None,
+    reading: float = 0.0,
     pinned: int | None = None,
     stop_rate: float = 0.0,
     text: TextFactory = NoText,
@@ -77,7 +78,8 @@ def simulator(
 ) -> Engine:
     """The engine on a cost model; ``rate``: of right guesses, None: no speculation; ``cost``:
     seconds of each pass of a drafter that computes, None: one that does not; ``turns``: rate of
-    right alternatives to wrong guesses, None: there are none.
+    right alternatives to wrong guesses, None: there are none; ``reading``: seconds of each token
+    that a drafter that computes has not seen.
     """
     layout = KvLayout.of(MODEL)
     limits = SchedulerConfig(
@@ -91,7 +93,7 @@ def simulator(
         if turns is not None:
             drafter = Turning(rate, turns, sampler)
         if cost is not None:
-            drafter = Passes(rate, cost, sampler, clock)
+            drafter = Passes(rate, cost, sampler, clock, reading)
         speculator = Speculator(drafter, MODEL.vocab_size, pinned, now=clock.now)
         if isinstance(drafter, Coin):
             drafter.speculator = speculator
@@ -244,6 +246,41 @@ def test_time_is_never_lost_where_drafting_takes_time(batch: int, rate: float, c
     assert took <= without / 0.97
     if batch == 1 and rate >= 0.9 and cost <= 5e-5:
         assert took <= without / 1.5
+
+
+@pytest.mark.parametrize(
+    ("rate", "cost", "max_tokens", "gain"),
+    [(0.9, 5e-5, 400, 1.25), (0.9, 2e-3, 400, 0.0), (0.2, 2e-4, 400, 0.0), (0.9, 5e-5, 12, 0.0)],
+)
+def test_texts_are_read_where_that_pays(
+    rate: float, cost: float, max_tokens: int, gain: float
+) -> None:
+    """Prompts of 300 tokens, one after another: reading one takes the drafter some eight steps."""
+    count = 20 if max_tokens > 100 else 300
+
+    def seconds(rate: float | None) -> tuple[float, int]:
+        engine = simulator(1, rate=rate, cost=cost, reading=5e-5)
+        for index in range(count):
+            prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(300)]
+            params = SamplingParams(seed=index, max_tokens=max_tokens)
+            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+            engine.add_request(request)
+            while engine.has_work():
+                engine.step()
+        if engine.speculator is None:
+            return engine.clock.now(), 0
+        drafter = engine.speculator._model
+        assert isinstance(drafter, Passes)
+        return engine.clock.now(), drafter.num_read
+
+    without, _ = seconds(None)
+    took, num_read = seconds(rate)
+    assert took <= without / 0.97
+    if gain:
+        assert took <= without / gain
+        assert num_read >= 300 * count
+    else:
+        assert num_read <= 0.3 * (300 + max_tokens) * count
 
 
 @pytest.mark.parametrize("method", ["propose", "observe", "end", "close"])

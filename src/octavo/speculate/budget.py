@@ -6,15 +6,16 @@ _MOST_LOST = 0.01  # of the time; behind that it rests until so much time has pa
 _MOST_SAVED = 0.01  # of the time, that what was gained before counts for
 _MEMORY = 1024  # steps
 _FADING = 1 - 1 / _MEMORY
-_CREDIT = 128  # steps: what it begins with lets it try
 
 
 class Budget:
     """An account in seconds: steps with drafts, or with guesses that came to nothing, against what
-    their tokens would have taken without. Both sides fade.
+    their tokens would have taken without. Both sides fade. It begins as after ``credit`` steps, so
+    that something can be tried.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, credit: int = 128) -> None:
+        self._credit = credit
         self._seconds = 0.0
         self._gained = 0.0
 
@@ -23,7 +24,7 @@ class Budget:
         alike may be told of at once.
         """
         if not self._seconds:
-            self._seconds = _CREDIT * seconds
+            self._seconds = self._credit * seconds
         kept = _FADING**steps
         self._seconds = kept * self._seconds + steps * seconds
         gained = kept * self._gained + steps * (worth - seconds)

@@ -5,6 +5,7 @@ from __future__ import annotations
 _FADING = 0.97  # what an observation still counts for at the next one
 _SETTLED = 4.0  # observations from which on a far one is taken for somebody else's doing
 _FARTHEST = 3.0  # times what was predicted
+_WARM = 0.7  # times what was predicted, below which the first observations are forgotten
 _PRIOR = 1.0  # passes², for which there being no fixed cost counts
 
 
@@ -19,6 +20,9 @@ class _Line:
     def add(self, passes: int, seconds: float) -> None:
         if self.weight >= _SETTLED:
             seconds = min(seconds, _FARTHEST * self.at(passes))
+        elif self.weight and seconds < _WARM * self.at(passes):
+            # The first ones find cold caches.
+            self.weight = self.passes = self.seconds = self.square = self.product = 0.0
         self.weight = _FADING * self.weight + 1
         self.passes = _FADING * self.passes + passes
         self.seconds = _FADING * self.seconds + seconds
@@ -40,11 +44,18 @@ class DraftTimes:
 
     def __init__(self) -> None:
         self._lines: dict[int, _Line] = {}  # by the sequences' number of binary digits
+        self._read_seconds = 0.0
+        self._read_tokens = 0.0
 
     def observe(self, num_sequences: int, passes: int, seconds: float) -> None:
         """``passes``: the longest draft's tokens."""
         line = self._lines.setdefault(num_sequences.bit_length(), _Line())
         line.add(passes, seconds)
+
+    def observe_reading(self, seconds: float, num_tokens: int) -> None:
+        """Texts that the drafter had not seen took it so long; of ``num_tokens`` it is done."""
+        self._read_seconds = _FADING * self._read_seconds + seconds
+        self._read_tokens = _FADING * self._read_tokens + num_tokens
 
     def predict(self, num_sequences: int, passes: int) -> float:
         if not self._lines or not passes:
@@ -52,3 +63,7 @@ class DraftTimes:
         digits = num_sequences.bit_length()
         nearest = min(self._lines, key=lambda known: (abs(known - digits), known))
         return self._lines[nearest].at(passes)
+
+    def reading(self, num_tokens: int) -> float:
+        """Seconds to read so much of a text."""
+        return num_tokens * self._read_seconds / max(1.0, self._read_tokens)

@@ -36,6 +36,9 @@ _OVERSPENT = 16  # … and where too much time has been lost
 _GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
 _ROUNDING = 1e-3  # that probabilities may be off one in all
 _TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
+_UNREAD = 64  # tokens that a drafter has not seen, from which on it has to read
+_CONVINCING = 8  # drafts that have been checked before much is read
+_PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 
 
@@ -72,7 +75,6 @@ class Speculator:
         self.times = StepTimes()
         self.savings = Savings()
         self.draft_times = DraftTimes()  # of a drafter that computes
-        self._budget = Budget()
         self._model: ModelDrafter | None = None
         self._reader: Reader | None = None
         if isinstance(drafter, ModelDrafter):
@@ -82,6 +84,7 @@ class Speculator:
         self._vocab_size = vocab_size
         self._pinned = num_tokens
         self._longest = longest if num_tokens is None else num_tokens
+        self._budget = Budget() if self._model is None else Budget(_PATIENCE)
         first = FIRST_GUESS if self._model is None else _TRUSTED
         self._acceptance = Acceptance(self._longest, first)
         self._ahead = Acceptance(self._longest, first)  # before a draft is made: of one class
@@ -91,9 +94,12 @@ class Speculator:
         self._asked: dict[Seq, _Asked] = {}
         self._now = now
         self._spent = 0.0  # seconds that the drafter took since the last step
+        self._read = 0.0  # of these, for texts that it had not seen
+        self._tried = 0  # drafts that have been checked
         self._rest = 0  # steps without asking
         self._unseen = 0  # steps at rest that have not been looked at
-        self._trial = False  # whether the rest was for a drafter that computes
+        self._warm = False  # whether a drafter that computes has done so
+        self._untried = 0.0  # seconds since a drafter that computes was asked
         self._useful = 1.0  # share of the asking that led to drafts, of late
 
     @property
@@ -114,7 +120,7 @@ class Speculator:
         """As `Proposer` says."""
         self._asked.clear()
         self._branches = {}
-        self._spent = 0.0
+        self._spent = self._read = 0.0
         if self._gone:
             return [[]] * len(decoding)
         if self._rest > 0:
@@ -180,22 +186,95 @@ class Speculator:
             for seq, longest in zip(decoding, most, strict=True)
         ]
         counts = choose(self.times, gains, num_tokens, room, self.draft_times)
+        if self._tried < _CONVINCING:
+            counts = [min(count, _TRIAL if self._warm else 1) for count in counts]
+        counts = self._worth_reading(decoding, counts, gains, num_tokens)
         if not any(counts):
+            # Acceptance may have changed since: now and then it is looked at.
             counts = _within([min(longest, _TRIAL) for longest in most], room)
-            if not self._trial:
-                # Acceptance may have changed since: now and then it is looked at.
-                self._trial = True
-                cost = self.draft_times.predict(len(decoding), _TRIAL)
-                cost += self.times.predict(num_tokens + sum(counts))
-                self._rest = int(cost / (_IDLE_SHARE * self.times.predict(num_tokens)))
+            counts = self._least_to_read(decoding, counts)
+            unread = (self._unread(seq) for seq, n in zip(decoding, counts, strict=True) if n)
+            cost = self.draft_times.predict(len(decoding), _TRIAL)
+            cost += self.draft_times.reading(sum(unread))
+            step = self.times.predict(num_tokens)
+            missing = cost / _IDLE_SHARE - self._untried
+            if missing > 0 and not (self._tried < _CONVINCING and self._hopeful(most, num_tokens)):
+                self._rest = min(_LONGEST_REST, int(missing / step))
                 return [NO_DRAFT] * len(decoding)
-        self._trial = False
+        self._untried = 0.0
+        drafts = self._ask_timed(decoding, counts)
+        return self._best(decoding, drafts, num_tokens, room) if self._asked else drafts
+
+    def _hopeful(self, most: list[int], num_tokens: int) -> bool:
+        """Whether drafting would pay if it were always right."""
+        gains = [[1.0] * longest for longest in most]
+        return any(choose(self.times, gains, num_tokens, sum(most), self.draft_times))
+
+    def _ask_timed(self, decoding: list[Seq], counts: list[int]) -> list[Draft]:
+        """Learns how long drafting takes, and apart from it the reading of texts."""
+        asking = [seq for seq, count in zip(decoding, counts, strict=True) if count]
+        unread = {seq: self._unread(seq) for seq in asking}
         began = self._now()
         drafts = self._ask(decoding, counts)
+        spent = self._now() - began
+        if not self._warm:
+            # The first time, pages are touched that never were. It is no measure.
+            self._warm = True
+            self._read = spent
+        elif any(unread.values()):
+            reading = spent - self.draft_times.predict(len(asking), max(counts))
+            self._read = min(spent, max(0.0, reading))
+            done = sum(missing for seq, missing in unread.items() if seq in self._asked)
+            self.draft_times.observe_reading(self._read, done)
+        elif asking:
+            self.draft_times.observe(len(asking), max(counts), spent)
+        for seq in self._asked:
+            self._own_of(seq).reached = len(seq.token_ids)
+        return drafts
+
+    def _unread(self, seq: Seq) -> int:
+        """Tokens of a text that the drafter has to read before it drafts; 0 for a few."""
+        missing = len(seq.token_ids) - self._own_of(seq).reached
+        return missing if missing > _UNREAD else 0
+
+    def _least_to_read(self, decoding: list[Seq], counts: list[int]) -> list[int]:
+        """Only those whose texts have been read; if there are none, the one with least to read."""
+        unread = [self._unread(seq) for seq in decoding]
+        least = min(
+            (missing for missing, count in zip(unread, counts, strict=True) if count), default=0
+        )
+        kept = [
+            count if missing <= least else 0 for missing, count in zip(unread, counts, strict=True)
+        ]
+        if least:
+            first = next(at for at, count in enumerate(kept) if count)
+            kept = [count if at == first else 0 for at, count in enumerate(kept)]
+        return kept
+
+    def _worth_reading(
+        self, decoding: list[Seq], counts: list[int], gains: list[list[float]], num_tokens: int
+    ) -> list[int]:
+        """Without those whose texts would take longer to be read than their drafts will save."""
         asking = sum(count > 0 for count in counts)
-        if asking:
-            self.draft_times.observe(asking, max(counts), self._now() - began)
-        return self._best(decoding, drafts, num_tokens, room) if self._asked else drafts
+        if not asking or not any(map(self._unread, decoding)):
+            return counts
+        if self._tried < _CONVINCING:
+            return self._least_to_read(decoding, counts)
+        number = len(decoding)
+        expected = number + sum(
+            sum(each[:count]) for each, count in zip(gains, counts, strict=True)
+        )
+        seconds = self.times.predict(num_tokens + sum(counts))
+        seconds += self.draft_times.predict(asking, max(counts))
+        saved = (expected * self.times.predict(num_tokens) / number - seconds) / asking  # a step
+        return [
+            count
+            # It may end before it has to; half of what may come is expected.
+            if saved * seq.num_to_come / (2 * expected / number)
+            >= self.draft_times.reading(self._unread(seq))
+            else 0
+            for seq, count in zip(decoding, counts, strict=True)
+        ]
 
     def _best(
         self, decoding: list[Seq], drafts: list[Draft], num_tokens: int, room: int
@@ -322,6 +401,7 @@ class Speculator:
             own = self._own.get(seq)
             if asked is not None and own is not None and asked.num_tokens == len(seq.token_ids):
                 draft = asked.draft
+                self._tried += 1
                 # Beyond what was tested the target draws the token more rarely than it would have
                 # been accepted; where nothing was, that is all there is to learn from.
                 guess = tested if tested and self._weighed(draft) else draft.token_ids
@@ -340,6 +420,7 @@ class Speculator:
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
         self.savings.add(times, scheduled, runs, seconds, self._spent)
+        self._untried += (1 + self._unseen) * seconds
         if self._unseen:
             self._budget.spend(plain, plain, self._unseen)
             self._unseen = 0
@@ -347,8 +428,9 @@ class Speculator:
         if scheduled.drafts is not None and not prompts and times.known:
             plain = min(plain, FARTHEST * times.predict(size))
             worth = times.predict(count) * sum(map(len, runs[:count])) / count
-        self._budget.spend(plain + self._spent, worth)
-        self._spent = 0.0
+        # What is read is weighed before, and pays over a sequence's whole life.
+        self._budget.spend(plain + self._spent - self._read, worth)
+        self._spent = self._read = 0.0
 
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:
@@ -400,11 +482,12 @@ class Speculator:
 class _Own(Own):
     """How a sequence's drafts did by what spoke for them and, ``ahead``, all of them."""
 
-    __slots__ = ("ahead",)
+    __slots__ = ("ahead", "reached")
 
     def __init__(self) -> None:
         super().__init__()
         self.ahead = Own()
+        self.reached = 0  # tokens of the text, when a drafter that computes drafted last
 
 
 def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:

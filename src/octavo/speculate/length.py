@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from octavo.speculate.branches import Offer
 from octavo.speculate.draft_times import DraftTimes
@@ -56,29 +57,35 @@ def choose_tree(
     their tokens, the most promising first. One takes a row for the sequence's last token and one
     for each of its own, and is taken or left as a whole, by its gain for a row.
     """
-    ranked: list[tuple[float, int, float, int, Offer | None]] = [
-        (gain, 1, gain, index, None) for index, each in enumerate(gains) for gain in each
+    ranked: list[tuple[float, int, tuple[Offer, int] | None]] = [
+        (gain, sequence, None) for sequence, each in enumerate(gains) for gain in each
     ]
+    most = len(ranked)
     for offer in offers:
         worth, length = offer.best
-        rows = 1 + length
         # Not before the draft's own token there.
         place = min(worth, gains[offer.sequence][offer.start])
-        ranked.append((place, rows, worth * rows, length, offer))
-    ranked.sort(key=lambda entry: -entry[0])
+        ranked.append((place, offer.sequence, (offer, length)))
+        most += 1 + length
+    ranked.sort(key=itemgetter(0), reverse=True)
     best = _worth(times) * len(gains) / times.predict(num_tokens)
-    taken, done = 0, 0
+    taken = done = rows = 0
     expected = float(len(gains))
     lengths: dict[int, int] = {}
-    rows = 0
-    most = min(room, sum(entry[1] for entry in ranked))
-    for size, seconds in times.hoped(num_tokens, num_tokens + most):
-        while done < len(ranked) and rows + ranked[done][1] <= size - num_tokens:
-            _, more, gain, index, taking = ranked[done]
+    for size, seconds in times.hoped(num_tokens, num_tokens + min(room, most)):
+        left = size - num_tokens - rows
+        while done < len(ranked):
+            gain, sequence, branch = ranked[done]
+            cost = 1 if branch is None else 1 + branch[1]
+            if cost > left:
+                break
+            if branch is not None:
+                gain = branch[0].best[0] * cost
+            elif drafting is not None:
+                lengths[sequence] = lengths.get(sequence, 0) + 1
             expected += gain
-            rows += more
-            if taking is None:
-                lengths[index] = lengths.get(index, 0) + 1
+            left -= cost
+            rows += cost
             done += 1
         if drafting is not None:
             seconds += drafting.predict(len(lengths), max(lengths.values()))
@@ -87,9 +94,9 @@ def choose_tree(
             best, taken = speed, done
     counts = [0] * len(gains)
     chosen: list[tuple[Offer, int]] = []
-    for *_, number, taking in ranked[:taken]:
-        if taking is None:
-            counts[number] += 1  # of this sequence's draft
+    for _, sequence, branch in ranked[:taken]:
+        if branch is None:
+            counts[sequence] += 1
         else:
-            chosen.append((taking, number))
+            chosen.append(branch)
     return counts, chosen

@@ -41,7 +41,7 @@ def answered(model: str, count: int, length: int) -> dict[str, list[tuple[list[i
     engine = loaded.engine
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     answers = {}
-    for workload, prompts in workloads(loaded, count).items():
+    for workload, prompts in workloads(loaded.checkpoint, count).items():
         for at, prompt in enumerate(prompts):
             engine.add_request(Request(request_id=str(at), prompt_token_ids=prompt, params=params))
         texts: list[list[int]] = [[] for _ in prompts]

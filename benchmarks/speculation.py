@@ -1,14 +1,19 @@
 """What speculation brings, beside none on the same prompts in the same run.
 
     python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix]
-        [--heads DIR] [--draft-model MODEL] [--json]
+        [--heads DIR] [--draft-model MODEL] [--llama-cpp BUILD/bin] [--json]
 
 Three kinds of work, greedy: a source file copied on with its beginning given (as editing does),
 facts listed again in another order, and an open question. One engine runs them in turns, with and
 without speculation, a round each, and the outputs must be the same to the token.
 
 "theory" is tokens per pass ÷ the relative cost of a pass: the executor's time alone. What is
-missing from it to the measured speed-up is drafting, sampling more rows, and bookkeeping.
+missing from it to the measured speed-up stands beside it, as shares of the time with the method:
+drafting, and the rest, which is sampling (more rows) and bookkeeping, with the rest's share without
+speculation in brackets.
+
+With ``--llama-cpp`` its own n-gram speculation runs on the same prompts, one at a time, greedy, in
+several settings: the speed as its server gives it, beside its own without speculation.
 
 Drafting itself is timed apart: 32 sequences of 1,000 tokens and more, of which many pairs repeat,
 that go on at random (a search each step) or as earlier (the match grows).
@@ -27,8 +32,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _peers.llama_cpp_speculation import measure
+from octavo.checkpoint import load
+from octavo.checkpoint.base import Checkpoint
+from octavo.checkpoint.pull import resolve
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.execute.cpu import usable_cpus
 from octavo.execute.native import NativeExecutor
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
@@ -104,9 +114,9 @@ QUESTIONS = (
 )
 
 
-def workloads(loaded: LoadedEngine, count: int) -> dict[str, list[list[int]]]:
+def workloads(checkpoint: Checkpoint, count: int) -> dict[str, list[list[int]]]:
     """Prompts, all different: no block is shared between the sequences of a batch."""
-    encode = loaded.checkpoint.tokenizer.encode
+    encode = checkpoint.tokenizer.encode
     head = "\n".join(SOURCE.splitlines()[:8])
     copy = [
         encode(
@@ -121,7 +131,7 @@ def workloads(loaded: LoadedEngine, count: int) -> dict[str, list[list[int]]]:
         text = f"List {i}:\n" + "\n".join(turned) + "\n\nSorted backwards:\n"
         text += "\n".join(reversed(turned)) + "\n\nIn another order:\n"
         again.append(encode(text + "\n".join(turned[::3]) + "\n"))
-    template = loaded.checkpoint.chat_template
+    template = checkpoint.chat_template
     open_questions = []
     for i in range(count):
         question = QUESTIONS[i % len(QUESTIONS)] + (f" Answer {i}." if i >= len(QUESTIONS) else "")
@@ -146,6 +156,7 @@ class Round:
     computed: float = 0.0  # seconds in the executor
     drafted: int = 0
     accepted: int = 0
+    drafting: float = 0.0  # seconds in the drafter
     outputs: list[list[int]] = field(default_factory=list)
 
 
@@ -228,6 +239,7 @@ class Side:
         done.seconds = time.perf_counter() - started
         done.tokens = after.generation_tokens - before.generation_tokens
         done.passes = after.decode_passes - before.decode_passes
+        done.drafting = after.drafting_seconds - before.drafting_seconds
         done.outputs = list(outputs.values())
         return done
 
@@ -244,6 +256,9 @@ class Row:
     tokens_per_pass: float
     acceptance_rate: float
     theory: float
+    drafting_share: float  # of the time
+    rest_share: float  # neither drafting nor the executor's
+    plain_rest_share: float
 
 
 def compare(
@@ -268,7 +283,7 @@ def compare(
     }
     rows = []
     expected: dict[str, list[list[int]]] = {}
-    for workload, prompts in workloads(loaded, batch).items():
+    for workload, prompts in workloads(loaded.checkpoint, batch).items():
         if only and workload not in only:
             continue
         results: dict[str, list[Round]] = {name: [] for name in sides}
@@ -305,10 +320,18 @@ def compare(
                     tokens_per_pass=per_pass,
                     acceptance_rate=sum(r.accepted for r in mine) / drafted if drafted else 0.0,
                     theory=per_pass / cost,
+                    drafting_share=sum(r.drafting for r in mine) / sum(r.seconds for r in mine),
+                    rest_share=_rest(mine),
+                    plain_rest_share=_rest(plain),
                 )
             )
     loaded.engine.close()
     return rows
+
+
+def _rest(rounds: list[Round]) -> float:
+    seconds = sum(each.seconds for each in rounds)
+    return 1 - sum(each.computed + each.drafting for each in rounds) / seconds
 
 
 @dataclass(frozen=True)
@@ -350,6 +373,43 @@ def drafting(method: dict[str, Any], *, repeats: bool, steps: int = 200) -> Draf
     )
 
 
+@dataclass(frozen=True)
+class Beside:
+    """llama.cpp's n-gram speculation on a workload's first prompt."""
+
+    workload: str
+    setting: str
+    plain_tok_s: float
+    tok_s: float
+    speed_up: float
+    acceptance_rate: float | None
+    same_output: bool
+
+
+def llama_cpp(arguments: argparse.Namespace) -> list[Beside]:
+    checkpoint = load(resolve(arguments.model))
+    only = arguments.work.split(",") if arguments.work else ()
+    prompts = {
+        name: each[0] for name, each in workloads(checkpoint, 1).items() if not only or name in only
+    }
+    path, threads = str(checkpoint.path), usable_cpus()[0]
+    found = measure(arguments.llama_cpp, path, prompts, arguments.length, arguments.rounds, threads)
+    plain = found.pop("none")
+    return [
+        Beside(
+            workload,
+            setting,
+            plain[workload].tok_s,
+            speed.tok_s,
+            speed.tok_s / plain[workload].tok_s,
+            speed.acceptance_rate,
+            speed.token_ids == plain[workload].token_ids,
+        )
+        for workload in prompts
+        for setting, speed in ((name, each[workload]) for name, each in found.items())
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
@@ -361,6 +421,7 @@ def main() -> None:
     parser.add_argument("--work", default="", help="of copy, facts and chat only these")
     parser.add_argument("--length", type=int, default=160, help="tokens drawn for each prompt")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--llama-cpp", metavar="DIR", help="folder with llama-server: beside it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     methods = {name: {"method": name} for name in arguments.methods.split(",") if name}
@@ -387,18 +448,22 @@ def main() -> None:
         for method in methods.values()
         for repeats in (True, False)
     ]
+    peers = llama_cpp(arguments) if arguments.llama_cpp else []
     if arguments.json:
-        print(json.dumps({"rows": [*map(asdict, rows)], "drafting": [*map(asdict, costs)]}))
+        tables = {"rows": rows, "drafting": costs, "llama_cpp": peers}
+        print(json.dumps({name: [*map(asdict, table)] for name, table in tables.items()}))
         return
     print(
-        "| work | batch | method | none tok/s | tok/s | × (least) | per pass | accepted | theory |"
+        "| work | batch | method | none tok/s | tok/s | × (least) | per pass | accepted | theory "
+        "| drafting | rest (none) |"
     )
-    print("|---|---:|---|---:|---:|---:|---:|---:|---:|")
+    print("|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|")
     for row in rows:
         print(
             f"| {row.workload} | {row.batch} | {row.method} | {row.plain_tok_s:.0f} "
             f"| {row.tok_s:.0f} | {row.speed_up:.2f} ({row.speed_up_least:.2f}) "
-            f"| {row.tokens_per_pass:.2f} | {row.acceptance_rate:.0%} | {row.theory:.2f} |"
+            f"| {row.tokens_per_pass:.2f} | {row.acceptance_rate:.0%} | {row.theory:.2f} "
+            f"| {row.drafting_share:.1%} | {row.rest_share:.1%} ({row.plain_rest_share:.1%}) |"
         )
     print("\n| drafting for 32 | text | median µs | worst µs | start, 1,000 tokens, µs |")
     print("|---|---|---:|---:|---:|")
@@ -406,6 +471,16 @@ def main() -> None:
         print(
             f"| {cost.method} | {cost.text} | {cost.median_us:.0f} | {cost.worst_us:.0f} "
             f"| {cost.start_us:.0f} |"
+        )
+
+    if peers:
+        print("\n| work | llama.cpp | none tok/s | tok/s | × | accepted | same output |")
+        print("|---|---|---:|---:|---:|---:|---|")
+    for peer in peers:
+        rate = "none drafted" if peer.acceptance_rate is None else f"{peer.acceptance_rate:.0%}"
+        print(
+            f"| {peer.workload} | {peer.setting} | {peer.plain_tok_s:.0f} | {peer.tok_s:.0f} "
+            f"| {peer.speed_up:.2f} | {rate} | {'yes' if peer.same_output else 'no'} |"
         )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -94,3 +96,48 @@ def test_load_time_of_a_model(
     assert 0 < row["interpreter_mb"] < row["peak_mb"]
     assert 0 <= row["tokenizer_mb"] < row["peak_mb"]
     assert 0 < row["explained_share"] < row["peak_share"]
+
+
+def test_every_drafter_leaves_answers_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same_output = script("same_output", monkeypatch)
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    options = ["--prompts", "8", "--batch-sizes", "1,3", "--length", "12", "--json"]
+    monkeypatch.setattr(sys, "argv", ["same_output.py", model, *options])
+    same_output.main()
+    result = json.loads(capsys.readouterr().out)
+    assert result["equal"] is True
+    assert {row["batch"] for row in result["rows"]} == {1, 3}
+    for row in result["rows"]:
+        assert row["prompts"] == 8
+        assert row["tokens"] == 8 * 12
+        assert row["drafted"] > row["accepted"]
+
+
+def test_llama_cpps_speculation_beside_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From what its server answers."""
+    peer = script("_peers.llama_cpp_speculation", monkeypatch)
+    served: list[list[str]] = []
+
+    @contextmanager
+    def running(command: list[str], port: int) -> Iterator[tuple[int, float]]:
+        assert command[command.index("--port") + 1] == str(port)
+        served.append(command)
+        yield 1, 0.1
+
+    def answer(port: int, prompt: list[int], length: int) -> dict[str, Any]:
+        drafts = "--spec-type" in served[-1]
+        timings: dict[str, Any] = {"predicted_per_second": 200.0 if drafts else 100.0}
+        if drafts:
+            timings |= {"draft_n": 10, "draft_n_accepted": 7}
+        return {"timings": timings, "tokens": prompt[:length]}
+
+    monkeypatch.setattr(peer, "running", running)
+    monkeypatch.setattr(peer, "_answer", answer)
+    found = peer.measure("bin", "model.gguf", {"copy": [1, 2, 3]}, 2, 2, 4)
+    assert found["none"]["copy"] == (100.0, None, [1, 2])
+    assert len(found) == len(served) == len(peer.SETTINGS)
+    for name, speeds in found.items():
+        if name != "none":
+            assert speeds["copy"] == (200.0, 0.7, [1, 2])

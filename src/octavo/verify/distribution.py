@@ -29,6 +29,7 @@ from octavo.sample.sampler import Sampler
 from octavo.speculate.chi_square import chi_square
 from octavo.speculate.config import SpeculativeConfig
 from octavo.verify.faults import wrong_rule
+from octavo.verify.guessing import pinned
 from octavo.verify.running import Float32, Running, running
 from octavo.verify.trials import Trial
 
@@ -198,9 +199,7 @@ def verify(
 
     Raises what loading an engine does, and `VerificationError`.
     """
-    if method.num_speculative_tokens is None:
-        method = replace(method, num_speculative_tokens=NUM_TOKENS)
-    method = replace(method, acceptance_method="rejection")
+    method = replace(pinned(method, checkpoint, NUM_TOKENS), acceptance_method="rejection")
     config = replace(
         config,
         speculative_config=method,

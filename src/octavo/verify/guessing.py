@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute.cpu import usable_cpus
 from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.heads import read_heads
 from octavo.verify.bits import Comparison, Reference
 from octavo.verify.faults import WrongGuess
 from octavo.verify.running import Answer, running
@@ -44,8 +46,7 @@ def compare(
     """Some of the trials one at a time, some four at a time, and all at once. Raises what loading
     an engine does, and `VerificationError`.
     """
-    if method.num_speculative_tokens is None:
-        method = replace(method, num_speculative_tokens=NUM_TOKENS)
+    method = pinned(method, checkpoint)
     threads = max(2, reference.config.threads or usable_cpus()[0])
     config = replace(reference.config, speculative_config=method, threads=threads)
     comparison = Comparison(reference)
@@ -82,6 +83,19 @@ def compare(
         first or comparison.first,
         "; ".join(missed) or None,
     )
+
+
+def pinned(
+    method: SpeculativeConfig, checkpoint: Checkpoint, tokens: int = NUM_TOKENS
+) -> SpeculativeConfig:
+    """With drafts of a fixed length, of ``tokens`` tokens or as many as there are heads, where the
+    length was left open. Raises `CheckpointError` for heads that cannot be read.
+    """
+    if method.num_speculative_tokens is not None:
+        return method
+    if method.method == "medusa":
+        tokens = min(tokens, read_heads(Path(method.model or ""), checkpoint).num_heads)
+    return replace(method, num_speculative_tokens=tokens)
 
 
 def difference(trial: Trial, got: Answer, expected: Answer, batch: int) -> str:

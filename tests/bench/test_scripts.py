@@ -103,7 +103,7 @@ def test_every_drafter_leaves_answers_as_they_are(
 ) -> None:
     same_output = script("same_output", monkeypatch)
     model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
-    options = ["--prompts", "8", "--batch-sizes", "1,3", "--length", "12", "--json"]
+    options = ["--prompts", "8", "--batch-sizes", "1,3", "--length", "60", "--json"]
     monkeypatch.setattr(sys, "argv", ["same_output.py", model, *options])
     same_output.main()
     result = json.loads(capsys.readouterr().out)
@@ -111,7 +111,7 @@ def test_every_drafter_leaves_answers_as_they_are(
     assert {row["batch"] for row in result["rows"]} == {1, 3}
     for row in result["rows"]:
         assert row["prompts"] == 8
-        assert row["tokens"] == 8 * 12
+        assert row["tokens"] == 8 * 60
         assert row["drafted"] > row["accepted"]
 
 

@@ -75,7 +75,7 @@ class Scripted:
                 self.asked.append(asked)
                 if asked.path == "/v1/models":
                     writer.write(whole("200 OK", MODELS))
-                elif asked.path == "/tokenize":
+                elif asked.path in ("/tokenize", "/metrics"):
                     writer.write(whole("404 Not Found", b'{"error": {"message": "no route"}}'))
                 else:
                     await self.script(reader, writer, asked)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.bench.load import datasets, traces
+from octavo.bench.load import datasets, speculation, traces
 from octavo.bench.load.arrivals import Ramp, arrival_times
 from octavo.bench.load.client import Client, Target
 from octavo.bench.load.datasets import Sample
@@ -207,10 +207,19 @@ class _Benchmark:
                     f"{failed[0].reason}: {failed[0].detail}"
                 )
         date = datetime.now()
+        before = await self._speculation()
         run = await load.run()
         progress.close(run)
         self._judge(run, samples)
-        return self._result(run, samples, tokens.name, date)
+        result = self._result(run, samples, tokens.name, date)
+        return result | speculation.fields(before, await self._speculation())
+
+    async def _speculation(self) -> speculation.Counts:
+        """What the server's metrics say of it so far: nothing where it has none."""
+        answer = await self._client.get("GET", "/metrics")
+        if answer.reason or answer.status != 200:
+            return {}
+        return speculation.counts(answer.content.decode(errors="replace"))
 
     # --- what is asked -------------------------------------------------------------------------
 

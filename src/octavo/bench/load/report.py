@@ -71,6 +71,18 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
                 percentile = key[1:].removesuffix(f"_{name}_ms")
                 if percentile.replace(".", "", 1).isdigit():
                     line(f"P{percentile} {short} (ms)", value)
+    if "spec_decode_num_drafts" in result:
+        section("Speculative Decoding")
+        line("Acceptance rate (%)", result["spec_decode_acceptance_rate"])
+        line("Acceptance length", result["spec_decode_acceptance_length"])
+        line("Drafts", result["spec_decode_num_drafts"])
+        line("Draft tokens", result["spec_decode_draft_tokens"])
+        line("Accepted tokens", result["spec_decode_accepted_tokens"])
+        for position, rate in enumerate(result["spec_decode_per_position_acceptance_rates"]):
+            line(f"Acceptance at position {position} (%)", 100 * rate)
+        if "spec_decode_time_saved_s" in result:
+            line("Drafting (s)", result["spec_decode_drafting_s"])
+            line("Time saved, estimated (s)", result["spec_decode_time_saved_s"])
     section("Load generator")
     lateness = result["lateness"]
     line("Mean lateness (ms)", lateness["mean_ms"])

@@ -181,9 +181,8 @@ class Passes:
         self._clock.advance(self._cost * max(counts))
         for seq, count in zip(decoding, counts, strict=True):
             if count:
-                unread = len(seq.token_ids) - self._reached.get(seq, 0)
-                self.num_read += unread
-                self._clock.advance(self._reading * unread)
+                self.num_read += self.unread(seq)
+                self._clock.advance(self._reading * self.unread(seq))
                 self._reached[seq] = len(seq.token_ids)
         return [self._draft(*each) for each in zip(decoding, counts, strict=True)]
 
@@ -197,6 +196,9 @@ class Passes:
             right = self._random.random() < self._rate
             draft.append(token if right else (token + 1) % self._sampler.vocab_size)
         return Draft(draft)
+
+    def unread(self, seq: Seq) -> int:
+        return len(seq.token_ids) - self._reached.get(seq, 0)
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         self._fail("observe")

@@ -270,6 +270,26 @@ def test_choices_share_what_one_of_them_has_read() -> None:
         assert drafter.kv.pool._never_used <= 6 + 4 * 3
 
 
+def test_what_is_to_be_read_is_known_before() -> None:
+    """All of a text, what no other left of it, and next to nothing once it has been drafted for."""
+    setting = Setting(max_num_seqs=4, num_drafts=2, enable_prefix_caching=True)
+    with running(setting, small()) as (engine, drafter):
+        assert drafter is not None
+        for again in (False, True):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+            request = Request(request_id="a", prompt_token_ids=prompt(1, 100), params=params)
+            engine.add_request(request)
+            while not engine.scheduler.decoding:
+                engine.step()
+            (seq,) = engine.scheduler.decoding
+            assert drafter.unread(seq) == len(seq.token_ids) - (96 if again else 0)
+            engine.step()
+            assert drafter.unread(seq) <= 3
+            while engine.has_work():
+                engine.step()
+        assert not drafter._found
+
+
 def test_aborts_give_everything_back() -> None:
     setting = Setting(max_num_seqs=8, num_drafts=3)
     with running(setting, small()) as (engine, drafter):

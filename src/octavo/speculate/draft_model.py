@@ -180,6 +180,7 @@ class DraftModelDrafter:
         self._context = context
         self._with_probabilities = with_probabilities
         self._caches: dict[Seq, _Cache] = {}
+        self._found: dict[Seq, int] = {}  # tokens that others have left of texts without a cache
         self._step = 0
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
@@ -317,6 +318,7 @@ class DraftModelDrafter:
                 return None
             self._drop(idle)
             hit = kv.lookup(seq.token_ids, salt)
+        self._found.pop(seq, None)
         cache = self._caches[seq] = _Cache(kv.open(hit, salt))
         return cache
 
@@ -346,7 +348,19 @@ class DraftModelDrafter:
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         """Nothing: what came is seen in the sequences."""
 
+    def unread(self, seq: Seq) -> int:
+        """As `Reading` says: what the sequence's cache has not, or the prefixes of others."""
+        cache = self._caches.get(seq)
+        if cache is not None:
+            return len(seq.token_ids) - int(self.kv.num_tokens[cache.slot]) - len(cache.drafted)
+        found = self._found.get(seq)
+        if found is None:
+            hit = self.kv.lookup(seq.token_ids, seq.owner.request.cache_salt)
+            found = self._found[seq] = hit.num_tokens
+        return len(seq.token_ids) - found
+
     def end(self, seq: Seq) -> None:
+        self._found.pop(seq, None)
         if seq in self._caches:
             self._drop(seq)
 

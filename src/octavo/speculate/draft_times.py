@@ -53,7 +53,7 @@ class DraftTimes:
         line.add(passes, seconds)
 
     def observe_reading(self, seconds: float, num_tokens: int) -> None:
-        """Texts that the drafter had not seen took it so long; of ``num_tokens`` it is done."""
+        """So many tokens of texts that the drafter had not seen took it so long."""
         self._read_seconds = _FADING * self._read_seconds + seconds
         self._read_tokens = _FADING * self._read_tokens + num_tokens
 

@@ -135,3 +135,12 @@ class Holding(Protocol):
         `RuntimeError` otherwise. Nearly free when it holds nothing.
         """
         ...
+
+
+@runtime_checkable
+class Reading(Protocol):
+    """A `ModelDrafter` that has to read a sequence's text before it can draft for it."""
+
+    def unread(self, seq: Seq) -> int:
+        """Tokens that it would have to read, if it were asked now; about."""
+        ...

@@ -17,7 +17,15 @@ from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Ow
 from octavo.speculate.branches import BranchRates
 from octavo.speculate.budget import Budget
 from octavo.speculate.draft_times import DraftTimes
-from octavo.speculate.drafter import NO_DRAFT, Draft, Drafter, Float32, Holding, ModelDrafter
+from octavo.speculate.drafter import (
+    NO_DRAFT,
+    Draft,
+    Drafter,
+    Float32,
+    Holding,
+    ModelDrafter,
+    Reading,
+)
 from octavo.speculate.length import choose, choose_tree, worthwhile
 from octavo.speculate.reader import Reader
 from octavo.speculate.savings import Savings
@@ -36,7 +44,7 @@ _OVERSPENT = 16  # … and where too much time has been lost
 _GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
 _ROUNDING = 1e-3  # that probabilities may be off one in all
 _TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
-_UNREAD = 64  # tokens that a drafter has not seen, from which on it has to read
+_UNREAD = 64  # tokens that a drafter has not seen, above which it has to read
 _CONVINCING = 8  # drafts that have been checked before much is read
 _PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
@@ -224,17 +232,15 @@ class Speculator:
         elif any(unread.values()):
             reading = spent - self.draft_times.predict(len(asking), max(counts))
             self._read = min(spent, max(0.0, reading))
-            done = sum(missing for seq, missing in unread.items() if seq in self._asked)
+            done = sum(max(0, missing - self._unread(seq)) for seq, missing in unread.items())
             self.draft_times.observe_reading(self._read, done)
         elif asking:
             self.draft_times.observe(len(asking), max(counts), spent)
-        for seq in self._asked:
-            self._own_of(seq).reached = len(seq.token_ids)
         return drafts
 
     def _unread(self, seq: Seq) -> int:
         """Tokens of a text that the drafter has to read before it drafts; 0 for a few."""
-        missing = len(seq.token_ids) - self._own_of(seq).reached
+        missing = self._model.unread(seq) if isinstance(self._model, Reading) else 0
         return missing if missing > _UNREAD else 0
 
     def _least_to_read(self, decoding: list[Seq], counts: list[int]) -> list[int]:
@@ -482,12 +488,11 @@ class Speculator:
 class _Own(Own):
     """How a sequence's drafts did by what spoke for them and, ``ahead``, all of them."""
 
-    __slots__ = ("ahead", "reached")
+    __slots__ = ("ahead",)
 
     def __init__(self) -> None:
         super().__init__()
         self.ahead = Own()
-        self.reached = 0  # tokens of the text, when a drafter that computes drafted last
 
 
 def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:

@@ -126,7 +126,7 @@ def learn(
         rates = model.measure(held)
     finally:
         torch.set_num_threads(before)
-    inside = np.isin(texts.tokens, token_map)
+    inside = np.isin(held.tokens, token_map)
     report = {
         "answers": texts.num_answers + held.num_answers,
         "tokens": len(texts.tokens) + len(held.tokens),

@@ -136,7 +136,8 @@ def _as_text(facts: dict[str, Any]) -> str:
     lines = [
         f"{facts['out']}: {facts['bytes']:,} bytes, in {facts['seconds']:.0f} s",
         f"answers      {facts['answers']:,} with {facts['tokens']:,} tokens; the "
-        f"{facts['vocabulary']:,} tokens guessed are {facts['vocabulary_covers']:.1%} of them",
+        f"{facts['vocabulary']:,} tokens guessed are {facts['vocabulary_covers']:.1%} of "
+        "those kept",
     ]
     pairs = zip(facts["top1"], facts["top1_if_right_before"], strict=True)
     for number, (all_, behind) in enumerate(pairs, 1):

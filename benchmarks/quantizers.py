@@ -15,9 +15,11 @@ torch:
   element by element what is a product of matrices, and is given that here: the same numbers but for
   the order of sums, and 20 times faster.
 
-``report`` takes each result's weights as they are stored, computes in fp32 on a text that nobody
-was calibrated on (`octavo fidelity`'s), and compares with the source. What exists is kept: remove
-it from the folder (``--cache``, build/quantizers) to make it again. ``--only NAME`` for one result.
+``--layers N`` quantizes the first N layers only, and leaves the others as they are: hours become
+minutes. ``report`` takes each result's weights as they are stored, computes in fp32 on a text that
+nobody was calibrated on (`octavo fidelity`'s), and compares with the source. What exists is kept:
+remove it from the folder (``--cache``, build/quantizers) to make it again. ``--only NAME`` for one
+result.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +52,22 @@ WINDOW = 512  # tokens compared at a time
 ROWS = 64  # positions whose distributions are held
 
 
-def make(path: Path, cache: Path, count: int, length: int, only: list[str]) -> None:
+class Enough(Exception):
+    """As many layers as were asked for are quantized."""
+
+
+def make(
+    path: Path, cache: Path, count: int, length: int, only: list[str], layers: int | None
+) -> None:
     from octavo import checkpoint as checkpoints
     from octavo.quant.calibrate import default_text, samples
     from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.quantizer import Method, Recipe
+    from octavo.quant.quantizer import Method, Recipe, Report
     from octavo.quant.run import quantize
+
+    def progress(report: Report) -> None:
+        if report.last and report.layer + 1 == layers:
+            raise Enough
 
     checkpoint = checkpoints.load(path)
     ids = samples(checkpoint.tokenizer, default_text(), count, length)
@@ -65,16 +78,17 @@ def make(path: Path, cache: Path, count: int, length: int, only: list[str]) -> N
             format = Format.COMPRESSED_TENSORS if symmetric else Format.GPTQ
             name = f"octavo-{method}-{kind}"
             out = cache / name
-            if (only and name not in only) or (out / "config.json").exists():
+            if (only and name not in only) or (out / "seconds").exists():
                 continue
             began = time.monotonic()
             recipe = Recipe(Method(method), scheme_of(format, BITS, GROUP, symmetric))
-            quantize(checkpoint, recipe, format, out, ids, lambda report: None)
+            with suppress(Enough):  # the layers stay in the folder, as if interrupted
+                quantize(checkpoint, recipe, format, out, ids, progress)
             (out / "seconds").write_text(f"{time.monotonic() - began:.0f}")
             print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
 
 
-def autoawq(path: Path, cache: Path) -> None:
+def autoawq(path: Path, cache: Path, layers: int | None) -> None:
     import inspect
     import shutil
     import textwrap
@@ -91,6 +105,13 @@ def autoawq(path: Path, cache: Path) -> None:
         clip = clip.replace(slow, fast.format("input_feat", f"{name}[:, 0]"))
     exec(clip, quantizer.__dict__)
     quantizer.AwqQuantizer._compute_best_clip = quantizer.__dict__["_compute_best_clip"]
+    prepare = quantizer.AwqQuantizer.init_quant
+
+    def first(self: Any, **how: Any) -> Any:
+        modules, *rest = prepare(self, **how)
+        return modules[:layers], *rest
+
+    quantizer.AwqQuantizer.init_quant = first
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
     ids = np.load(cache / "ids.npy")
     began = time.monotonic()
@@ -112,7 +133,7 @@ def autoawq(path: Path, cache: Path) -> None:
     print(f"{AUTOAWQ}: {seconds:.0f} s", flush=True)
 
 
-def reference(path: Path, cache: Path, only: list[str]) -> None:
+def reference(path: Path, cache: Path, only: list[str], layers: int | None) -> None:
     """With the package that this Python has."""
     if importlib.util.find_spec("llmcompressor") is not None and only != [AUTOAWQ]:
         llm_compressor(path, cache, only)
@@ -121,7 +142,7 @@ def reference(path: Path, cache: Path, only: list[str]) -> None:
     elif path.is_file():
         raise SystemExit("autoawq reads folders: give one with --model")
     elif not (cache / AUTOAWQ / "config.json").exists():
-        autoawq(path, cache)
+        autoawq(path, cache, layers)
 
 
 def llm_compressor(path: Path, cache: Path, only: list[str]) -> None:
@@ -193,20 +214,49 @@ def log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
     return x
 
 
-def hidden_of(path: Path, windows: list[npt.NDArray[np.int32]]) -> tuple[list[Float32], Float32]:
-    """What the head is multiplied with at every position, and the head."""
+def weights_of(path: Path) -> dict[str, Float32]:
+    """A model's weights, or those of the layers that an interrupted run has in its folder."""
+    from octavo import checkpoint as checkpoints
+    from octavo.quant.blocks import dequantize
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.run import WORK
+    from octavo.quant.state import State
+
+    if path.is_file() or (path / "config.json").exists():
+        stored = checkpoints.load(path).weights
+        return {role: dequantize(weight) for role, weight in stored.items()}
+    settings = json.loads((path / WORK / "state.json").read_text("utf-8"))
+    symmetric = path.name.endswith("-sym")
+    format = Format.COMPRESSED_TENSORS if symmetric else Format.GPTQ
+    state = State(path / WORK, settings, scheme_of(format, BITS, GROUP, symmetric))
+    found: dict[str, Float32] = {}
+    for layer in range(state.finished()):
+        result = state.load(layer)
+        found |= {role: matrix.values() for role, matrix in result.matrices.items()}
+        found |= result.vectors
+    state.close()
+    return found
+
+
+def hidden_of(
+    path: Path, source: Path, windows: list[npt.NDArray[np.int32]], layers: int | None
+) -> tuple[list[Float32], Float32]:
+    """What the head is multiplied with at every position, and the head. What is not of the first
+    ``layers`` layers is the ``source``'s."""
     from octavo import checkpoint as checkpoints
     from octavo.execute import reference as executor
     from octavo.model import families
     from octavo.model.program import Logits
-    from octavo.quant.blocks import dequantize
 
-    checkpoint = checkpoints.load(path)
+    checkpoint = checkpoints.load(source)
     program = families.program(checkpoint.config)
     head = program.ops[-1]
     assert isinstance(head, Logits)
     assert not head.softcap
-    weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
+    weights = weights_of(source)
+    for role, values in weights_of(path).items():
+        if layers is None or (role.startswith("layers.") and int(role.split(".")[1]) < layers):
+            weights[role] = values
     rows = []
     for window in windows:
         values: executor.Values = {}
@@ -221,7 +271,7 @@ def logits_in_pieces(hidden: list[Float32], head: Float32) -> Iterator[Float32]:
             yield rows[start : start + ROWS] @ head.T
 
 
-def report(path: Path, cache: Path, most: int, file: str | None) -> None:
+def report(path: Path, cache: Path, most: int, file: str | None, layers: int | None) -> None:
     from octavo import checkpoint as checkpoints
     from octavo.quant.fidelity import default_text
 
@@ -229,12 +279,12 @@ def report(path: Path, cache: Path, most: int, file: str | None) -> None:
     ids = np.array(tokenizer.encode(default_text()), np.int32)
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
     windows = windows[:: -(-len(windows) // most)]
-    source = hidden_of(path, windows)
+    source = hidden_of(path, path, windows, layers)
     results: list[dict[str, Any]] = []
     for out in sorted(cache.iterdir()):
-        if not (out / "config.json").exists():
+        if not (out / "seconds").exists():  # which is written when it is done
             continue
-        found = hidden_of(out, windows)
+        found = hidden_of(out, path, windows, layers)
         kl, agree = [], []
         for a, b in zip(logits_in_pieces(*source), logits_in_pieces(*found), strict=True):
             p, q = log_softmax(a), log_softmax(b)
@@ -278,6 +328,7 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=16, help="pieces of the text")
     parser.add_argument("--seq-len", type=int, default=512, help="tokens of each")
     parser.add_argument("--windows", type=int, default=99, help="of 512 tokens that are compared")
+    parser.add_argument("--layers", type=int, help="of the model that are quantized (all)")
     parser.add_argument("--json", help="file for the report")
     args = parser.parse_args()
     if unknown := set(args.what) - {"make", "reference", "report"}:
@@ -290,15 +341,16 @@ def main() -> int:
         cache.mkdir(parents=True, exist_ok=True)
         for what in args.what or ["make", "report"]:
             if what == "make":
-                make(path, cache, args.samples, args.seq_len, args.only)
+                make(path, cache, args.samples, args.seq_len, args.only, args.layers)
             elif what == "reference" and args.python:
                 only = [f"--only={each}" for each in args.only]
                 where = [f"--model={name}={path}", f"--cache={args.cache}"]
+                where += [f"--layers={args.layers}"] if args.layers else []
                 subprocess.run([args.python, __file__, what, *where, *only], check=True)
             elif what == "reference":
-                reference(path, cache, args.only)
+                reference(path, cache, args.only, args.layers)
             else:
-                report(path, cache, args.windows, args.json)
+                report(path, cache, args.windows, args.json, args.layers)
     return 0
 
 

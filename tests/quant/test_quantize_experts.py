@@ -55,7 +55,7 @@ def words(how: dict[str, object]) -> str:
 def test_modules_mean_the_same_to_every_reader(
     name: str, how: dict[str, Any], tmp_path: Path
 ) -> None:
-    source = random_folder(name, tmp_path / "source")
+    source = random_folder(name, tmp_path / "source", num_hidden_layers=1)
     make(source, tmp_path / "out", **how)
     checkpoint = load(tmp_path / "out")
     ours, found = weights_of(checkpoint), modules(tmp_path / "out")

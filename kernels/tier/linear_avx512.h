@@ -566,9 +566,9 @@ template <Format F, int R> inline void split_tile(const Tile &tile) {
 template <Format F, int R> inline void quantized_tile(const Tile &tile) {
     constexpr Traits t = traits(F);
     constexpr bool kHalves = F == Format::Q6_K; // two scales a group
-    // A single row takes two groups at once, for less work between its loads; of 5 bits, that would
-    // be too many numbers for the registers.
-    constexpr int kStep = R == 1 && !t.k_quant && t.high_bits == 0 ? 2 : 1;
+    // A single row takes a small chunk's groups at once, for less work between its loads; of 5
+    // bits, that would be too many numbers for the registers.
+    constexpr int kStep = R == 1 && t.chunk_groups() == 2 && t.high_bits == 0 ? 2 : 1;
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     __m512 sums[R][1];

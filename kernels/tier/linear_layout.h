@@ -189,12 +189,12 @@ template <Format F> constexpr int64_t float_offset(int64_t i, int64_t lane) {
 
 // Bytes. A single row asks for memory as fast as the processor's own prefetching has it, which a
 // far prefetch only disturbs; more rows stop to compute, and then it must be told (measured on
-// Zen 4: at one row 22 GB/s with the far and 31 with the near one; at four, 10 and 24). Where
-// every group reads its chunk's end, too, the processor loses track (Q6_K: 10 GB/s with the near
+// Zen 4: at one row 22 GB/s with the far and 31 with the near one; at four, 10 and 24). Where a
+// large chunk's end is read with its begin, the processor loses track (Q6_K: 10 GB/s with the near
 // one and 26 so), and so it does where AVX2 looks up codes; and what lies between 1024 and 5000
 // bytes ahead is the worst of all.
 template <Format F> constexpr int64_t prefetch_distance(int rows) {
-    constexpr bool kTwoPlaces = traits(F).k_quant && !traits(F).fixed && F != Format::Q3_K;
+    constexpr bool kTwoPlaces = traits(F).chunk_groups() > 2 && !traits(F).fixed;
 #ifdef __AVX512VNNI__
     constexpr bool kSlow = false;
 #else

@@ -17,7 +17,7 @@ from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import Branch, PromptRows, Scheduled
-from octavo.speculate.chi_square import chi_square
+from octavo.verify.chi_square import chi_square
 
 VOCAB = 23
 

@@ -36,11 +36,11 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.chi_square import chi_square
 from octavo.speculate.drafter import Draft, Drafter, ModelDrafter
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import Speculator
 from octavo.speculate.suffix import SuffixDrafter
+from octavo.verify.chi_square import chi_square
 
 VOCAB = 70
 SOME = (3, 11, 19, 42, 60)

@@ -22,7 +22,7 @@ from octavo import _native
 from octavo.sample.native import NativeSampler
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import SamplerState
-from octavo.speculate.chi_square import chi_square
+from octavo.verify.chi_square import chi_square
 from sample import reference
 from sample.test_sampler import SIZES, TIERS, draws_params, kinds, make_logits
 

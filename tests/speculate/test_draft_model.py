@@ -34,11 +34,11 @@ from octavo.sample.params import SamplingParams
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate.chi_square import chi_square
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.draft_model import DraftModelDrafter, check_vocabulary
 from octavo.speculate.drafter import Target
 from octavo.speculate.speculator import Speculator
+from octavo.verify.chi_square import chi_square
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 VOCAB = tiny.config().vocab_size

@@ -26,8 +26,8 @@ from octavo.engine.load import EngineConfig
 from octavo.execute.cpu import usable_cpus
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampler
-from octavo.speculate.chi_square import chi_square
 from octavo.speculate.config import SpeculativeConfig
+from octavo.verify.chi_square import chi_square
 from octavo.verify.faults import wrong_rule
 from octavo.verify.guessing import pinned
 from octavo.verify.running import Float32, Running, running

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from octavo.speculate.chi_square import chi_square, upper_gamma
+from octavo.verify.chi_square import chi_square, upper_gamma
 
 
 @pytest.mark.parametrize(

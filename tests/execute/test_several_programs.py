@@ -281,6 +281,9 @@ def test_programs_are_dropped_last_first() -> None:
         executor.execute_rows(2, rows)
     assert executor.add_program(head) == 2  # its weights are there
     assert np.array_equal(logits(executor, 2, rows), before)
+    executor.drop_program()
+    assert executor.add_program(head, keep_hidden=True) == 2  # which the one before it was not
+    assert executor.execute_rows(2, rows).hidden is not None
 
 
 def test_two_executors_on_one_pool() -> None:

@@ -184,6 +184,7 @@ class NativeExecutor:
         """
         self._open.drop_program()
         self._costs.pop()
+        self._keep_hidden.pop()
 
     def _count(self, program: Program) -> CostModel:
         held = {role: self._loading.held[role] for role in program.weights}

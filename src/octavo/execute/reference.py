@@ -42,8 +42,7 @@ def run(
     """Executes ``ops`` in order, on and into ``values``; of `Logits`, into ``values["logits"]``.
 
     ``token_ids`` [sequences, tokens] are for an `Embed`; the rows for an `Input` are among the
-    ``values``, under its name. ``seen`` gets every `Linear` with its
-    input before it is computed.
+    ``values``, under its name.
     """
     keys: dict[int, tuple[Float32, Float32]] = {}  # and values, of each layer
     for op in ops:

@@ -5,6 +5,7 @@ they compute is what their definition says.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.llm import LLM, RequestOutput
 from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Float32, Sampled, Sampler, SamplerState
+from octavo.schedule.request import Request
 from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
 from octavo.speculate.medusa import MedusaDrafter, head_weights
 from speculate.random_heads import folder
@@ -170,16 +173,59 @@ def _zero(path: Path) -> None:
     save_file(tensors, path / "model.safetensors")
 
 
+class Failing:
+    """A sampler whose second draw of a step fails, once."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self.inner = inner
+        self.failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def sample(
+        self, logits: Float32 | None, rows: Sequence[int], states: Sequence[SamplerState]
+    ) -> Sampled:
+        found = self.inner.sample(logits, rows, states)
+        if self.failed or len(states) < 2:
+            return found
+        self.failed = True
+        states[1].rewind(1)
+        tokens = [*found.token_ids[:1], -1, *found.token_ids[2:]]
+        return found._replace(token_ids=tokens, errors={1: "fails"})
+
+
+def test_nothing_is_kept_of_choices_that_end_with_another(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """The step in which one fails has drawn for the others, too."""
+    heads = folder(tmp_path / "heads", checkpoint)
+    with llm(checkpoint, heads) as drafting:
+        engine = drafting.loaded.engine
+        engine.sampler = failing = Failing(engine.sampler)
+        params = SamplingParams(n=3, seed=1, max_tokens=8)
+        engine.add_request(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+        while engine.has_work():
+            engine.step()
+        assert failing.failed
+        assert drafter_of(drafting)._rows == {}
+
+
+def drafter_of(model: LLM) -> MedusaDrafter:
+    speculator = model.loaded.engine.speculator
+    assert speculator is not None
+    drafter = speculator._model
+    assert isinstance(drafter, MedusaDrafter)
+    return drafter
+
+
 @pytest.mark.parametrize("recurrent", [True, False])
 def test_heads_compute_what_their_definition_says(
     checkpoint: Checkpoint, tmp_path: Path, recurrent: bool
 ) -> None:
     path = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, layers=2)
     with llm(checkpoint, path) as drafting:
-        speculator = drafting.loaded.engine.speculator
-        assert speculator is not None
-        drafter = speculator._model
-        assert isinstance(drafter, MedusaDrafter)
+        drafter = drafter_of(drafting)
         heads = read_heads(path, checkpoint)
         rng = np.random.default_rng(1)
         rows = rng.normal(size=(5, checkpoint.config.hidden_size)).astype(np.float32)

@@ -36,6 +36,7 @@ from octavo.sample.params import MIN_TEMPERATURE, SamplingParams
 from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
+from octavo.schedule.sequence import Status
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
 from octavo.speculate.heads import Heads, Recurrent
 
@@ -169,7 +170,7 @@ class MedusaDrafter:
         samples = [
             (seq, scheduled.last_row(index, run), len(seq.token_ids) + len(run))
             for index, (seq, run) in enumerate(zip(scheduled.samples, runs, strict=True))
-            if run
+            if run and seq.status is not Status.FINISHED  # as the others of one that failed
         ]
         kept = hidden[[row for _, row, _ in samples]]  # a copy: the executor's goes
         for (seq, _, size), row in zip(samples, kept, strict=True):

@@ -118,3 +118,22 @@ def test_one_token_is_an_answer_too() -> None:
     found = json.loads(run("--json", "--max-tokens", "1").stdout)
     assert found["passes"] == []
     assert "1 token" not in run("--max-tokens", "1").stdout
+
+
+@pytest.mark.parametrize("end", range(1, 9))
+def test_guesses_behind_the_answers_end_are_not_accepted(end: int) -> None:
+    """A drafter that is always right, and a stop token at every place of a pass."""
+    given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
+    common = ("--json", "--temperature", "1", "--seed", "2", "--max-tokens", "9", *given)
+    tokens = json.loads(run(*common, "--ignore-eos").stdout)["token_ids"]
+    assert tokens.index(tokens[end]) == end  # else it would stop before
+    found = json.loads(run(*common, "--stop-token-ids", str(tokens[end])).stdout)
+    assert found["token_ids"] == tokens[: end + 1]
+    *whole, last = found["passes"]
+    assert all(len(each["run"]) == 4 for each in whole)
+    fates = [guess["fate"] for guess in last["draft"]]
+    accepted = [g["token_id"] for g in last["draft"] if g["fate"] == "accepted"]
+    assert accepted == last["run"][: len(accepted)]
+    assert (last["own_p"] is None) == (len(accepted) == len(last["run"]))
+    assert fates[len(last["run"]) :] == ["discarded"] * (3 - len(last["run"]))
+    assert found["summary"]["accepted"] <= found["summary"]["tokens"]

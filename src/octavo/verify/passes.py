@@ -7,7 +7,7 @@ saves is measured beside what its parts let expect.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -52,6 +52,15 @@ class Pass:
     @property
     def accepted(self) -> int:
         return sum(guess.fate is Fate.ACCEPTED for guess in self.draft)
+
+    def cut(self, end: int) -> Pass:
+        """Of an answer that ended with the run's token ``end``, counted from 1: what came behind it
+        is no part of the answer, neither the guesses nor the target's own token.
+        """
+        if end >= len(self.run):
+            return self
+        behind = [replace(guess, fate=Fate.DISCARDED) for guess in self.draft[end:]]
+        return replace(self, draft=self.draft[:end] + behind, run=self.run[:end], own_p=None)
 
     def as_dict(self) -> dict[str, Any]:
         draft = [asdict(guess) | {"fate": guess.fate.value} for guess in self.draft]
@@ -218,9 +227,8 @@ class Stepping:
                 before = len(found.passes)
                 deltas = self._engine.step()
                 for delta in deltas:
-                    # What came behind the answer's end is no part of it.
                     if len(found.passes) > before:
-                        del found.passes[-1].run[len(delta.token_ids) :]
+                        found.passes[-1] = found.passes[-1].cut(len(delta.token_ids))
                 if len(found.passes) > before:
                     yield found
         finally:

@@ -9,7 +9,7 @@ PORT ?= 8000
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: serve test sanitize setup native models lint long bench clean
+.PHONY: serve test test-train sanitize setup native models lint long bench clean
 
 serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 	$(BIN)/octavo pull smollm2
@@ -18,6 +18,10 @@ serve: setup  ## pull smollm2 and serve it on http://127.0.0.1:8000
 
 test: setup models lint  ## lint, types and tests (minutes)
 	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q
+
+test-train: setup  ## the tests of training, which make test skips: with PyTorch, in .venv
+	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev,train]"
+	$(BIN)/pytest -q tests/train tests/cli/test_train.py
 
 sanitize: setup  ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(BIN)/pytest -q -m sanitize

@@ -18,7 +18,7 @@ from octavo.train.medusa import Recipe
 FACTS = {
     "out": "d", "bytes": 1234, "answers": 10, "tokens": 2000, "vocabulary": 300,
     "vocabulary_covers": 0.99, "top1": [0.5, 0.25], "top1_if_right_before": [0.5, 0.4],
-    "tokens_per_pass": 1.7,
+    "tokens_per_pass": 1.7, "prompts_left_out": 3, "why_left_out": "it is too long",
 }  # fmt: skip
 
 
@@ -48,6 +48,8 @@ def test_what_is_not_said_is_the_recipes(asked: dict[str, Any], tmp_path: Path) 
     assert asked["text"] is None
     assert "1.70 tokens a pass" in done.stdout
     assert "right 25.0%, behind right guesses 40.0%" in done.stdout
+    assert "3 prompts that the engine cannot take" in done.stdout
+    assert "it is too long" in done.stdout
 
 
 def test_what_is_said_is_done(asked: dict[str, Any], tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.llm import LLM
 from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
-from octavo.train.medusa import common_tokens
+from octavo.train.medusa import _HELD_OUT, common_tokens
 from octavo.train.prompts import prompts
-from octavo.train.texts import Texts, listen, read_prompts
+from octavo.train.texts import _EVERY, Texts, listen, read_prompts
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 
@@ -38,10 +38,14 @@ def test_answers_are_the_engines_own_and_their_rows_lead_to_them(checkpoint: Che
     asked = [[5 + at, 9, 11 + at] for at in range(7)] + [[5] * 64]  # the last is too long
     loaded = load_engine(checkpoint, engine_config(), keep_hidden=True)
     told: list[tuple[int, int]] = []
-    texts = listen(loaded.engine, asked, 12, 3, lambda done, total: told.append((done, total)))
+    texts, refused = listen(
+        loaded.engine, asked, 12, 3, lambda done, total: told.append((done, total))
+    )
     loaded.engine.close()
     assert told[-1] == (7, 7)
     assert texts.num_answers == 7
+    (why,) = refused
+    assert "64" in why
     ends = np.flatnonzero(texts.left == 0)
     with LLM(load_engine(checkpoint, engine_config())) as llm:
         for index, end in enumerate(ends):
@@ -62,7 +66,7 @@ def test_answers_are_the_engines_own_and_their_rows_lead_to_them(checkpoint: Che
 
 def test_an_engine_that_can_take_no_prompt_teaches_nothing(checkpoint: Checkpoint) -> None:
     loaded = load_engine(checkpoint, engine_config(), keep_hidden=True)
-    with pytest.raises(SettingsError, match="nothing to train with"):
+    with pytest.raises(SettingsError, match=r"nothing to train with.* none of the prompts: .*64"):
         listen(loaded.engine, [[5] * 64], 4, 0, lambda done, total: None)
     loaded.engine.close()
 
@@ -73,6 +77,13 @@ def test_lines_are_prompts(checkpoint: Checkpoint) -> None:
     assert found == [encode("abc"), encode("de"), encode("f")]
     text = "\n".join(chr(97 + at) for at in range(20))
     assert read_prompts(checkpoint, text, 4, 0) == [encode(each) for each in "afkp"]
+
+
+def test_a_prompt_is_asked_once(checkpoint: Checkpoint) -> None:
+    """What is learned from it would else be measured on it."""
+    encode = checkpoint.tokenizer.encode
+    assert read_prompts(checkpoint, "a\nb\na\n a \nc\nb", 10, 0) == [encode(x) for x in "abc"]
+    assert read_prompts(checkpoint, "a\nb\n" * 50 + "c", 3, 0) == [encode(x) for x in "abc"]
 
 
 def test_a_model_with_a_template_is_asked(checkpoint: Checkpoint) -> None:
@@ -117,13 +128,19 @@ def test_common_tokens_are_those_of_answers(answers: list[list[int]], most: int)
     assert all(drawn.count(token) <= rarest for token in set(drawn) - set(chosen))
 
 
-@given(sizes=st.lists(st.integers(2, 6), min_size=2, max_size=8), data=st.data())
-def test_held_out_answers_are_whole(sizes: list[int], data: st.DataObject) -> None:
-    held = data.draw(st.integers(1, len(sizes) - 1))
+@given(sizes=st.lists(st.integers(2, 6), min_size=2, max_size=30), every=st.integers(2, 9))
+def test_held_out_answers_are_whole_and_from_all_over(sizes: list[int], every: int) -> None:
     total = sum(sizes)
     left = np.concatenate([np.arange(size)[::-1] for size in sizes]).astype(np.int32)
     texts = Texts(np.arange(total, dtype=np.int32), np.zeros((total, 1), np.float16), left)
-    kept, out = texts.split(held)
-    assert out.num_answers == held
-    assert kept.num_answers == len(sizes) - held
-    assert np.concatenate((kept.tokens, out.tokens)).tolist() == list(range(total))
+    kept, out = texts.split(every)
+    answers = np.split(np.arange(total), np.cumsum(sizes)[:-1])
+    expected = answers[every - 1 :: every] or answers[-1:]
+    assert out.tokens.tolist() == np.concatenate(expected).tolist()
+    assert out.num_answers == len(expected)
+    assert kept.num_answers == len(sizes) - len(expected)
+    assert sorted([*kept.tokens, *out.tokens]) == list(range(total))
+
+
+def test_greedy_and_sampled_answers_are_held_out() -> None:
+    assert len({at % _EVERY for at in range(_HELD_OUT - 1, 400, _HELD_OUT)}) == _EVERY

@@ -33,26 +33,30 @@ class Texts(NamedTuple):
     def num_answers(self) -> int:
         return int((self.left == 0).sum())
 
-    def split(self, held_out: int) -> tuple[Texts, Texts]:
-        """All answers but the last ``held_out``, and those."""
-        at = int(np.flatnonzero(self.left == 0)[-held_out - 1]) + 1
-        return (
-            Texts(self.tokens[:at], self.hidden[:at], self.left[:at]),
-            Texts(self.tokens[at:], self.hidden[at:], self.left[at:]),
-        )
+    def split(self, every: int) -> tuple[Texts, Texts]:
+        """All answers but each ``every``th, and those; of fewer answers, the last is kept out."""
+        behind = np.cumsum(self.left == 0) - (self.left == 0)  # the answer's number, from 0
+        out = behind % every == every - 1
+        if not out.any():
+            out = behind == behind[-1]
+        return self._chosen(~out), self._chosen(out)
+
+    def _chosen(self, which: npt.NDArray[np.bool_]) -> Texts:
+        return Texts(self.tokens[which], self.hidden[which], self.left[which])
 
 
 def read_prompts(
     checkpoint: Checkpoint, text: str | None, count: int, seed: int
 ) -> list[list[int]]:
-    """Token ids of up to ``count`` prompts: the text's lines, spread evenly, those that say
-    something; without a text, Octavo's own. A model with a chat template is asked them, another
-    one goes on with them. Raises `SettingsError`.
+    """Token ids of up to ``count`` prompts, all different: the text's lines, spread evenly, those
+    that say something; without a text, Octavo's own. A model with a chat template is asked them,
+    another one goes on with them. Raises `SettingsError`.
     """
     if text is None:
         lines = our_prompts(count, seed)
     else:
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        # Each once: an answer that is measured on must not have been learned from.
+        lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
         lines = (
             [lines[i * len(lines) // count] for i in range(count)] if len(lines) > count else lines
         )
@@ -68,7 +72,7 @@ def read_prompts(
             found = [encode(line, add_special_tokens=False) for line in asked]
     except ValueError as error:
         raise SettingsError(f"the prompts cannot be tokenized: {error}") from None
-    return [ids for ids in found if ids]
+    return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 class _Answer:
@@ -108,14 +112,16 @@ def listen(
     max_tokens: int,
     seed: int,
     progress: Callable[[int, int], None],
-) -> Texts:
+) -> tuple[Texts, list[str]]:
     """The engine's answers, of up to ``max_tokens`` tokens: most of them greedy, each fourth
-    sampled. The engine keeps hidden rows and does not speculate. ``progress``: answers finished, of
-    how many. Prompts that the engine cannot take are left out.
+    sampled; and why prompts were left out, a reason for each that the engine cannot take. The
+    engine keeps hidden rows and does not speculate. ``progress``: answers finished, of how many.
+    Raises `SettingsError` if there is no answer.
     """
     listener = _Listener()
     engine.observers.append(listener)
     waiting: list[Request] = []
+    refused: list[str] = []
     for index, prompt in enumerate(prompts):
         sampled = index % _EVERY == _EVERY - 1
         params = SamplingParams(
@@ -126,7 +132,8 @@ def listen(
         request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
         try:
             waiting.append(engine.check(request))
-        except ValueError:
+        except ValueError as error:
+            refused.append(str(error))
             continue
         listener.answers[request.request_id] = _Answer(prompt[-1])
     total, done = len(waiting), 0
@@ -138,12 +145,14 @@ def listen(
             done += finished
             progress(done, total)
     engine.observers.remove(listener)
-    return _joined([answer for answer in listener.answers.values() if answer.hidden])
+    answers = [answer for answer in listener.answers.values() if answer.hidden]
+    if not answers:
+        why = f" and takes none of the prompts: {refused[0]}" if refused else ""
+        raise SettingsError(f"there is nothing to train with: the model gave no answer{why}")
+    return _joined(answers), refused
 
 
 def _joined(answers: Sequence[_Answer]) -> Texts:
-    if not answers:
-        raise SettingsError("there is nothing to train with: the model gave no answer")
     sizes = np.array([len(answer.tokens) for answer in answers])
     ends = np.cumsum(sizes)
     tokens = np.concatenate([np.array(answer.tokens, np.int32) for answer in answers])

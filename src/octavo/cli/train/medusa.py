@@ -29,8 +29,8 @@ def command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="UTF-8 text, each line a prompt: the more it is like what the model will be "
-            "asked, the better the heads guess.",
+            help="UTF-8 text, each line a prompt, asked once: the more it is like what the model "
+            "will be asked, the better the heads guess.",
             show_default="questions that Octavo brings",
         ),
     ] = None,
@@ -90,7 +90,7 @@ def command(
     """Train heads that draft for MODEL, and write them to a folder.
 
     MODEL answers the prompts itself; its heads learn, from the hidden rows that it answered from,
-    what it says next. One answer in twenty is kept to measure on. Quantized models are fine: heads
+    what it says next. One answer in 21 is kept to measure on. Quantized models are fine: heads
     are for the model as it is served.
     """
     from octavo.engine.load import SettingsError
@@ -139,6 +139,11 @@ def _as_text(facts: dict[str, Any]) -> str:
         f"{facts['vocabulary']:,} tokens guessed are {facts['vocabulary_covers']:.1%} of "
         "those kept",
     ]
+    if facts["prompts_left_out"]:
+        lines.append(
+            f"left out     {facts['prompts_left_out']:,} prompts that the engine cannot take, the "
+            f"first of them because {facts['why_left_out']}"
+        )
     pairs = zip(facts["top1"], facts["top1_if_right_before"], strict=True)
     for number, (all_, behind) in enumerate(pairs, 1):
         lines.append(f"head {number}       right {all_:.1%}, behind right guesses {behind:.1%}")

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from execute import tiny
 from octavo.bench.layer_search import (
@@ -22,6 +23,7 @@ from octavo.bench.layer_search import (
     search,
 )
 from octavo.checkpoint.base import Checkpoint, WeightFormat
+from octavo.cli import app
 from octavo.cli.search.layer_skip import as_text
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.batch import Batch
@@ -221,3 +223,12 @@ def test_what_cannot_be_searched_is_refused(tmp_path: Path) -> None:
         search(path, EngineConfig(threads=1, speculative_config={"method": "ngram"}))
     with pytest.raises(SettingsError, match="longer than the model's context"):
         search(path, EngineConfig(threads=1), positions=8192)
+
+
+def test_options_that_the_search_has_no_use_for_are_refused() -> None:
+    for name in ("--max-num-seqs", "--max-model-len", "--kv-cache-memory", "--speculative-config"):
+        result = CliRunner().invoke(
+            app, ["search", "layer-skip", str(ORACLES / "tiny-llama.gguf"), name, "7"]
+        )
+        assert result.exit_code == 2
+        assert f"No such option: {name}" in result.output

@@ -137,3 +137,9 @@ def test_guesses_behind_the_answers_end_are_not_accepted(end: int) -> None:
     assert (last["own_p"] is None) == (len(accepted) == len(last["run"]))
     assert fates[len(last["run"]) :] == ["discarded"] * (3 - len(last["run"]))
     assert found["summary"]["accepted"] <= found["summary"]["tokens"]
+
+
+def test_what_it_makes_no_use_of_is_refused() -> None:
+    assert "--step" in run("--json", "--step", code=2).output
+    assert "--max-num-seqs" in run("--max-num-seqs", "7", code=2).output
+    json.loads(run("--json", "--no-step", "--max-tokens", "3").stdout)

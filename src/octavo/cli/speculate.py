@@ -37,6 +37,7 @@ EXAMPLES = (
 )
 
 _DEFAULT = {"method": "suffix", "num_speculative_tokens": 4}
+_ENGINE_OPTIONS = [option for option in ENGINE_OPTIONS if option.name != "max_num_seqs"]
 _STYLES = {"accepted": "green", "replaced": "red strike", "discarded": "bright_black strike"}
 
 
@@ -45,7 +46,7 @@ _STYLES = {"accepted": "green", "replaced": "red strike", "discarded": "bright_b
         sampling_options(max_tokens=64, max_tokens_help="64", temperature=0.0),
         sampling_params,
     ),
-    engine=(ENGINE_OPTIONS, engine_config),
+    engine=(_ENGINE_OPTIONS, engine_config),
 )
 def command(
     model: Model,
@@ -77,6 +78,8 @@ def command(
     from octavo.llm import LLM
     from octavo.verify.passes import Stepping, summary
 
+    if as_json and step:
+        raise typer.BadParameter("--json prints all passes at once", param_hint="--step")
     if engine.speculative_config is None:
         engine = replace(engine, speculative_config=_DEFAULT)
     with LLM(load_engine(resolve(model), replace(engine, max_num_seqs=1))) as llm:

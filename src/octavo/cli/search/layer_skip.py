@@ -19,8 +19,13 @@ EXAMPLES = (
     "octavo search layer-skip llama.gguf --text prompts.txt --positions 512 --json",
 )
 
+# What says how the model is loaded, how its cache looks and what it runs on; all else the search
+# finds, or has no use for.
+_USED = ("kv_cache_dtype", "quantization", "block_size", "memory_utilization", "threads", "isa")
+_ENGINE_OPTIONS = [option for option in ENGINE_OPTIONS if option.name in _USED]
 
-@takes(engine=(ENGINE_OPTIONS, engine_config))
+
+@takes(engine=(_ENGINE_OPTIONS, engine_config))
 def command(
     model: Model,
     engine: EngineConfig,

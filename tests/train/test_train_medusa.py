@@ -105,7 +105,7 @@ def test_a_folder_that_cannot_be_written_costs_no_training(
         raise AssertionError("the model was loaded")
 
     monkeypatch.setattr("octavo.train.run.load_engine", load)
-    with pytest.raises(OSError, match="prompts.txt"):
+    with pytest.raises(OSError, match=r"prompts\.txt"):
         trained(text / "heads", text)
     with pytest.raises(AssertionError):
         trained(tmp_path / "new", text)

@@ -28,6 +28,7 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import FinishReason, Outcome, Request
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence
+from octavo.speculate.drafter import Draft
 from octavo.speculate.speculator import Speculator
 
 MODEL = ModelConfig(
@@ -281,6 +282,94 @@ def test_texts_are_read_where_that_pays(
         assert num_read >= 300 * count
     else:
         assert num_read <= 0.3 * (300 + max_tokens) * count
+
+
+@pytest.mark.parametrize(
+    ("stop_rate", "reading", "gain"),
+    [(0.1, 2e-4, 0.0), (0.3, 2e-4, 0.0), (0.03, 2e-4, 0.0), (0.005, 2e-5, 1.2)],
+)
+def test_answers_shorter_than_allowed_do_not_pay_for_long_texts(
+    stop_rate: float, reading: float, gain: float
+) -> None:
+    """Up to 700 tokens may come, but most answers end long before; what reading a text of 300
+    tokens takes is then not worth its drafts, and where it still is, it is read.
+    """
+
+    def seconds(rate: float | None) -> float:
+        engine = simulator(1, rate=rate, cost=5e-5, reading=reading, stop_rate=stop_rate, eos=(7,))
+        for index in range(int(1500 * max(stop_rate, 0.02))):
+            prompt = [(index * 31 + at * 7) % MODEL.vocab_size for at in range(300)]
+            params = SamplingParams(seed=index, max_tokens=700)
+            request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+            engine.add_request(request)
+            while engine.has_work():
+                engine.step()
+        return engine.clock.now()
+
+    without = seconds(None)
+    took = seconds(0.9)
+    assert took <= without / 0.97
+    if gain:
+        assert took <= without / gain
+
+
+def test_tokens_behind_a_stop_save_nothing() -> None:
+    """Sixteen tokens drafted, all right, answers of some ten: a token drawn behind the end of one
+    is time saved for nobody.
+    """
+
+    def run(rate: float | None) -> tuple[float, EngineStats]:
+        engine = simulator(1, rate=rate, pinned=16, stop_rate=0.1, eos=(7,))
+        _, stats = answers(engine, 40, max_tokens=200)
+        return engine.clock.now(), stats
+
+    without, _ = run(None)
+    took, stats = run(1.0)
+    assert stats.time_saved_seconds == pytest.approx(without - took, rel=0.2)
+
+
+def test_what_a_stop_cuts_off_is_no_gain_for_the_budget() -> None:
+    """A step drew 16 tokens and an answer ended with the first: it lost time."""
+    engine = simulator(1, rate=1.0)
+    answers(engine, 1, max_tokens=150)
+    speculator = engine.speculator
+    assert speculator is not None
+    told: list[tuple[float, float]] = []
+    speculator._budget.spend = lambda seconds, worth, steps=1: told.append((seconds, worth))  # type: ignore[method-assign]
+    params = SamplingParams(seed=3, max_tokens=150)
+    engine.add_request(Request(request_id="a", prompt_token_ids=[1, 2, 3], params=params))
+    while not engine.stats().running or not engine.scheduler.decoding:
+        engine.step()
+    (seq,) = engine.scheduler.decoding
+    drawn = 0
+    while drawn < 4:  # a draft has been checked
+        before = len(seq.token_ids)
+        engine.step()
+        drawn = len(seq.token_ids) - before
+    plain = speculator.times.predict(1)
+    speculator.end(seq, drawn - 1)
+    speculator._settle()
+    assert told[-1][1] == pytest.approx(plain, rel=0.05)
+    assert told[-1][0] > plain
+
+
+def test_what_is_to_be_read_is_asked_once_a_step() -> None:
+    """It may look for prefixes in a cache; where all has been read it is asked no more often."""
+    engine = simulator(4, rate=0.9, cost=2e-3)
+    drafter = engine.speculator and engine.speculator._model
+    assert isinstance(drafter, Passes)
+    asked: list[Sequence] = []
+    unread = drafter.unread
+    drafter.unread = lambda seq: asked.append(seq) or unread(seq)  # type: ignore
+    drafter.propose = lambda decoding, counts: [Draft(())] * len(decoding)  # type: ignore
+    for index in range(4):
+        params = SamplingParams(seed=index, max_tokens=50)
+        request = Request(request_id=str(index), prompt_token_ids=[1] * 9, params=params)
+        engine.add_request(request)
+    while engine.has_work():
+        engine.step()
+        assert len(asked) == len(set(asked)) <= 4
+        asked.clear()
 
 
 @pytest.mark.parametrize("method", ["propose", "observe", "end", "close"])

@@ -163,6 +163,19 @@ def test_a_budget_recovers_with_time() -> None:
     assert not budget.spent
 
 
+def test_a_large_loss_at_once_is_paid_off_by_as_much_time() -> None:
+    """A hundred steps lost are a percent of ten thousand, however much has been forgotten."""
+    budget = Budget()
+    for _ in range(2000):
+        budget.spend(1.0, 1.0)
+    budget.spend(101.0, 1.0)
+    rested = 0
+    while budget.spent:
+        budget.spend(1.0, 1.0, 8)
+        rested += 8
+    assert 8000 < rested < 10_000
+
+
 def test_what_was_gained_long_ago_is_no_licence() -> None:
     budget = Budget()
     for _ in range(10_000):

@@ -63,3 +63,13 @@ def test_nothing_is_known_before_the_first_steps() -> None:
     savings = Savings()
     savings.add(StepTimes(), step(1, [[1]]), [[1, 2]], 0.01, 0.0)
     assert savings.saved == 0
+
+
+def test_what_an_end_cut_off_saved_nothing(times: StepTimes) -> None:
+    savings = Savings()
+    savings.add(times, step(1, [[1, 2, 3, 4]]), [[1, 2, 3, 4, 5]], 0.0152, 0.0002)
+    savings.take_back(4)
+    assert savings.saved == pytest.approx(-0.0052, rel=0.1)
+    savings.add(times, step(1, None), [[9]], 0.010, 0.0)
+    savings.take_back(0)
+    assert savings.saved == pytest.approx(-0.0052, rel=0.1)

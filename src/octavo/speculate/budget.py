@@ -10,7 +10,8 @@ _FADING = 1 - 1 / _MEMORY
 
 class Budget:
     """An account in seconds: steps with drafts, or with guesses that came to nothing, against what
-    their tokens would have taken without. Both sides fade. It begins as after ``credit`` steps, so
+    their tokens would have taken without. Both sides fade, and of what was lost no more than may
+    be: a large loss at once is paid off step by step. It begins as after ``credit`` steps, so
     that something can be tried.
     """
 
@@ -27,7 +28,9 @@ class Budget:
             self._seconds = self._credit * seconds
         kept = _FADING**steps
         self._seconds = kept * self._seconds + steps * seconds
-        gained = kept * self._gained + steps * (worth - seconds)
+        fading = (kept - 1) * self._gained
+        gained = self._gained + min(fading, steps * _MOST_LOST * seconds)
+        gained += steps * (worth - seconds)
         self._gained = min(gained, _MOST_SAVED * self._seconds)
 
     @property

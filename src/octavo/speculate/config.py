@@ -9,9 +9,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from octavo.checkpoint.rounding import QUANTIZATIONS
+from octavo.speculate.checked import BRANCHES
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
-from octavo.speculate.speculator import BRANCHES, LONGEST
+from octavo.speculate.speculator import LONGEST
 from octavo.speculate.suffix import SuffixDrafter
 from octavo.strict_json import once
 

@@ -14,6 +14,7 @@ class Savings:
     def __init__(self) -> None:
         self.drafting = 0.0  # in the drafter
         self.saved = 0.0  # estimated; less than nothing where drafts came to little
+        self._each = 0.0  # seconds that each token of the last step counts for
 
     def add(
         self,
@@ -30,6 +31,7 @@ class Savings:
         """
         self.drafting += drafting
         saved = -drafting
+        self._each = 0.0
         decodes = len(scheduled.decodes)
         size = scheduled.batch.num_tokens
         added = sum(map(len, scheduled.drafts or ()))
@@ -41,5 +43,10 @@ class Savings:
             plain = times.predict(size - added)
             # A step that reads prompts too is not compared with one of its size that only decodes.
             took = times.predict(size) if scheduled.chunks else seconds - drafting
-            saved += gained * times.predict(decodes) / decodes - (took - plain)
+            self._each = times.predict(decodes) / decodes
+            saved += gained * self._each - (took - plain)
         self.saved += saved
+
+    def take_back(self, beyond: int) -> None:
+        """So many tokens that the last step drew did not become output: an end came before them."""
+        self.saved -= beyond * self._each

@@ -5,18 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from operator import index
 from typing import NamedTuple
-
-import numpy as np
 
 from octavo.execute.batch import StepResult
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.acceptance import FIRST_GUESS, NUM_CLASSES, Acceptance, Own
+from octavo.speculate.acceptance import FIRST_GUESS, Acceptance, Own
+from octavo.speculate.ahead import IDLE_SHARE, LONGEST_REST, Ahead, within
 from octavo.speculate.branches import BranchRates
 from octavo.speculate.budget import Budget
-from octavo.speculate.draft_times import DraftTimes
+from octavo.speculate.checked import checked
 from octavo.speculate.drafter import (
     NO_DRAFT,
     Draft,
@@ -24,9 +22,8 @@ from octavo.speculate.drafter import (
     Float32,
     Holding,
     ModelDrafter,
-    Reading,
 )
-from octavo.speculate.length import choose, choose_tree, worthwhile
+from octavo.speculate.length import choose_tree, worthwhile
 from octavo.speculate.reader import Reader
 from octavo.speculate.savings import Savings
 from octavo.speculate.step_times import FARTHEST, StepTimes
@@ -34,18 +31,11 @@ from octavo.speculate.step_times import FARTHEST, StepTimes
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
-BRANCHES = 16  # most alternatives that a step checks
-_IDLE_SHARE = 0.01  # of the time, for drafting that comes to nothing …
-_SELDOM = 0.3  # … and less as less than so much of the asking has led to drafts of late …
-_LEAST_SHARE = 0.0003  # … down to this
-_LONGEST_REST = 32  # steps
+_SELDOM = 0.3  # asking takes less as less than so much of it has led to drafts of late …
+_LEAST_SHARE = 0.0003  # … down to so much of the time
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay …
 _OVERSPENT = 16  # … and where too much time has been lost
 _GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
-_ROUNDING = 1e-3  # that probabilities may be off one in all
-_TRIAL = 3  # tokens drafted now and then where drafting that computes does not seem to pay
-_UNREAD = 64  # tokens that a drafter has not seen, above which it has to read
-_CONVINCING = 8  # drafts that have been checked before much is read
 _PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 
@@ -55,6 +45,14 @@ class _Asked(NamedTuple):
 
     draft: Draft
     num_tokens: int
+
+
+class _Checked(NamedTuple):
+    """A step that drafts were checked in."""
+
+    seconds: float
+    num_drawn: int  # tokens
+    each: float  # seconds that one of them would have taken without drafts
 
 
 class Speculator:
@@ -82,11 +80,12 @@ class Speculator:
         self.rejection = rejection
         self.times = StepTimes()
         self.savings = Savings()
-        self.draft_times = DraftTimes()  # of a drafter that computes
         self._model: ModelDrafter | None = None
+        self._planner: Ahead | None = None  # for a drafter that computes, lengths not pinned
         self._reader: Reader | None = None
         if isinstance(drafter, ModelDrafter):
             self._model = drafter
+            self._planner = Ahead(drafter, self.times)
         else:
             self._reader = Reader(drafter, now)
         self._vocab_size = vocab_size
@@ -103,11 +102,9 @@ class Speculator:
         self._now = now
         self._spent = 0.0  # seconds that the drafter took since the last step
         self._read = 0.0  # of these, for texts that it had not seen
-        self._tried = 0  # drafts that have been checked
+        self._checked: _Checked | None = None  # the last step, if it is not accounted yet
         self._rest = 0  # steps without asking
         self._unseen = 0  # steps at rest that have not been looked at
-        self._warm = False  # whether a drafter that computes has done so
-        self._untried = 0.0  # seconds since a drafter that computes was asked
         self._useful = 1.0  # share of the asking that led to drafts, of late
 
     @property
@@ -129,6 +126,7 @@ class Speculator:
         self._asked.clear()
         self._branches = {}
         self._spent = self._read = 0.0
+        self._settle()
         if self._gone:
             return [[]] * len(decoding)
         if self._rest > 0:
@@ -138,7 +136,7 @@ class Speculator:
         began = self._now()
         try:
             if self._pinned is not None:
-                drafts = self._ask(decoding, _within(most, room))
+                drafts = self._ask(decoding, within(most, room))
                 for at, draft in enumerate(drafts):
                     if draft.alternatives:
                         self._branches[at] = [list(each) for each in draft.alternatives]
@@ -147,7 +145,8 @@ class Speculator:
             elif self._reader is not None:
                 drafts = self._guess_first(self._reader, decoding, most, num_tokens, room)
             else:
-                drafts = self._choose_first(decoding, most, num_tokens, room)
+                assert self._planner is not None
+                drafts = self._plan_first(self._planner, decoding, most, num_tokens, room)
         except (Exception, SystemExit) as error:
             self._give_up(error)
             return [[]] * len(decoding)
@@ -177,14 +176,14 @@ class Speculator:
             self._useful += 0.1 * (1 - self._useful)
         elif self._asked or not reader.behind:
             self._useful *= 0.9
-            share = max(_LEAST_SHARE, _IDLE_SHARE * min(1.0, self._useful / _SELDOM))
+            share = max(_LEAST_SHARE, IDLE_SHARE * min(1.0, self._useful / _SELDOM))
             spent = self._now() - began - reader.seconds
             steps = spent / (share * self.times.predict(num_tokens))
-            self._rest = min(_LONGEST_REST, int(steps))
+            self._rest = min(LONGEST_REST, int(steps))
         return drafts
 
-    def _choose_first(
-        self, decoding: list[Seq], most: list[int], num_tokens: int, room: int
+    def _plan_first(
+        self, planner: Ahead, decoding: list[Seq], most: list[int], num_tokens: int, room: int
     ) -> list[Draft]:
         """Each token drafted costs a pass: only what is expected to pay is drafted; and of that no
         more is checked than pays, the drafts known.
@@ -193,94 +192,14 @@ class Speculator:
             self._ahead.gains(0, self._own_of(seq).ahead, longest)
             for seq, longest in zip(decoding, most, strict=True)
         ]
-        counts = choose(self.times, gains, num_tokens, room, self.draft_times)
-        if self._tried < _CONVINCING:
-            counts = [min(count, _TRIAL if self._warm else 1) for count in counts]
-        counts = self._worth_reading(decoding, counts, gains, num_tokens)
+        counts, self._rest = planner.plan(decoding, most, gains, num_tokens, room)
         if not any(counts):
-            # Acceptance may have changed since: now and then it is looked at.
-            counts = _within([min(longest, _TRIAL) for longest in most], room)
-            counts = self._least_to_read(decoding, counts)
-            unread = (self._unread(seq) for seq, n in zip(decoding, counts, strict=True) if n)
-            cost = self.draft_times.predict(len(decoding), _TRIAL)
-            cost += self.draft_times.reading(sum(unread))
-            step = self.times.predict(num_tokens)
-            missing = cost / _IDLE_SHARE - self._untried
-            if missing > 0 and not (self._tried < _CONVINCING and self._hopeful(most, num_tokens)):
-                self._rest = min(_LONGEST_REST, int(missing / step))
-                return [NO_DRAFT] * len(decoding)
-        self._untried = 0.0
-        drafts = self._ask_timed(decoding, counts)
-        return self._best(decoding, drafts, num_tokens, room) if self._asked else drafts
-
-    def _hopeful(self, most: list[int], num_tokens: int) -> bool:
-        """Whether drafting would pay if it were always right."""
-        gains = [[1.0] * longest for longest in most]
-        return any(choose(self.times, gains, num_tokens, sum(most), self.draft_times))
-
-    def _ask_timed(self, decoding: list[Seq], counts: list[int]) -> list[Draft]:
-        """Learns how long drafting takes, and apart from it the reading of texts."""
-        asking = [seq for seq, count in zip(decoding, counts, strict=True) if count]
-        unread = {seq: self._unread(seq) for seq in asking}
+            return [NO_DRAFT] * len(decoding)
         began = self._now()
         drafts = self._ask(decoding, counts)
-        spent = self._now() - began
-        if not self._warm:
-            # The first time, pages are touched that never were. It is no measure.
-            self._warm = True
-            self._read = spent
-        elif any(unread.values()):
-            reading = spent - self.draft_times.predict(len(asking), max(counts))
-            self._read = min(spent, max(0.0, reading))
-            done = sum(max(0, missing - self._unread(seq)) for seq, missing in unread.items())
-            self.draft_times.observe_reading(self._read, done)
-        elif asking:
-            self.draft_times.observe(len(asking), max(counts), spent)
-        return drafts
-
-    def _unread(self, seq: Seq) -> int:
-        """Tokens of a text that the drafter has to read before it drafts; 0 for a few."""
-        missing = self._model.unread(seq) if isinstance(self._model, Reading) else 0
-        return missing if missing > _UNREAD else 0
-
-    def _least_to_read(self, decoding: list[Seq], counts: list[int]) -> list[int]:
-        """Only those whose texts have been read; if there are none, the one with least to read."""
-        unread = [self._unread(seq) for seq in decoding]
-        least = min(
-            (missing for missing, count in zip(unread, counts, strict=True) if count), default=0
-        )
-        kept = [
-            count if missing <= least else 0 for missing, count in zip(unread, counts, strict=True)
-        ]
-        if least:
-            first = next(at for at, count in enumerate(kept) if count)
-            kept = [count if at == first else 0 for at, count in enumerate(kept)]
-        return kept
-
-    def _worth_reading(
-        self, decoding: list[Seq], counts: list[int], gains: list[list[float]], num_tokens: int
-    ) -> list[int]:
-        """Without those whose texts would take longer to be read than their drafts will save."""
-        asking = sum(count > 0 for count in counts)
-        if not asking or not any(map(self._unread, decoding)):
-            return counts
-        if self._tried < _CONVINCING:
-            return self._least_to_read(decoding, counts)
-        number = len(decoding)
-        expected = number + sum(
-            sum(each[:count]) for each, count in zip(gains, counts, strict=True)
-        )
-        seconds = self.times.predict(num_tokens + sum(counts))
-        seconds += self.draft_times.predict(asking, max(counts))
-        saved = (expected * self.times.predict(num_tokens) / number - seconds) / asking  # a step
-        return [
-            count
-            # It may end before it has to; half of what may come is expected.
-            if saved * seq.num_to_come / (2 * expected / number)
-            >= self.draft_times.reading(self._unread(seq))
-            else 0
-            for seq, count in zip(decoding, counts, strict=True)
-        ]
+        planner.observe(decoding, counts, self._now() - began)
+        self._read = planner.read
+        return self._best(decoding, drafts, num_tokens, room) if self._asked else drafts
 
     def _best(
         self, decoding: list[Seq], drafts: list[Draft], num_tokens: int, room: int
@@ -331,41 +250,13 @@ class Speculator:
         if len(answers) != len(decoding):
             raise ValueError(f"{len(answers)} drafts for {len(decoding)} sequences")
         drafts: list[Draft] = []
+        drawn = self.rejection and self._reader is not None  # and anybody's code
         for seq, answer, most in zip(decoding, answers, counts, strict=True):
-            draft = self._checked(answer, most)
+            draft = checked(answer, most, self._vocab_size, drawn=drawn)
             if draft.token_ids:
                 self._asked[seq] = _Asked(draft, len(seq.token_ids))
             drafts.append(draft)
         return drafts
-
-    def _checked(self, answer: Draft, most: int) -> Draft:
-        """A drafter's answer as plain integers, or `ValueError` or `TypeError`."""
-        given, evidence, alternatives, probabilities = Draft(*answer)
-        token_ids = self._tokens(given, most)
-        evidence = index(evidence)
-        if not 0 <= evidence < NUM_CLASSES:
-            raise ValueError(f"evidence is {evidence}, outside 0 to {NUM_CLASSES - 1}")
-        others = [self._tokens(each, most) for each in alternatives[:BRANCHES]]
-        if not token_ids and others:
-            token_ids, *others = others
-        others = _distinct(token_ids, others)
-        if probabilities is not None:
-            if probabilities.ndim != 2 or probabilities.shape[1] != self._vocab_size:
-                raise ValueError(f"probabilities have shape {probabilities.shape}")
-            if len(probabilities) < len(token_ids):
-                raise ValueError(
-                    f"probabilities of {len(probabilities)} of {len(token_ids)} tokens"
-                )
-            probabilities = np.asarray(probabilities, np.float32)
-            if self.rejection and self._reader is not None:  # anybody's code
-                _check_drawn(token_ids, probabilities)
-        return Draft(token_ids, evidence, tuple(others), probabilities)
-
-    def _tokens(self, given: Sequence[int], most: int) -> list[int]:
-        token_ids = [index(token) for token in given[:most]]
-        if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-            raise ValueError(f"a draft has a token outside 0 to {self._vocab_size - 1}")
-        return token_ids
 
     def draft_of(self, seq: Seq) -> Draft:
         """The sequence's draft of this step, whole, however much of it is checked: for its
@@ -399,22 +290,23 @@ class Speculator:
                 self._observe(scheduled, result, runs)
                 return
         self._account(scheduled, runs, seconds)
-        checked = scheduled.drafts or [[]] * len(scheduled.decodes)
+        tests = scheduled.drafts or [[]] * len(scheduled.decodes)
         for seq, tested, run in (
-            zip(scheduled.decodes, checked, runs, strict=False) if self._asked else ()
+            zip(scheduled.decodes, tests, runs, strict=False) if self._asked else ()
         ):
             asked = self._asked.get(seq)
             own = self._own.get(seq)
             if asked is not None and own is not None and asked.num_tokens == len(seq.token_ids):
                 draft = asked.draft
-                self._tried += 1
                 # Beyond what was tested the target draws the token more rarely than it would have
                 # been accepted; where nothing was, that is all there is to learn from.
                 guess = tested if tested and self._weighed(draft) else draft.token_ids
                 self._acceptance.learn(draft.evidence, own, guess, run)
                 if draft.alternatives:
                     self._branch_rates.learn(draft.evidence, guess, draft.alternatives, run)
-                if self._model is not None or self._weighed(draft):
+                if self._planner is not None:
+                    self._planner.checked()
+                if self._planner is not None or self._weighed(draft):
                     self._ahead.learn(0, own.ahead, guess, run)
         self._asked.clear()
         self._observe(scheduled, result, runs)
@@ -426,17 +318,25 @@ class Speculator:
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
         self.savings.add(times, scheduled, runs, seconds, self._spent)
-        self._untried += (1 + self._unseen) * seconds
+        spent = plain + self._spent
+        if self._planner is not None:
+            spent += self._planner.passed(1 + self._unseen, seconds) - self._read
         if self._unseen:
             self._budget.spend(plain, plain, self._unseen)
             self._unseen = 0
-        worth = plain
         if scheduled.drafts is not None and not prompts and times.known:
-            plain = min(plain, FARTHEST * times.predict(size))
-            worth = times.predict(count) * sum(map(len, runs[:count])) / count
-        # What is read is weighed before, and pays over a sequence's whole life.
-        self._budget.spend(plain + self._spent - self._read, worth)
+            spent += min(plain, FARTHEST * times.predict(size)) - plain
+            drawn = sum(map(len, runs[:count]))
+            self._checked = _Checked(spent, drawn, times.predict(count) / count)
+        else:
+            self._budget.spend(spent, plain)
         self._spent = self._read = 0.0
+
+    def _settle(self) -> None:
+        """Accounts the step before, whose ends are known by now."""
+        step, self._checked = self._checked, None
+        if step is not None:
+            self._budget.spend(step.seconds, step.num_drawn * step.each)
 
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:
@@ -447,6 +347,13 @@ class Speculator:
 
     def end(self, seq: Seq, beyond: int = 0) -> None:
         """A sequence is over; its last ``beyond`` tokens did not become output."""
+        if beyond:
+            self.savings.take_back(beyond)
+            if self._checked is not None:
+                kept = self._checked.num_drawn - beyond
+                self._checked = self._checked._replace(num_drawn=kept)
+        if self._planner is not None:
+            self._planner.end(len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens)
         self._own.pop(seq, None)
         self._asked.pop(seq, None)
         try:
@@ -493,33 +400,6 @@ class _Own(Own):
     def __init__(self) -> None:
         super().__init__()
         self.ahead = Own()
-
-
-def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:
-    """`ValueError` where these cannot be the distributions that the tokens were drawn from."""
-    rows = probabilities[: len(token_ids)]
-    if not ((rows >= 0).all() and (abs(rows.sum(axis=1, dtype=np.float64) - 1) < _ROUNDING).all()):
-        raise ValueError("the probabilities of a draft are no distributions")
-    if not rows[range(len(token_ids)), token_ids].all():
-        raise ValueError("a draft has a token whose probability it says is 0")
-
-
-def _distinct(draft: list[int], alternatives: list[list[int]]) -> list[list[int]]:
-    """The alternatives that are not the beginning of the draft or of another before."""
-    paths = [draft]
-    for each in alternatives:
-        if not any(path[: len(each)] == each for path in paths):
-            paths.append(each)
-    return paths[1:]
-
-
-def _within(counts: list[int], room: int) -> list[int]:
-    """The counts, cut to ``room`` in all."""
-    fitting = []
-    for count in counts:
-        fitting.append(min(count, room))
-        room -= fitting[-1]
-    return fitting
 
 
 def _cut(draft: Draft, count: int) -> Draft:

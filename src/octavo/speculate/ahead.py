@@ -1,0 +1,184 @@
+"""What a drafter that computes is asked for: only what will pay, all its time included.
+
+Each token that it drafts costs a pass, and a text that it has not seen must be read before. What
+that will bring is estimated ahead; how long both take is learned as it happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.draft_times import DraftTimes
+from octavo.speculate.drafter import ModelDrafter, Reading
+from octavo.speculate.length import choose
+from octavo.speculate.step_times import StepTimes
+
+LONGEST_REST = 32  # steps
+IDLE_SHARE = 0.01  # of the time, for drafting that does not seem to pay
+_TRIAL = 3  # tokens drafted now and then where it does not
+_UNREAD = 64  # tokens that a drafter has not seen, above which it has to read
+_CONVINCING = 8  # drafts that have been checked before much is read
+_MEMORY = 32  # answers whose length is remembered
+
+
+class Ahead:
+    """Plans for a `ModelDrafter`. ``times`` are those of the engine's steps."""
+
+    def __init__(self, drafter: ModelDrafter, times: StepTimes) -> None:
+        self.times = DraftTimes()
+        self.read = 0.0  # seconds of the last drafting that went into texts not seen before
+        self._steps = times
+        self._reading = drafter if isinstance(drafter, Reading) else None
+        self._warm = False  # whether it has drafted
+        self._tried = 0  # drafts that have been checked
+        self._untried = 0.0  # seconds since it was asked
+        self._unread: list[int] = []  # of this step's sequences
+        self._pace = 1.0  # tokens a step that are expected where something is drafted
+        self._answers = 0  # that have ended …
+        self._mean_answer = 0.0  # … and how many tokens they had, of late
+        self._owed = 0.0  # seconds of reading that have not been charged …
+        self._spread = 1  # … and the steps over which they will be
+
+    def plan(
+        self,
+        decoding: Sequence[Seq],
+        most: Sequence[int],
+        gains: Sequence[Sequence[float]],
+        num_tokens: int,
+        room: int,
+    ) -> tuple[list[int], int]:
+        """How many tokens to draft for each sequence, of at most ``most``, with ``gains`` their
+        probabilities to become output; if none, for how many steps it need not be asked.
+        """
+        counts = choose(self._steps, gains, num_tokens, room, self.times)
+        self._unread = [self._missing(seq) for seq in decoding]
+        self._pace = 1.0
+        if self._tried < _CONVINCING:
+            counts = [min(count, _TRIAL if self._warm else 1) for count in counts]
+            if any(self._unread):
+                counts = self._least_to_read(counts)
+        elif any(counts):
+            counts = self._worth_reading(decoding, counts, gains, num_tokens)
+        if not any(counts):
+            # Acceptance may have changed since: now and then it is looked at.
+            counts = self._least_to_read(within([min(longest, _TRIAL) for longest in most], room))
+            missing = self._seconds(counts) / IDLE_SHARE - self._untried
+            if missing > 0 and not (self._tried < _CONVINCING and self._hopeful(most, num_tokens)):
+                rest = int(missing / self._steps.predict(num_tokens))
+                return [0] * len(decoding), min(LONGEST_REST, rest)
+        self._untried = 0.0
+        return counts, 0
+
+    def _seconds(self, counts: list[int]) -> float:
+        """What a trial takes."""
+        unread = sum(missing for missing, count in zip(self._unread, counts, strict=True) if count)
+        return self.times.predict(len(counts), _TRIAL) + self.times.reading(unread)
+
+    def _hopeful(self, most: Sequence[int], num_tokens: int) -> bool:
+        """Whether drafting would pay if it were always right."""
+        gains = [[1.0] * longest for longest in most]
+        return any(choose(self._steps, gains, num_tokens, sum(most), self.times))
+
+    # Texts to read
+
+    def _missing(self, seq: Seq) -> int:
+        """Tokens of a text that the drafter has to read before it drafts; 0 for a few."""
+        missing = 0 if self._reading is None else self._reading.unread(seq)
+        return missing if missing > _UNREAD else 0
+
+    def _least_to_read(self, counts: list[int]) -> list[int]:
+        """Only those whose texts have been read; if there are none, the one with least to read."""
+        unread = [missing for missing, count in zip(self._unread, counts, strict=True) if count]
+        least = min(unread, default=0)
+        if not least:
+            return [
+                0 if missing else count for missing, count in zip(self._unread, counts, strict=True)
+            ]
+        first = next(
+            at for at, missing in enumerate(self._unread) if counts[at] and missing == least
+        )
+        return [count if at == first else 0 for at, count in enumerate(counts)]
+
+    def _worth_reading(
+        self,
+        decoding: Sequence[Seq],
+        counts: list[int],
+        gains: Sequence[Sequence[float]],
+        num_tokens: int,
+    ) -> list[int]:
+        """Without those whose texts would take longer to be read than their drafts will save."""
+        asking = sum(count > 0 for count in counts)
+        number = len(decoding)
+        gained = sum(sum(each[:count]) for each, count in zip(gains, counts, strict=True))
+        self._pace = 1 + gained / asking
+        if not any(self._unread):
+            return counts
+        seconds = self._steps.predict(num_tokens + sum(counts))
+        seconds += self.times.predict(asking, max(counts))
+        plain = self._steps.predict(num_tokens)
+        saved = ((number + gained) * plain / number - seconds) / asking  # a step and sequence
+        return [
+            count if saved * self._steps_to_come(seq) >= self.times.reading(missing) else 0
+            for seq, count, missing in zip(decoding, counts, self._unread, strict=True)
+        ]
+
+    def _steps_to_come(self, seq: Seq) -> float:
+        """As long as answers were of late, or as long as it may be; at first, half of that."""
+        most = seq.num_to_come
+        expected = min(self._mean_answer, most) if self._answers else most / 2
+        return expected / self._pace
+
+    # What is learned
+
+    def observe(self, decoding: Sequence[Seq], counts: Sequence[int], seconds: float) -> None:
+        """What was planned has been drafted, in so many seconds."""
+        self.read = 0.0
+        asking = sum(count > 0 for count in counts)
+        reading = [
+            (seq, missing)
+            for seq, missing, count in zip(decoding, self._unread, counts, strict=True)
+            if count and missing
+        ]
+        if not self._warm:
+            # The first time, pages are touched that never were. It is no measure.
+            self._warm = True
+            self.read = seconds
+        elif reading:
+            self.read = max(0.0, seconds - self.times.predict(asking, max(counts)))
+            done = sum(max(0, missing - self._missing(seq)) for seq, missing in reading)
+            self.times.observe_reading(self.read, done)
+            self._owed += self.read
+            steps = max(self._steps_to_come(seq) for seq, _ in reading)
+            self._spread = max(self._spread, int(steps))
+        else:
+            self.times.observe(asking, max(counts), seconds)
+
+    def checked(self) -> None:
+        """A draft has been."""
+        self._tried += 1
+
+    def passed(self, steps: int, seconds: float) -> float:
+        """Steps have run, of so many seconds each: what of the reading is to be charged to them. It
+        pays over a whole answer, and is spread over as many steps as one will take.
+        """
+        self._untried += steps * seconds
+        share = min(1.0, steps / self._spread)
+        self._spread = max(1, self._spread - steps)
+        charged = share * self._owed
+        self._owed -= charged
+        return charged
+
+    def end(self, num_tokens: int) -> None:
+        """An answer has ended, of so many tokens."""
+        self._answers = min(_MEMORY, self._answers + 1)
+        self._mean_answer += (num_tokens - self._mean_answer) / self._answers
+
+
+def within(counts: Sequence[int], room: int) -> list[int]:
+    """The counts, cut to ``room`` in all."""
+    fitting = []
+    for count in counts:
+        fitting.append(min(count, room))
+        room -= fitting[-1]
+    return fitting

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import unicodedata
 from collections.abc import Callable
@@ -215,3 +216,19 @@ def test_merges_that_scores_cannot_say_are_refused(tmp_path: Path) -> None:
     (source / "tokenizer.json").write_text(json.dumps(spec))
     with pytest.raises(QuantizeError, match="would have other tokens"):
         make(source, tmp_path / "out.gguf", format="gguf")
+
+
+def test_a_chat_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    source = recorded("gpt2", tmp_path / "source")
+    (source / "tokenizer_config.json").write_text('{"chat_template": "hello \\ud800"}')
+    reason = r"/source: tokenizer\.chat_template has a lone surrogate \('\\ud800' at character 6\)"
+    with pytest.raises(QuantizeError, match=reason):
+        make(source, tmp_path / "out.gguf", format="gguf")
+    assert not (tmp_path / "out.gguf").exists()
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    source = tmp_path / os.fsdecode(b"mod\xffel")
+    recorded("gpt2", tmp_path / "source").rename(source)
+    make(source, tmp_path / "out.gguf", format="gguf")
+    assert GgufFile(tmp_path / "out.gguf").get("general.name", str) == r"mod\xffel"

@@ -20,8 +20,9 @@ from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.quant import hf_tokenizer
 from octavo.quant.blocks import dequantize
 from octavo.quant.grid import Float32, Quantized, bf16, bf16_bits
-from octavo.quant.hf_model import Place, hf_config, less_one, places, row_order
+from octavo.quant.hf_model import Place, hf_config, less_one, places
 from octavo.quant.layouts import Layout, Tensor
+from octavo.quant.row_order import row_order
 from octavo.quant.safetensors_writer import SafetensorsWriter
 from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
 
@@ -108,7 +109,7 @@ class FolderTarget:
     def _module(self, place: Place, result: LayerResult) -> dict[str, Tensor]:
         parts = []
         for role in place.roles:
-            matrix, order = result.matrices[role], row_order(self.config, role)
+            matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
         return self.layout.tensors(_stacked(parts))
 
@@ -124,7 +125,7 @@ class FolderTarget:
         if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
             return Tensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
         values = result.vectors[role] if role in result.vectors else dequantize(weight)
-        order = row_order(self.config, role)
+        order = row_order(self.config, role, interleaved=False)
         if order is not None and not self.from_folder:
             values = values[order]
         if less_one(self.config, role):

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.checkpoint.bind import ROUTER, STACKS
@@ -31,6 +30,7 @@ from octavo.quant.gguf_writer import (
     Bytes,
     Content,
     Tensor,
+    UnencodableKey,
     Value,
     changed,
     key,
@@ -38,6 +38,7 @@ from octavo.quant.gguf_writer import (
     of_storage,
 )
 from octavo.quant.grid import Kind, bf16_bits
+from octavo.quant.row_order import row_order
 from octavo.quant.same_model import difference
 from octavo.quant.state import LayerResult, QuantizeError
 
@@ -60,7 +61,7 @@ def modelled(checkpoint: Checkpoint, kind: Kind) -> tuple[Content, list[str]]:
     keys: dict[str, Value] = {
         "general.architecture": architecture(config),
         "general.type": "model",
-        "general.name": config.name or path.resolve().name,
+        "general.name": _written(config.name or path.resolve().name),
     }
     keys |= {f"{architecture(config)}.{name}": v for name, v in _shape(config, scaling).items()}
     keys |= named
@@ -68,8 +69,17 @@ def modelled(checkpoint: Checkpoint, kind: Kind) -> tuple[Content, list[str]]:
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
     keys |= of_storage(kind)
     tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, kind)]
-    content = Content([key(name, v) for name, v in keys.items()], tensors, ALIGNMENT)
+    try:
+        written = [key(name, value) for name, value in keys.items()]
+    except UnencodableKey as error:
+        raise QuantizeError(f"{path}: {error}: no GGUF file can hold that") from None
+    content = Content(written, tensors, ALIGNMENT)
     return content, notes + _read_back(content, checkpoint)
+
+
+def _written(name: str) -> str:
+    """A file's name as text: bytes that are not UTF-8 as \\xff."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def architecture(config: ModelConfig) -> str:
@@ -188,6 +198,7 @@ def _floats(name: str, values: tuple[float, ...]) -> Tensor:
 
 def _tensors(checkpoint: Checkpoint, kind: Kind) -> list[Tensor]:
     config, weights = checkpoint.config, checkpoint.weights
+    interleaved = architecture(config) in INTERLEAVED
     found: list[Tensor] = []
     fused: dict[str, str] = {}  # a part's first member, and what they are together
     if config.family in _FUSED_FAMILIES:
@@ -207,13 +218,14 @@ def _tensors(checkpoint: Checkpoint, kind: Kind) -> list[Tensor]:
             shape = (len(roles), *weight.shape)
             found.append(matrix(_name(prefix), shape, kind, roles))
         elif len(weight.shape) == 1 or part == ROUTER:
-            found.append(changed(_name(role), role, weight, row_order(config, role)))
+            order = row_order(config, role, interleaved=interleaved)
+            found.append(changed(_name(role), role, weight, order))
         else:
             if part in fused:
                 role = f"{prefix}.{fused[part]}"
                 roles = [f"{prefix}.{each}" for each in FUSED[fused[part]]]
             rows = sum(weights[each].shape[0] for each in roles)
-            orders = [row_order(config, each) for each in roles]
+            orders = [row_order(config, each, interleaved=interleaved) for each in roles]
             found.append(matrix(_name(role), (rows, weight.shape[1]), kind, roles, orders))
         done.update(roles)
     return found
@@ -234,17 +246,6 @@ def _kept(name: str, weight: Weight) -> Tensor:
         return bf16_bits(dequantize(weight)).view(np.uint8).reshape(-1)
 
     return Tensor(name, weight.shape, WeightFormat.BF16, None, data)
-
-
-def row_order(config: ModelConfig, role: str) -> npt.NDArray[np.intp] | None:
-    """Of the rows of q and k whose halves are rotated together: neighbours, as these architectures
-    have them. None: as they are."""
-    part = role.removesuffix(".bias").rpartition(".")[2]
-    if part not in ("attn_q", "attn_k") or architecture(config) not in INTERLEAVED:
-        return None
-    heads = config.num_heads if part == "attn_q" else config.num_kv_heads
-    rows = np.arange(heads * config.head_dim).reshape(heads, 2, -1)
-    return np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1)
 
 
 # ── Reading back ────────────────────────────────────────────────────────────────────────────────

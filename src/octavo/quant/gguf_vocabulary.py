@@ -92,6 +92,7 @@ class _Vocabulary:
             raise _refusal(checkpoint, "it is no byte-pair encoding")
         self.tokenizer = tokenizer
         self.size = checkpoint.config.vocab_size
+        self.named = special_tokens(HfFolder(checkpoint.path))
         spec = json.loads(tokenizer.backend_json())
         self.model: dict[str, Any] = spec["model"]
         self.steps = _Steps(
@@ -222,12 +223,11 @@ class _Vocabulary:
 
     def parts(self) -> dict[str, Value]:
         """The ids of tokens with a part to play."""
-        named = special_tokens(HfFolder(self.checkpoint.path))
         found = {
             "bos": self.tokenizer.bos_token_id,
             "eos": self.eos(),
             "unknown": self.ids.get(self.model.get("unk_token") or ""),
-            "padding": self.ids.get(named.get("pad_token", "")),
+            "padding": self.ids.get(self.named.get("pad_token", "")),
         }
         # Readers know these by their names; for what ends a text besides there are two keys.
         known = {self.ids.get(text) for text in END_OF_TURN} & self.added.keys()
@@ -242,7 +242,7 @@ class _Vocabulary:
         }
 
     def eos(self) -> int | None:
-        named = special_tokens(HfFolder(self.checkpoint.path)).get("eos_token")
+        named = self.named.get("eos_token")
         stops = self.tokenizer.eos_token_ids
         if named is not None and (token_id := self.ids.get(named)) in stops:
             return token_id

@@ -176,10 +176,20 @@ def of_storage(kind: Kind) -> dict[str, Value]:
     return {"general.file_type": _FILE_TYPES[kind], "general.quantization_version": 2}
 
 
+class UnencodableKey(ValueError):
+    """A key whose text has no UTF-8."""
+
+
 def key(name: str, value: Value) -> bytes:
     """A key with its value: integers as uint32, numbers as float32; arrays of strings, or of int32,
-    float32 or bool."""
-    return _string(name) + _typed(value)
+    float32 or bool. Raises `UnencodableKey`."""
+    try:
+        return _string(name) + _typed(value)
+    except UnicodeEncodeError as error:
+        odd = error.object[error.start]
+        raise UnencodableKey(
+            f"{name} has a lone surrogate ({odd!r} at character {error.start})"
+        ) from None
 
 
 def _typed(value: Value) -> bytes:

@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.bind import ROUTER
 from octavo.checkpoint.hf_config import model_config
@@ -136,18 +133,6 @@ def routers(config: ModelConfig) -> list[str]:
 
 def less_one(config: ModelConfig, role: str) -> bool:
     return config.family in _LESS_ONE and role.endswith("norm")
-
-
-def row_order(config: ModelConfig, role: str) -> npt.NDArray[np.intp] | None:
-    """Of the rows of q and k whose neighbours are rotated together: each head's first ones, then
-    its second ones, as Hugging Face's models rotate them. None: as they are."""
-    _, _, part = role.partition(".")[2].partition(".")
-    part = part.removesuffix(".bias")
-    if part not in ("attn_q", "attn_k") or not config.layers[0].rope.interleaved:
-        return None
-    heads = config.num_heads if part == "attn_q" else config.num_kv_heads
-    rows = np.arange(heads * config.head_dim).reshape(heads, -1, 2)
-    return np.ascontiguousarray(rows.transpose(0, 2, 1)).reshape(-1)
 
 
 # ── config.json ─────────────────────────────────────────────────────────────────────────────────

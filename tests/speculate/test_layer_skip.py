@@ -255,12 +255,14 @@ def test_probabilities_are_those_that_tokens_were_drawn_by() -> None:
         if not draft.token_ids:
             assert draft.probabilities is None
             continue
-        q = draft.probabilities
-        assert q is not None
+        assert draft.probabilities is not None
+        q = np.stack(draft.probabilities)
         assert q.shape == (len(draft.token_ids), 70)
         assert np.allclose(q.sum(axis=1), 1.0, atol=1e-5)
         assert ((q > 0).sum(axis=1) <= 5).all()
         assert (q[range(len(q)), list(draft.token_ids)] > 0).all()
+    one, other = (draft.probabilities[0] for draft in drafts[:2])  # type: ignore[index]
+    assert one.base is other.base is not None  # as they were computed: nothing is held twice
     alone = house.drafter.propose(decoding[:1], [3])[0]
     assert list(alone.token_ids) == list(drafts[0].token_ids)
     assert np.array_equal(alone.probabilities, drafts[0].probabilities)  # type: ignore[arg-type]

@@ -114,6 +114,29 @@ def test_the_output_is_the_same_where_sequences_are_preempted(
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("method", ["replay", "rejection"])
+def test_more_sequences_draft_than_logits_are_held_of(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recurrent: bool,
+    method: str,
+) -> None:
+    heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent)
+    prompts, params = requests(checkpoint, 21)
+    found = []
+    for rows in (None, 8):
+        if rows is not None:
+            monkeypatch.setattr("octavo.execute.native.slice_rows", lambda *_: 8)
+        with llm(checkpoint, heads, acceptance_method=method) as drafting:
+            outputs = drafting.generate(prompts, params, use_tqdm=False)
+            stats = drafting.loaded.engine.stats()
+        assert stats.drafter_failures == 0
+        found.append((told(outputs), stats.draft_tokens, stats.accepted_per_position))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
 def test_under_rejection_the_distribution_stays(
     checkpoint: Checkpoint, tmp_path: Path, recurrent: bool
 ) -> None:
@@ -231,7 +254,9 @@ def test_heads_compute_what_their_definition_says(
         rows = rng.normal(size=(5, checkpoint.config.hidden_size)).astype(np.float32)
         tokens = rng.integers(0, checkpoint.config.vocab_size, 5).astype(np.int32)
         for at in range(3):
-            logits, hidden = drafter.compute(at, rows, tokens)
+            result = drafter.compute(at, rows, tokens.tolist())
+            logits, hidden = result.logits, result.hidden
+            assert logits is not None
             x, expected = _reference(heads, checkpoint, at, rows, tokens)
             assert np.abs(logits - expected).max() < 0.05 * np.abs(expected).max()
             if recurrent:

@@ -12,7 +12,7 @@ import pytest
 
 from octavo.execute.batch import StepResult
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.drafter import Draft
+from octavo.speculate.drafter import NO_DRAFT, Draft
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import Speculator
 
@@ -73,9 +73,35 @@ def test_what_they_were_drawn_from_comes_with_drafts() -> None:
     (first, second) = speculator.probabilities(seqs) or (None, None)
     assert first is not None
     assert second is not None
-    assert first.dtype == np.float32
-    assert (first == UNIFORM).all()
+    assert first[0].dtype == np.float32
+    assert (np.stack(first) == UNIFORM).all()
     assert len(second) >= 2
+
+
+class Counting:
+    """A `ModelDrafter` that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        self.asked += counts
+        return [NO_DRAFT] * len(decoding)
+
+    def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None: ...
+
+    def end(self, seq: Seq) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("rejection", [True, False])
+def test_no_more_is_drafted_than_distributions_have_room(rejection: bool) -> None:
+    """64 MiB of a large vocabulary's: one for each token that is weighed."""
+    drafter = Counting()
+    speculator = Speculator(drafter, 1 << 18, 10, rejection=rejection)
+    speculator.propose([sequence() for _ in range(9)], 9, 1000)
+    assert sum(drafter.asked) == (64 if rejection else 90)
 
 
 def learned(

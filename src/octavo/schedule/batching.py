@@ -15,6 +15,7 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.sequence import Sequence
 
 Int32 = npt.NDArray[np.int32]
+Distributions = Float32 | Items[Float32]  # rows of the vocabulary, in one array or each its own
 
 
 class Chunk(NamedTuple):
@@ -68,8 +69,8 @@ class Scheduled:
     sample_rows: list[int]  # … from which row of logits on (n > 1: first tokens share a row)
     prompt_rows: list[PromptRows]
     drafts: list[list[int]] | None = None  # of each of the decodes; None: of nobody
-    probabilities: list[Float32 | None] | None = None  # [draft's tokens or more, vocabulary], those
-    # that each draft was drawn by; None: it was certain, or all were
+    probabilities: list[Distributions | None] | None = None  # those that each draft was drawn by,
+    # a row for each of its tokens or more; None: it was certain, or all were
     branches: dict[int, list[Branch]] = field(default_factory=dict)  # by index of the decode
     stale: bool = False  # a sequence in it has ended since
 

@@ -7,8 +7,9 @@ from operator import index
 
 import numpy as np
 
+from octavo.execute.batch import Float32
 from octavo.speculate.acceptance import NUM_CLASSES
-from octavo.speculate.drafter import Draft, Float32
+from octavo.speculate.drafter import Draft
 
 BRANCHES = 16  # most alternatives that a step checks
 _ROUNDING = 1e-3  # that probabilities may be off one in all
@@ -30,13 +31,16 @@ def checked(answer: Draft, most: int, vocab_size: int, *, drawn: bool) -> Draft:
         token_ids, *others = others
     others = _distinct(token_ids, others)
     if probabilities is not None:
-        if probabilities.ndim != 2 or probabilities.shape[1] != vocab_size:
-            raise ValueError(f"probabilities have shape {probabilities.shape}")
         if len(probabilities) < len(token_ids):
             raise ValueError(f"probabilities of {len(probabilities)} of {len(token_ids)} tokens")
-        probabilities = np.asarray(probabilities, np.float32)
+        # Each row by itself: drafters that compute have them here and there, large as they are.
+        rows = [np.asarray(row, np.float32) for row in probabilities]
+        for row in rows:
+            if row.shape != (vocab_size,):
+                raise ValueError(f"probabilities of a token have shape {row.shape}")
         if drawn:
-            _check_drawn(token_ids, probabilities)
+            _check_drawn(token_ids, rows)
+        probabilities = rows
     return Draft(token_ids, evidence, tuple(others), probabilities)
 
 
@@ -47,13 +51,13 @@ def _tokens(given: Sequence[int], most: int, vocab_size: int) -> list[int]:
     return token_ids
 
 
-def _check_drawn(token_ids: list[int], probabilities: Float32) -> None:
+def _check_drawn(token_ids: list[int], probabilities: list[Float32]) -> None:
     """`ValueError` where these cannot be the distributions that the tokens were drawn from."""
-    rows = probabilities[: len(token_ids)]
-    if not ((rows >= 0).all() and (abs(rows.sum(axis=1, dtype=np.float64) - 1) < _ROUNDING).all()):
-        raise ValueError("the probabilities of a draft are no distributions")
-    if not rows[range(len(token_ids)), token_ids].all():
-        raise ValueError("a draft has a token whose probability it says is 0")
+    for token, row in zip(token_ids, probabilities, strict=False):
+        if not ((row >= 0).all() and abs(row.sum(dtype=np.float64) - 1) < _ROUNDING):
+            raise ValueError("the probabilities of a draft are no distributions")
+        if not row[token]:
+            raise ValueError("a draft has a token whose probability it says is 0")
 
 
 def _distinct(draft: list[int], alternatives: list[list[int]]) -> list[list[int]]:

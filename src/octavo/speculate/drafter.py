@@ -8,14 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
-import numpy as np
-import numpy.typing as npt
-
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute.batch import StepResult
 from octavo.model.program import Program
 from octavo.sample.sampler import Sampler
-from octavo.schedule.batching import Scheduled
+from octavo.schedule.batching import Distributions, Scheduled
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.heads import Heads
@@ -23,8 +20,6 @@ from octavo.speculate.heads import Heads
 if TYPE_CHECKING:  # the compiled module is not needed to guess from text
     from octavo.execute.native import NativeExecutor
     from octavo.speculate.draft_model import DraftModel
-
-Float32 = npt.NDArray[np.float32]
 
 
 class Draft(NamedTuple):
@@ -34,17 +29,17 @@ class Draft(NamedTuple):
     guess (say, how long a match it rests on): how often guesses are right is learned for each class
     apart. ``alternatives`` are other guesses at the same tokens, each from the first on, the best
     first; they are checked in the same pass, as branches of a tree. ``probabilities``
-    [len(token_ids), vocabulary] are those that the tokens were drawn by, for the rule that weighs
-    them against the target's (rejection); None: the guess was certain, as far as the drafter goes.
-    With ``probabilities``, whether a token is in the draft may depend on the tokens before it but
-    not on what was drawn for it, or such tokens come too often or too rarely; without, the drafter
-    is free.
+    [len(token_ids), vocabulary], an array or its rows, are those that the tokens were drawn by, for
+    the rule that weighs them against the target's (rejection); None: the guess was certain, as far
+    as the drafter goes. With ``probabilities``, whether a token is in the draft may depend on the
+    tokens before it but not on what was drawn for it, or such tokens come too often or too rarely;
+    without, the drafter is free.
     """
 
     token_ids: Sequence[int]
     evidence: int = 0
     alternatives: Sequence[Sequence[int]] = ()
-    probabilities: Float32 | None = None
+    probabilities: Distributions | None = None
 
 
 NO_DRAFT = Draft(())

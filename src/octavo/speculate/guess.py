@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Self
-
-import numpy as np
 
 from octavo.execute.batch import Float32, StepResult
 from octavo.sample.params import MIN_TEMPERATURE
@@ -14,12 +12,20 @@ from octavo.sample.sampler import Sampler, SamplerState
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.drafter import NO_DRAFT, Draft
 
+_DISTRIBUTIONS = 64 << 20  # bytes, of all that a step's drafts were drawn from
+
+
+def most_drawn(vocab_size: int) -> int:
+    """Tokens of a step's drafts whose distributions may be kept."""
+    return max(1, _DISTRIBUTIONS // (4 * vocab_size))
+
 
 @dataclass(slots=True, eq=False)
 class Guess:
     """Up to ``most`` tokens behind a sequence's, drawn with its own random numbers and penalties.
 
-    Where the distributions that they are drawn from are wanted, ``drawn_from`` has them.
+    Where the distributions that they are drawn from are wanted, ``drawn_from`` has them: they are
+    the draft's own, not copied.
     """
 
     seq: Seq
@@ -27,13 +33,16 @@ class Guess:
     state: SamplerState
     drawn_from: list[Float32] | None
     token_ids: list[int] = field(default_factory=list)
+    evidence: int = 0  # as of `Draft`
+    chance: float = 1.0  # that all of it is right, as a drafter may see it
+    row: Float32 | None = None  # hidden, that a drafter may go on from
 
     @classmethod
-    def begin(cls, seq: Seq, most: int, *, probabilities: bool) -> Self:
+    def begin(cls, seq: Seq, most: int, *, probabilities: bool, row: Float32 | None = None) -> Self:
         state: SamplerState = seq.output.sampler
         # A greedy draw is certain.
         drawn = probabilities and seq.owner.request.params.temperature >= MIN_TEMPERATURE
-        return cls(seq, most, state.fork(seq.choice), [] if drawn else None)
+        return cls(seq, most, state.fork(seq.choice), [] if drawn else None, row=row)
 
     @property
     def last_token(self) -> int:
@@ -42,19 +51,27 @@ class Guess:
     def draft(self) -> Draft:
         if not self.token_ids:
             return NO_DRAFT
-        if self.drawn_from is None:
-            return Draft(self.token_ids)
-        return Draft(self.token_ids, probabilities=np.stack(self.drawn_from))
+        return Draft(self.token_ids, self.evidence, probabilities=self.drawn_from)
 
 
-def draw_next(sampler: Sampler, result: StepResult, guesses: Sequence[Guess]) -> list[Guess]:
+def draw_next(
+    sampler: Sampler,
+    result: StepResult,
+    guesses: Sequence[Guess],
+    look: Callable[[Sequence[Guess], Float32], Float32] | None = None,
+) -> list[Guess]:
     """Another token for each, from the row of logits that is as far down, some rows at a time as
     they are held. Returns those that are to have more; one for which no token can be drawn ends.
+
+    ``look`` sees the rows before they are drawn from, and whose they are, and returns those that
+    are drawn from: [rows, vocabulary], only valid until it is called again.
     """
     further: list[Guess] = []
     logits, first = result.logits, 0
     while True:
         here = guesses[first:] if logits is None else guesses[first : first + len(logits)]
+        if look is not None and logits is not None:
+            logits = look(here, logits)
         drawing = [row for row, guess in enumerate(here) if guess.drawn_from is not None]
         if drawing:
             states = [here[row].state for row in drawing]

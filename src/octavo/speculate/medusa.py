@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, MadeRows, Weight
 from octavo.checkpoint.rounding import rounded
-from octavo.execute.batch import Float32, Int32, StepResult
+from octavo.execute.batch import Float32, StepResult
 from octavo.model.config import Activation
 from octavo.model.program import (
     Activate,
@@ -32,16 +32,15 @@ from octavo.model.program import (
     Op,
     Program,
 )
-from octavo.sample.params import MIN_TEMPERATURE, SamplingParams
-from octavo.sample.sampler import SamplerState
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.schedule.sequence import Status
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
+from octavo.speculate.guess import Guess, draw_next
 from octavo.speculate.heads import Heads, Recurrent
 
 _LOGITS = "medusa.output"
-_UNLIKELY = 0.15  # of all guesses of a draft being right: nothing is guessed behind it
+_UNLIKELY = 0.15  # that all guesses of a draft are right: nothing is guessed behind it
 _CLASSES = 15
 
 
@@ -161,6 +160,7 @@ class MedusaDrafter:
         self._executor = executor
         self._sampler = target.sampler
         self._rejection = target.rejection
+        self._whole = np.empty((0, self._vocab_size), np.float32)  # all but `token_map` is -inf
         # The row that a sequence's last token was drawn from, and the tokens it has then.
         self._rows: dict[Seq, tuple[Float32, int]] = {}
 
@@ -177,112 +177,56 @@ class MedusaDrafter:
             self._rows[seq] = row, size
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
-        asked: list[_Asked] = []
-        drafts = [NO_DRAFT] * len(decoding)
-        for at, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
+        """As `ModelDrafter` says."""
+        guesses: dict[int, Guess] = {}  # by index
+        for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
             row, size = self._rows.get(seq, (None, 0))
             if count and row is not None and size == len(seq.token_ids):
-                asked.append(_Asked(at, seq, row, count))
-        going = asked
-        for depth in range(self._count):
-            going = [each for each in going if each.count > depth and each.chance > _UNLIKELY]
-            if not going:
-                break
-            rows = np.stack([each.row for each in going])
-            tokens = np.array([each.token for each in going], np.int32)
-            logits, hidden = self.compute(depth, rows, tokens)
-            self._guess(going, logits)
-            if hidden is not None:
-                for each, row in zip(going, hidden, strict=True):
-                    each.row = row
-        for each in asked:
-            drafts[each.at] = each.finished()
-        return drafts
+                most = min(count, self._count)
+                guesses[index] = Guess.begin(seq, most, probabilities=self._rejection, row=row)
+        going = list(guesses.values())
+        depth = 0
+        while going:
+            rows = np.stack([guess.row for guess in going if guess.row is not None])
+            result = self.compute(depth, rows, [guess.last_token for guess in going])
+            if result.hidden is not None:
+                for guess, row in zip(going, result.hidden.copy(), strict=True):
+                    guess.row = row
+            going = draw_next(self._sampler, result, going, self._look)
+            going = [guess for guess in going if guess.chance > _UNLIKELY]
+            depth += 1
+        return [
+            guesses[index].draft() if index in guesses else NO_DRAFT
+            for index in range(len(decoding))
+        ]
 
-    def compute(self, head: int, rows: Float32, tokens: Int32) -> tuple[Float32, Float32 | None]:
-        """Logits [sequences, token_map], valid until the executor computes again, and the rows that
-        a recurrent head goes on from.
+    def compute(self, head: int, rows: Float32, tokens: Sequence[int]) -> StepResult:
+        """Logits [sequences, token_map] and, of a recurrent head, the hidden rows that it goes on
+        from.
         """
         if self._recurrent:
-            result = self._executor.execute_rows(self._programs[0], rows, tokens)
-        else:
-            result = self._executor.execute_rows(self._programs[head], rows)
-        assert result.logits is not None
-        return result.logits, None if result.hidden is None else result.hidden.copy()
+            token_ids = np.array(tokens, np.int32)
+            return self._executor.execute_rows(self._programs[0], rows, token_ids)
+        return self._executor.execute_rows(self._programs[head], rows)
 
-    def _guess(self, going: list[_Asked], logits: Float32) -> None:
-        """A token for each row of ``logits`` [sequences, token_map]."""
-        best = logits.argmax(axis=1)
-        top = logits[np.arange(len(going)), best]
-        chances = 1 / np.exp(logits - top[:, None]).sum(axis=1)
-        tokens = self._token_map[best].tolist()
-        drawing = [at for at, each in enumerate(going) if each.state is not None]
-        if drawing:
-            # As the target will draw, with the same random number.
-            whole = np.full((len(drawing), self._vocab_size), -np.inf, np.float32)
-            whole[:, self._token_map] = logits[drawing]
-            states = [state for at in drawing if (state := going[at].state) is not None]
-            rows = range(len(drawing))
-            if self._rejection:
-                for at, q in zip(
-                    drawing, self._sampler.probabilities(whole, rows, states), strict=True
-                ):
-                    going[at].probabilities.append(q)
-            drawn = self._sampler.sample(whole, rows, states).token_ids
-            for at, token in zip(drawing, drawn, strict=True):
-                tokens[at] = token
-        for each, token, chance in zip(going, tokens, chances.tolist(), strict=True):
-            each.add(token, chance)
+    def _look(self, guesses: Sequence[Guess], logits: Float32) -> Float32:
+        """The rows of ``logits`` [rows, token_map] among the whole vocabulary, of which the other
+        tokens cannot be drawn.
+        """
+        top = logits.max(axis=1, keepdims=True)
+        chances = 1 / np.exp(logits - top).sum(axis=1)  # of the likeliest tokens, drawn or not
+        for guess, chance in zip(guesses, chances.tolist(), strict=True):
+            if not guess.token_ids:
+                guess.evidence = int(_CLASSES * chance)
+            guess.chance *= chance
+        if len(self._whole) < len(logits):
+            self._whole = np.full((len(logits), self._vocab_size), -np.inf, np.float32)
+        whole = self._whole[: len(logits)]
+        whole[:, self._token_map] = logits
+        return whole
 
     def end(self, seq: Seq) -> None:
         self._rows.pop(seq, None)
 
     def close(self) -> None:
         self._rows.clear()
-
-
-class _Asked:
-    """A sequence's draft as it grows."""
-
-    __slots__ = (
-        *("at", "chance", "count", "draft", "evidence", "probabilities", "row", "state", "token"),
-    )
-
-    def __init__(self, at: int, seq: Seq, row: Float32, count: int) -> None:
-        self.at = at
-        self.row = row
-        self.count = count
-        self.token = seq.token_ids[-1]
-        self.draft: list[int] = []
-        self.chance = 1.0  # that all of it is right, as the heads see it
-        self.evidence = 0
-        self.probabilities: list[Float32] = []  # that its tokens were drawn by
-        self.state: SamplerState | None = None
-        if not _plain(seq.owner.request.params):
-            self.state = seq.output.sampler.fork(seq.choice)
-
-    def add(self, token: int, chance: float) -> None:
-        if token < 0:  # the sampler may draw none of the tokens that are guessed
-            self.chance = 0.0
-            return
-        self.draft.append(token)
-        self.token = token
-        self.chance *= chance
-        if len(self.draft) == 1:
-            self.evidence = int(_CLASSES * chance)
-
-    def finished(self) -> Draft:
-        drawn = self.probabilities[: len(self.draft)]
-        return Draft(self.draft, self.evidence, probabilities=np.stack(drawn) if drawn else None)
-
-
-def _plain(params: SamplingParams) -> bool:
-    """Whether the likeliest token is drawn, whatever came before."""
-    return (
-        params.temperature < MIN_TEMPERATURE
-        and params.presence_penalty == params.frequency_penalty == 0.0
-        and params.repetition_penalty == 1.0
-        and not params.logit_bias
-        and params.allowed_token_ids is None
-        and not params.banned_token_ids
-    )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from octavo.execute.batch import StepResult
-from octavo.schedule.batching import Scheduled
+from octavo.schedule.batching import Distributions, Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import FIRST_GUESS, Acceptance, Own
 from octavo.speculate.ahead import IDLE_SHARE, LONGEST_REST, Ahead, within
@@ -19,10 +19,10 @@ from octavo.speculate.drafter import (
     NO_DRAFT,
     Draft,
     Drafter,
-    Float32,
     Holding,
     ModelDrafter,
 )
+from octavo.speculate.guess import most_drawn
 from octavo.speculate.length import choose_tree, worthwhile
 from octavo.speculate.reader import Reader
 from octavo.speculate.savings import Savings
@@ -132,6 +132,8 @@ class Speculator:
         if self._rest > 0:
             self._rest -= 1
             return [[]] * len(decoding)
+        if self._model is not None and self.rejection:
+            room = min(room, most_drawn(self._vocab_size))
         most = [min(self._longest, seq.num_to_come - 1) for seq in decoding]
         began = self._now()
         try:
@@ -265,9 +267,9 @@ class Speculator:
         asked = self._asked.get(seq)
         return NO_DRAFT if asked is None else asked.draft
 
-    def probabilities(self, decodes: Sequence[Seq]) -> list[Float32 | None] | None:
-        """For each of a step's sequences [at least its draft's tokens, vocabulary], or None where
-        a guess was certain; None: all were.
+    def probabilities(self, decodes: Sequence[Seq]) -> list[Distributions | None] | None:
+        """For each of a step's sequences those of at least its draft's tokens, or None where a
+        guess was certain; None: all were.
         """
         each = [self.draft_of(seq).probabilities for seq in decodes]
         return each if any(one is not None for one in each) else None

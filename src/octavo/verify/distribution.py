@@ -26,6 +26,7 @@ from octavo.engine.load import EngineConfig
 from octavo.execute.cpu import usable_cpus
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampler
+from octavo.schedule.batching import Distributions
 from octavo.speculate.config import SpeculativeConfig
 from octavo.verify.chi_square import chi_square
 from octavo.verify.faults import wrong_rule
@@ -147,7 +148,11 @@ class _Observed:
         pass
 
     def _consider(
-        self, first: int, draft: list[int], q: Float32 | None, allowed: tuple[int, ...] | None
+        self,
+        first: int,
+        draft: list[int],
+        q: Distributions | None,
+        allowed: tuple[int, ...] | None,
     ) -> None:
         """Keeps the draft's guesses if they are accepted half of the time or so."""
         for at, guess in enumerate(draft):

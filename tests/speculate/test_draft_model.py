@@ -23,7 +23,7 @@ from execute import tiny
 from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.load import EngineConfig, SettingsError, load_engine, plan_cache
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
@@ -35,7 +35,12 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
-from octavo.speculate.draft_model import DraftModelDrafter, check_vocabulary
+from octavo.speculate.draft_model import (
+    DraftModel,
+    DraftModelDrafter,
+    check_vocabulary,
+    needed_blocks,
+)
 from octavo.speculate.drafter import Target
 from octavo.speculate.speculator import Speculator
 from octavo.verify.chi_square import chi_square
@@ -290,6 +295,40 @@ def test_what_is_to_be_read_is_known_before() -> None:
         assert not drafter._found
 
 
+def test_a_long_text_keeps_no_short_one_waiting() -> None:
+    """Of those that are to be read, the one that lacks least comes first."""
+    setting = Setting(max_num_seqs=4, max_model_len=480, num_drafts=2)
+    with running(setting, small()) as (engine, drafter):
+        assert drafter is not None
+        for name, length in (("long", 400), ("short", 70)):
+            params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1)
+            ids = prompt(len(name), length)
+            engine.add_request(Request(request_id=name, prompt_token_ids=ids, params=params))
+        while len(engine.scheduler.decoding) < 2:
+            engine.step()
+        long, short = engine.scheduler.decoding
+        assert drafter.unread(long) > 128
+        engine.step()
+        assert drafter.unread(short) <= 3
+        assert drafter.unread(long) > 128
+
+
+def test_what_another_has_read_in_the_meantime_is_found() -> None:
+    setting = Setting(max_num_seqs=4, num_drafts=2, enable_prefix_caching=True)
+    with running(setting, small()) as (engine, drafter):
+        assert drafter is not None
+        params = SamplingParams(max_tokens=20, ignore_eos=True, seed=1, n=2)
+        request = Request(request_id="a", prompt_token_ids=prompt(1, 100), params=params)
+        engine.add_request(request)
+        while len(engine.scheduler.decoding) < 2:
+            engine.step()
+        first, second = engine.scheduler.decoding
+        assert drafter.unread(second) >= 100
+        engine.step()
+        assert drafter.unread(first) <= 3
+        assert drafter.unread(second) <= len(second.token_ids) - 96
+
+
 def test_aborts_give_everything_back() -> None:
     setting = Setting(max_num_seqs=8, num_drafts=3)
     with running(setting, small()) as (engine, drafter):
@@ -352,7 +391,8 @@ def test_memory_is_planned_for_both(tmp_path: Path) -> None:
         assert both.draft is not None
         assert executor.weight_bytes == both.draft.weight_bytes
         assert abs(2 * both.capacity_tokens - alone.capacity_tokens) <= 32  # a token costs twice
-        assert drafter.kv.pool.num_blocks == both.num_blocks
+        assert drafter.kv.pool.num_blocks == both.num_blocks + 1  # free for drafts
+        assert "drafts up to 128 tokens" in both.report()
         assert "draft_model" in both.report()
         assert f"{both.draft_blocks} blocks" in both.report()
         for params in ({"temperature": 0.0}, {"temperature": 1.0}):
@@ -368,6 +408,36 @@ def test_memory_is_planned_for_both(tmp_path: Path) -> None:
             assert record.accepted_tokens == record.draft_tokens > 0
     finally:
         both.engine.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("draft_family", ["llama", "gemma3"])
+@pytest.mark.parametrize("context", [100, 512])
+@pytest.mark.parametrize("budget", [91 << 10, 300 << 10, 8 << 20])
+@pytest.mark.parametrize("wanted", [None, 100])
+def test_what_fits_is_drafted_for(
+    family: str, draft_family: str, context: int, budget: int, wanted: int | None
+) -> None:
+    """Whatever windows the two have: a sequence that the model's cache holds has place in the draft
+    model's, as far as that one reads; and where many fit, as many do.
+    """
+    model, other = tiny.config(family), replace(tiny.config(draft_family), context_length=context)
+    layout, draft_layout = KvLayout.of(model), KvLayout.of(other)
+    checkpoint = tiny.checkpoint(tiny.config(draft_family))
+    checkpoint = replace(checkpoint, config=other)
+    draft = DraftModel(checkpoint, program(other), draft_layout, 1000)
+    config = EngineConfig(kv_cache_memory_bytes=budget, max_model_len=wanted)
+    made = plan_cache(config, program(model), layout, 1000, 1 << 30, draft)
+    used = made.num_blocks * layout.block_bytes + made.draft_blocks * draft_layout.block_bytes
+    assert budget - layout.block_bytes - draft_layout.block_bytes <= used == made.kv_cache_bytes
+    assert used <= budget
+    longest = min(made.max_model_len, context)
+    assert needed_blocks(draft_layout, longest) <= made.draft_blocks
+    ours = made.num_blocks / peak_blocks(layout, made.max_model_len)
+    theirs = made.draft_blocks / peak_blocks(draft_layout, longest)
+    assert made.capacity_sequences == ours >= 1
+    if ours > 10:
+        assert theirs == pytest.approx(ours, rel=0.1)
 
 
 class Words:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,7 +125,7 @@ class CachePlan(NamedTuple):
     work_bytes: int  # activations and logits of the largest step
     capacity_tokens: int
     capacity_sequences: float
-    draft_blocks: int = 0  # of the draft model's cache: for as many tokens
+    draft_blocks: int = 0  # of the draft model's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +143,17 @@ class LoadedEngine:
     capacity_sequences: float  # sequences of max_model_len tokens that fit at once
     draft: DraftModel | None = None
     draft_blocks: int = 0
+
+    @property
+    def draft_tokens(self) -> int:
+        """The longest sequence that the draft model drafts for."""
+        if self.draft is None:
+            return 0
+        layout = self.draft.layout
+        most = min(self.max_model_len, self.draft.checkpoint.config.context_length)
+        return _longest(
+            most, lambda length: draft_model.needed_blocks(layout, length) <= self.draft_blocks
+        )
 
     def report(self) -> str:
         """The start report: one line a fact."""
@@ -172,7 +183,8 @@ class LoadedEngine:
                         f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
                         f"{_size(self.draft.weight_bytes)}; of the kv cache "
                         f"{_size(self.draft_blocks * self.draft.layout.block_bytes)}, "
-                        f"{self.draft_blocks} blocks"
+                        f"{self.draft_blocks} blocks; drafts up to {self.draft_tokens} tokens of "
+                        "context"
                     ]
                     if self.draft
                     else ()
@@ -190,18 +202,17 @@ def plan_cache(
     available: int,
     draft: DraftModel | None = None,
 ) -> CachePlan:
-    """Divide ``available`` bytes between weights, work space and blocks; a ``draft`` model's cache
-    is for as many tokens as the model's.
+    """Divide ``available`` bytes between weights, work space and blocks. A ``draft`` model's cache
+    holds as many of the longest sequences as the model's, as far as its own context goes.
 
     Raises `DoesNotFit` with the arithmetic.
     """
     model = compute.config
     work = work_bytes(compute, config.max_num_batched_tokens, config.max_logits_rows)
-    groups, draft_groups, draft_bytes = len(layout.groups), 0, 0
+    groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
         work += work_bytes(draft.program, config.max_num_batched_tokens, config.max_num_seqs)
-        draft_groups, draft_bytes = len(draft.layout.groups), draft.layout.block_bytes
     left = available - weight_bytes - work
     if config.kv_cache_memory_bytes is not None:
         budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -213,10 +224,6 @@ def plan_cache(
     )
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {_size(max(budget, 0))} of KV cache; {division}")
-    # A block of the model's has draft_groups / groups blocks of the draft model's beside it.
-    shared = groups * layout.block_bytes + draft_groups * draft_bytes
-    num_blocks = budget * groups // shared
-    draft_blocks = num_blocks * draft_groups // groups
     wanted = min(config.max_model_len or model.context_length, model.context_length)
     if config.max_model_len is not None and config.max_model_len > model.context_length:
         raise DoesNotFit(
@@ -234,15 +241,33 @@ def plan_cache(
             f"{_size(-(-wanted // layout.block_size) * table_bytes)}, more than {_size(table_room)}"
         )
     wanted = min(wanted, longest_table)
-    fits = _longest(layout, num_blocks, wanted)
-    if fits < 2 or (config.max_model_len is not None and fits < wanted):
-        least = max(wanted if config.max_model_len else 2, 2)
-        needed = peak_blocks(layout, least)
+
+    def needed(length: int) -> tuple[int, int]:
+        """Bytes of a sequence in both caches; and what the draft model's takes once beside."""
+        size = peak_blocks(layout, length) * layout.block_bytes
+        if draft is None:
+            return size, 0
+        blocks, spare = _draft_blocks(draft, length)
+        return size + blocks * draft.layout.block_bytes, spare * draft.layout.block_bytes
+
+    fits = _longest(wanted, lambda length: sum(needed(length)) <= budget)
+    least = max(wanted if config.max_model_len else 2, 2)
+    if fits < least and (fits < 2 or config.max_model_len is not None):
+        blocks = peak_blocks(layout, least)
         raise DoesNotFit(
-            f"a sequence of {least} tokens needs {needed} KV blocks of "
-            f"{_size(shared / groups)} = {_size(needed * shared / groups)}"
-            f"{' with the draft model' if draft else ''}; "
-            f"{_size(budget)} of KV cache hold {num_blocks} ({division})"
+            f"a sequence of {least} tokens needs {blocks} KV blocks of {_size(layout.block_bytes)}"
+            f"{' and the draft model its own' if draft else ''} = {_size(sum(needed(least)))}; "
+            f"{_size(budget)} of KV cache hold "
+            f"{f'{fits} tokens' if draft else budget // layout.block_bytes} ({division})"
+        )
+    both, once = needed(fits)
+    num_blocks = (budget - once) * peak_blocks(layout, fits) // both
+    draft_blocks = draft_bytes = 0
+    if draft is not None:
+        blocks, spare = _draft_blocks(draft, fits)
+        draft_blocks, draft_bytes = (
+            (budget - once) * blocks // both + spare,
+            draft.layout.block_bytes,
         )
     return CachePlan(
         num_blocks,
@@ -269,14 +294,19 @@ def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
     return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
 
 
-def _longest(layout: KvLayout, num_blocks: int, wanted: int) -> int:
-    """The longest sequence, up to ``wanted`` tokens, that the blocks hold."""
+def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
+    """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
+    read = min(length, draft.checkpoint.config.context_length)
+    blocks = peak_blocks(draft.layout, read)
+    return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
+
+
+def _longest(wanted: int, fits: Callable[[int], bool]) -> int:
+    """The longest sequence, up to ``wanted`` tokens, that fits."""
     low, high = 0, wanted
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (
-            (middle, high) if peak_blocks(layout, middle) <= num_blocks else (low, middle - 1)
-        )
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
 
 

@@ -16,7 +16,7 @@ from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.checkpoint.rounding import rounded
 from octavo.execute.batch import Batch, Executor, StepResult
-from octavo.kv.cache import KvCache
+from octavo.kv.cache import KvCache, peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
@@ -129,6 +129,11 @@ def make(target: Target) -> DraftModelDrafter:
     )
 
 
+def needed_blocks(layout: KvLayout, num_tokens: int) -> int:
+    """Blocks that must be free for a text to be read: its own, and of each group one for drafts."""
+    return peak_blocks(layout, num_tokens) + len(layout.groups)
+
+
 class _Cache:
     """A sequence in the draft model's cache; the cache's ``num_tokens`` of it are known to agree
     with the sequence.
@@ -235,6 +240,7 @@ class DraftModelDrafter:
                 spans.append(_Span(seq, cache, start, size, count))
                 left -= size
         left = min(left, _CATCH_UP)
+        behind.sort(key=lambda each: self._missing(each[0]))  # a long text keeps nobody waiting
         reading: set[RequestState] = set()  # its other choices find what this one leaves
         for seq, count in behind:
             cache = self._caches.get(seq)
@@ -255,6 +261,8 @@ class DraftModelDrafter:
             cache.used = self._step
             spans.append(_Span(seq, cache, start, size, count))
             left -= size
+        if reading or self._step % _IDLE == 0:
+            self._found.clear()  # others may find more, or what they found is gone
         return spans
 
     def _batch(self, spans: list[_Span]) -> Batch:
@@ -311,7 +319,7 @@ class DraftModelDrafter:
         kv = self.kv
         salt = seq.owner.request.cache_salt
         hit = kv.lookup(seq.token_ids, salt)
-        need = kv.peak_blocks(len(seq.token_ids)) + len(kv.layout.groups) - kv.blocks_in_use(hit)
+        need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
         while need > kv.pool.num_free or not kv.num_free_slots:
             idle = self._least_used()
             if idle is None or self._caches[idle].used > self._step - _IDLE:
@@ -351,8 +359,13 @@ class DraftModelDrafter:
     def unread(self, seq: Seq) -> int:
         """As `Reading` says: what the sequence's cache has not, or the prefixes of others."""
         cache = self._caches.get(seq)
+        return self._missing(seq) - (len(cache.drafted) if cache else 0)
+
+    def _missing(self, seq: Seq) -> int:
+        """Tokens that are in no cache."""
+        cache = self._caches.get(seq)
         if cache is not None:
-            return len(seq.token_ids) - int(self.kv.num_tokens[cache.slot]) - len(cache.drafted)
+            return len(seq.token_ids) - int(self.kv.num_tokens[cache.slot])
         found = self._found.get(seq)
         if found is None:
             hit = self.kv.lookup(seq.token_ids, seq.owner.request.cache_salt)

@@ -54,35 +54,38 @@ class Guess:
         return Draft(self.token_ids, self.evidence, probabilities=self.drawn_from)
 
 
+def drawn(sampler: Sampler, logits: Float32 | None, guesses: Sequence[Guess]) -> list[int]:
+    """A token for each by the row of logits that is as far down; -1: none can be drawn."""
+    drawing = [row for row, guess in enumerate(guesses) if guess.drawn_from is not None]
+    if drawing:
+        states = [guesses[row].state for row in drawing]
+        rows = sampler.probabilities(logits, drawing, states)
+        for row, distribution in zip(drawing, rows, strict=True):
+            guesses[row].drawn_from.append(distribution)  # type: ignore[union-attr]
+    states = [guess.state for guess in guesses]
+    tokens = sampler.sample(logits, range(len(guesses)), states).token_ids
+    for guess, token in zip(guesses, tokens, strict=True):
+        if token < 0 and guess.drawn_from is not None:
+            guess.drawn_from.pop()
+    return tokens
+
+
 def draw_next(
     sampler: Sampler,
     result: StepResult,
     guesses: Sequence[Guess],
-    look: Callable[[Sequence[Guess], Float32], Float32] | None = None,
+    draw: Callable[[Sampler, Float32 | None, Sequence[Guess]], list[int]] = drawn,
 ) -> list[Guess]:
     """Another token for each, from the row of logits that is as far down, some rows at a time as
     they are held. Returns those that are to have more; one for which no token can be drawn ends.
-
-    ``look`` sees the rows before they are drawn from, and whose they are, and returns those that
-    are drawn from: [rows, vocabulary], only valid until it is called again.
+    ``draw`` does as `drawn`, for logits that are not of the whole vocabulary.
     """
     further: list[Guess] = []
     logits, first = result.logits, 0
     while True:
         here = guesses[first:] if logits is None else guesses[first : first + len(logits)]
-        if look is not None and logits is not None:
-            logits = look(here, logits)
-        drawing = [row for row, guess in enumerate(here) if guess.drawn_from is not None]
-        if drawing:
-            states = [here[row].state for row in drawing]
-            rows = sampler.probabilities(logits, drawing, states)
-            for row, distribution in zip(drawing, rows, strict=True):
-                here[row].drawn_from.append(distribution)  # type: ignore[union-attr]
-        tokens = sampler.sample(logits, range(len(here)), [guess.state for guess in here]).token_ids
-        for guess, token in zip(here, tokens, strict=True):
+        for guess, token in zip(here, draw(sampler, logits, here), strict=True):
             if token < 0:
-                if guess.drawn_from is not None:
-                    guess.drawn_from.pop()
                 continue
             guess.token_ids.append(token)
             if len(guess.token_ids) < guess.most:

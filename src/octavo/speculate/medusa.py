@@ -32,11 +32,13 @@ from octavo.model.program import (
     Op,
     Program,
 )
+from octavo.sample.params import MIN_TEMPERATURE
+from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.schedule.sequence import Status
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
-from octavo.speculate.guess import Guess, draw_next
+from octavo.speculate.guess import Guess, draw_next, drawn
 from octavo.speculate.heads import Heads, Recurrent
 
 _LOGITS = "medusa.output"
@@ -192,7 +194,7 @@ class MedusaDrafter:
             if result.hidden is not None:
                 for guess, row in zip(going, result.hidden.copy(), strict=True):
                     guess.row = row
-            going = draw_next(self._sampler, result, going, self._look)
+            going = draw_next(self._sampler, result, going, self._draw)
             going = [guess for guess in going if guess.chance > _UNLIKELY]
             depth += 1
         return [
@@ -209,24 +211,46 @@ class MedusaDrafter:
             return self._executor.execute_rows(self._programs[0], rows, token_ids)
         return self._executor.execute_rows(self._programs[head], rows)
 
-    def _look(self, guesses: Sequence[Guess], logits: Float32) -> Float32:
-        """The rows of ``logits`` [rows, token_map] among the whole vocabulary, of which the other
-        tokens cannot be drawn.
-        """
-        top = logits.max(axis=1, keepdims=True)
-        chances = 1 / np.exp(logits - top).sum(axis=1)  # of the likeliest tokens, drawn or not
+    def _draw(
+        self, sampler: Sampler, logits: Float32 | None, guesses: Sequence[Guess]
+    ) -> list[int]:
+        """As `drawn`, from logits [rows, token_map]; the other tokens cannot be drawn."""
+        assert logits is not None
+        best = logits.argmax(axis=1)
+        top = logits[np.arange(len(best)), best]
+        chances = 1 / np.exp(logits - top[:, None]).sum(axis=1)
         for guess, chance in zip(guesses, chances.tolist(), strict=True):
             if not guess.token_ids:
                 guess.evidence = int(_CLASSES * chance)
             guess.chance *= chance
-        if len(self._whole) < len(logits):
-            self._whole = np.full((len(logits), self._vocab_size), -np.inf, np.float32)
-        whole = self._whole[: len(logits)]
-        whole[:, self._token_map] = logits
-        return whole
+        tokens: list[int] = self._token_map[best].tolist()
+        # Over the whole vocabulary only where that may give another token: it takes its time.
+        others = [row for row, guess in enumerate(guesses) if not _plain(guess)]
+        if others:
+            if len(self._whole) < len(others):
+                self._whole = np.full((len(others), self._vocab_size), -np.inf, np.float32)
+            whole = self._whole[: len(others)]
+            whole[:, self._token_map] = logits[others]
+            drawing = [guesses[row] for row in others]
+            for row, token in zip(others, drawn(sampler, whole, drawing), strict=True):
+                tokens[row] = token
+        return tokens
 
     def end(self, seq: Seq) -> None:
         self._rows.pop(seq, None)
 
     def close(self) -> None:
         self._rows.clear()
+
+
+def _plain(guess: Guess) -> bool:
+    """Whether the likeliest token is drawn, whatever came before."""
+    params = guess.seq.owner.request.params
+    return (
+        params.temperature < MIN_TEMPERATURE
+        and params.presence_penalty == params.frequency_penalty == 0.0
+        and params.repetition_penalty == 1.0
+        and not params.logit_bias
+        and params.allowed_token_ids is None
+        and not params.banned_token_ids
+    )

@@ -2,7 +2,7 @@
 
     python benchmarks/alternatives.py [MODEL] [--prompts 8] [--length 256] [--json]
 
-The model answers the prompts of benchmarks/speculation.py once, greedily; then the drafter drafts
+The model answers the prompts of benchmarks/_workloads.py once, greedily; then the drafter drafts
 along the answers, with pinned lengths. Nothing is timed: how many tokens a pass gives and how many
 rows it takes depends on the text alone.
 """
@@ -13,12 +13,12 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 
+from _workloads import workloads
 from octavo.engine.load import EngineConfig, load_engine
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request
 from octavo.speculate.suffix import SuffixDrafter
 from octavo.speculate.verify import agreement
-from speculation import workloads
 
 # Tokens of a draft, alternatives beside it, tokens of each.
 SHAPES = ((3, 0, 0), (7, 0, 0), (11, 0, 0), (3, 1, 3), (7, 1, 1), (7, 1, 3), (7, 1, 7), (7, 2, 3))

@@ -1,11 +1,11 @@
 """What speculation brings, beside none on the same prompts in the same run.
 
-    python benchmarks/speculation.py MODEL [--batch-sizes 1,8,32] [--methods ngram,suffix]
+    python benchmarks/speculation.py [MODEL] [--batch-sizes 1,8,32] [--methods ngram,suffix]
         [--heads DIR] [--draft-model MODEL] [--llama-cpp BUILD/bin] [--json]
 
-Three kinds of work, greedy: a source file copied on with its beginning given (as editing does),
-facts listed again in another order, and an open question. One engine runs them in turns, with and
-without speculation, a round each, and the outputs must be the same to the token.
+Three kinds of work (`_workloads.py`), greedy. An engine for each method and one without speculation
+run them in turns, a round each, and the outputs must be the same to the token. Each round has
+prompts of its own: what a drafter reads of a prompt is paid for, and nobody has seen the answer.
 
 "theory" is tokens per pass ÷ the relative cost of a pass: the executor's time alone. What is
 missing from it to the measured speed-up stands beside it, as shares of the time with the method:
@@ -28,121 +28,22 @@ import statistics
 import sys
 import time
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from _peers.llama_cpp_speculation import measure
+from _workloads import workloads
 from octavo.checkpoint import load
-from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.load import EngineConfig, load_engine
 from octavo.execute.cpu import usable_cpus
-from octavo.execute.native import NativeExecutor
-from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
-from octavo.speculate import draft_model
-from octavo.speculate.config import MOST_TOKENS, SpeculativeConfig
-from octavo.speculate.drafter import ModelDrafter, Target
-from octavo.speculate.heads import read_heads
-from octavo.speculate.speculator import LONGEST, Speculator
+from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.speculator import LONGEST
 
-SOURCE = '''"""Settings of a program, kept in a file of lines "name = value"."""
-
-import os
-
-
-class Settings:
-    def __init__(self, path):
-        self.path = path
-        self.values = {}
-        self.changed = False
-
-    def load(self):
-        """Read the file; lines that begin with # are comments."""
-        with open(self.path) as file:
-            for line in file:
-                line = line.strip()
-                if not line or line.startswith("#"):
-                    continue
-                name, _, value = line.partition("=")
-                self.values[name.strip()] = value.strip()
-
-    def get(self, name, default=None):
-        """The value of a setting, from the environment first."""
-        variable = "APP_" + name.upper()
-        if variable in os.environ:
-            return os.environ[variable]
-        return self.values.get(name, default)
-
-    def set(self, name, value):
-        """Change a setting; it is written by save()."""
-        if self.values.get(name) != value:
-            self.values[name] = value
-            self.changed = True
-
-    def save(self):
-        """Write the file if anything was changed."""
-        if not self.changed:
-            return
-        with open(self.path, "w") as file:
-            for name, value in sorted(self.values.items()):
-                file.write(f"{name} = {value}\\n")
-        self.changed = False
-'''
-FACTS = (
-    "Lisbon is the capital of Portugal and lies on the river Tagus.",
-    "Vienna is the capital of Austria and lies on the river Danube.",
-    "Prague is the capital of Czechia and lies on the river Vltava.",
-    "Warsaw is the capital of Poland and lies on the river Vistula.",
-    "Rome is the capital of Italy and lies on the river Tiber.",
-    "Paris is the capital of France and lies on the river Seine.",
-    "London is the capital of England and lies on the river Thames.",
-    "Riga is the capital of Latvia and lies on the river Daugava.",
-)
-QUESTIONS = (
-    "What should a visitor see in Rome, and why?",
-    "How does a sailing boat move against the wind?",
-    "Why do leaves change their colour in autumn?",
-    "What makes bread rise, and what can go wrong?",
-    "How was the distance to the moon first measured?",
-    "What is the difference between a fruit and a vegetable?",
-    "Write a short story about a lighthouse keeper and a storm.",
-    "How can a beginner learn to play the guitar?",
-)
-
-
-def workloads(checkpoint: Checkpoint, count: int) -> dict[str, list[list[int]]]:
-    """Prompts, all different: no block is shared between the sequences of a batch."""
-    encode = checkpoint.tokenizer.encode
-    head = "\n".join(SOURCE.splitlines()[:8])
-    copy = [
-        encode(
-            f"# settings_{i}.py, first version\n{SOURCE}\n\n# settings_{i}.py, second version\n"
-            f"{SOURCE}\n\n# settings_{i}.py, third version\n{head}\n"
-        )
-        for i in range(count)
-    ]
-    again = []
-    for i in range(count):
-        turned = [FACTS[(i + at) % len(FACTS)] for at in range(len(FACTS))]
-        text = f"List {i}:\n" + "\n".join(turned) + "\n\nSorted backwards:\n"
-        text += "\n".join(reversed(turned)) + "\n\nIn another order:\n"
-        again.append(encode(text + "\n".join(turned[::3]) + "\n"))
-    template = checkpoint.chat_template
-    open_questions = []
-    for i in range(count):
-        question = QUESTIONS[i % len(QUESTIONS)] + (f" Answer {i}." if i >= len(QUESTIONS) else "")
-        if template is None:
-            open_questions.append(encode(question))
-        else:
-            text = template.render(
-                [{"role": "user", "content": question}], add_generation_prompt=True
-            )
-            open_questions.append(encode(text, add_special_tokens=False))
-    return {"copy": copy, "facts": again, "chat": open_questions}
+LONGEST_TEXT = 2048  # tokens of a prompt and its answer
 
 
 @dataclass
@@ -160,51 +61,13 @@ class Round:
     outputs: list[list[int]] = field(default_factory=list)
 
 
-class Drafters:
-    """For an engine that was loaded with another method; those that compute are loaded once."""
-
-    def __init__(self, loaded: LoadedEngine) -> None:
-        self._loaded = loaded
-        self._computing: dict[str, tuple[ModelDrafter, int]] = {}
-
-    def speculator(self, method: dict[str, Any]) -> Speculator:
-        config, size = SpeculativeConfig.of(method), self._loaded.engine.vocab_size
-        pinned = config.num_speculative_tokens
-        if not config.computes:
-            return Speculator(config.drafter(), size, pinned)
-        name = f"{config.method} {config.model}"
-        if name not in self._computing:
-            self._computing[name] = self._load(config)
-        drafter, longest = self._computing[name]
-        return Speculator(drafter, size, pinned, longest=longest)
-
-    def _load(self, config: SpeculativeConfig) -> tuple[ModelDrafter, int]:
-        loaded, engine = self._loaded, self._loaded.engine
-        model = loaded.checkpoint
-        executor: NativeExecutor = engine.executor  # type: ignore[assignment]
-        compute = program(model.config, loaded.max_model_len)
-        target = Target(model, compute, executor, engine.scheduler, engine.sampler)
-        longest = LONGEST
-        if config.method == "medusa":
-            heads = read_heads(Path(config.model or ""), model)
-            target, longest = target._replace(heads=heads), heads.num_heads
-        if config.method == "draft_model":
-            layout_of, threads = loaded.config.layout_of, executor.threads
-            draft = draft_model.read(
-                config.model or "", None, model, layout_of, threads=threads, isa=executor.isa
-            )
-            blocks = loaded.num_blocks * len(draft.layout.groups)
-            target = target._replace(draft=draft, draft_blocks=blocks)
-        return config.model_drafter(target), longest
-
-
 class Side:
-    """The engine with one method or none."""
+    """An engine with one method or none."""
 
-    def __init__(self, engine: Engine, speculator: Speculator | None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._speculator = speculator
         self._round = Round()
+        engine.observers.append(self)
 
     def on_step(self, step: Step) -> None:
         self._round.steps += 1
@@ -216,8 +79,6 @@ class Side:
 
     def run(self, prompts: list[list[int]], length: int) -> Round:
         engine = self.engine
-        engine.speculator = self._speculator
-        engine.observers[:] = [self]
         outputs: dict[str, list[int]] = {}
         params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
         for index, prompt in enumerate(prompts):
@@ -269,32 +130,28 @@ def compare(
     rounds: int,
     only: Collection[str] = (),
 ) -> list[Row]:
+    checkpoint = load(resolve(model))
     config = EngineConfig(
-        max_model_len=2048,
-        kv_cache_memory_bytes=1 << 30,
-        max_num_seqs=batch,
-        speculative_config={"method": "suffix", "num_speculative_tokens": MOST_TOKENS},
+        max_model_len=LONGEST_TEXT, kv_cache_memory_bytes=1 << 30, max_num_seqs=batch
     )
-    loaded = load_engine(model, config, keep_hidden=True)
-    drafters = Drafters(loaded)
-    sides = {"none": Side(loaded.engine, None)}
-    sides |= {
-        name: Side(loaded.engine, drafters.speculator(method)) for name, method in methods.items()
+    sides = {
+        name: Side(load_engine(model, replace(config, speculative_config=method)).engine)
+        for name, method in ({"none": None} | methods).items()
     }
+    turns = [workloads(checkpoint, batch, turn) for turn in range(rounds + 1)]
     rows = []
-    expected: dict[str, list[list[int]]] = {}
-    for workload, prompts in workloads(loaded.checkpoint, batch).items():
-        if only and workload not in only:
-            continue
+    for workload in only or turns[0]:
         results: dict[str, list[Round]] = {name: [] for name in sides}
-        for round_ in range(rounds + 1):
+        for turn, prompts in enumerate(turns):
             # Each side comes first in turn.
+            done = {}
             for at in range(len(sides)):
-                name, side = [*sides.items()][(round_ + at) % len(sides)]
-                done = side.run(prompts, length)
-                if round_:  # the first one warms up
-                    results[name].append(done)
-                if done.outputs != expected.setdefault(workload, done.outputs):
+                name = [*sides][(turn + at) % len(sides)]
+                done[name] = sides[name].run(prompts[workload], length)
+                if turn:  # the first one warms up
+                    results[name].append(done[name])
+            for name, one in done.items():
+                if one.outputs != done["none"].outputs:
                     sys.exit(f"{workload}, batch {batch}: {name} gives another output")
         plain = results["none"]
         for name in methods:
@@ -325,7 +182,8 @@ def compare(
                     plain_rest_share=_rest(plain),
                 )
             )
-    loaded.engine.close()
+    for side in sides.values():
+        side.engine.close()
     return rows
 
 
@@ -412,7 +270,7 @@ def llama_cpp(arguments: argparse.Namespace) -> list[Beside]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--batch-sizes", default="1,8,32")
     parser.add_argument("--methods", default="ngram,suffix")
     parser.add_argument("--heads", help="a folder that octavo train medusa wrote: measured too")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,3 +142,53 @@ def test_llama_cpps_speculation_beside_none(monkeypatch: pytest.MonkeyPatch) -> 
     for name, speeds in found.items():
         if name != "none":
             assert speeds["copy"] == (200.0, 0.7, [1, 2])
+
+
+def test_every_prompt_of_speculation_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    workloads = script("_workloads", monkeypatch).workloads
+    tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
+    checkpoint = SimpleNamespace(tokenizer=tokenizer, chat_template=None)
+    turns = [workloads(checkpoint, 32, turn) for turn in range(12)]
+    for name in ("copy", "facts", "chat"):
+        prompts = [bytes(prompt) for turn in turns for prompt in turn[name]]
+        assert len(set(prompts)) == len(prompts) == 12 * 32
+        # Not even a beginning of some blocks is known from before.
+        assert len({prompt[:80] for prompt in prompts}) == len(prompts)
+
+
+def test_speculation_is_measured_on_new_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that drafts for itself, which has to read every round's prompts."""
+    speculation = script("speculation", monkeypatch)
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    asked = []
+
+    def workloads(checkpoint: object, count: int, turn: int) -> dict[str, list[list[int]]]:
+        asked.append([[5 + turn, 9 + at, *range(20, 50)] for at in range(count)])
+        return {"facts": asked[-1], "chat": [[4]] * count}
+
+    monkeypatch.setattr(speculation, "workloads", workloads)
+    monkeypatch.setattr(speculation, "LONGEST_TEXT", 128)
+    methods = {
+        "itself": {"method": "draft_model", "model": model, "num_speculative_tokens": 3},
+        "suffix": {"method": "suffix"},
+    }
+    itself, suffix = speculation.compare(model, methods, 2, 25, 2, ["facts"])
+    assert [row.method for row in (itself, suffix)] == ["itself", "suffix"]
+    assert len(asked) == 3
+    assert itself.acceptance_rate == 1
+    assert 3 < itself.tokens_per_pass <= 4
+    assert 0 < itself.drafting_share < 1
+
+
+def test_make_bench_names_nothing_to_its_scripts() -> None:
+    """So none of them may ask for it."""
+    for path in BENCHMARKS.glob("[!_]*.py"):
+        if path.name in ("make_quantized.py", "same_output.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            if node.func.attr == "add_argument":
+                (name, *_) = node.args
+                given = {keyword.arg for keyword in node.keywords}
+                assert ast.literal_eval(name).startswith("-") or "nargs" in given, path

@@ -106,7 +106,7 @@ def test_there_are_prompts_without_a_text(checkpoint: Checkpoint) -> None:
 
 
 def test_no_prompt_is_one_that_is_measured_on() -> None:
-    source = (Path(__file__).parents[2] / "benchmarks" / "speculation.py").read_text("utf-8")
+    source = (Path(__file__).parents[2] / "benchmarks" / "_workloads.py").read_text("utf-8")
     assert not [line for line in prompts(10**6) if line in source]
 
 

@@ -51,6 +51,28 @@ THEIRS = ("gptq", "awq")
 AUTOAWQ = "autoawq-awq-asym"
 WINDOW = 512  # tokens compared at a time
 ROWS = 64  # positions whose distributions are held
+MADE = "made.json"  # in a result's folder once it is done: seconds, and layers (null: all)
+
+
+def finished(out: Path, layers: int | None) -> int | None:
+    """The seconds that a result took, if it is there. One of fewer layers than are asked for is in
+    the way."""
+    try:
+        made = json.loads((out / MADE).read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    if made["layers"] is not None and (layers is None or layers > made["layers"]):
+        raise SystemExit(
+            f"{out} is of {made['layers']} layers: remove it, or give --layers {made['layers']}"
+        )
+    seconds: int = made["seconds"]
+    return seconds
+
+
+def note(out: Path, seconds: float, layers: int | None) -> None:
+    """``out`` is done."""
+    (out / MADE).write_text(json.dumps({"seconds": round(seconds), "layers": layers}), "utf-8")
+    print(f"{out.name}: {seconds:.0f} s", flush=True)
 
 
 class Enough(Exception):
@@ -79,14 +101,13 @@ def make(
             format = Format.COMPRESSED_TENSORS if symmetric else Format.GPTQ
             name = f"octavo-{method}-{kind}"
             out = cache / name
-            if (only and name not in only) or (out / "seconds").exists():
+            if (only and name not in only) or finished(out, layers) is not None:
                 continue
             began = time.monotonic()
             recipe = Recipe(Method(method), scheme_of(format, BITS, GROUP, symmetric))
             with suppress(Enough):  # the layers stay in the folder, as if interrupted
                 quantize(checkpoint, recipe, format, out, ids, progress)
-            (out / "seconds").write_text(f"{time.monotonic() - began:.0f}")
-            print(f"{name}: {time.monotonic() - began:.0f} s", flush=True)
+            note(out, time.monotonic() - began, layers)
 
 
 def autoawq(path: Path, cache: Path, layers: int | None) -> None:
@@ -137,8 +158,7 @@ def autoawq(path: Path, cache: Path, layers: int | None) -> None:
     out = cache / AUTOAWQ
     model.save_quantized(str(out))
     shutil.copyfile(path / "tokenizer.json", out / "tokenizer.json")
-    (out / "seconds").write_text(f"{seconds:.0f}")
-    print(f"{AUTOAWQ}: {seconds:.0f} s", flush=True)
+    note(out, seconds, layers)
 
 
 def reference(path: Path, cache: Path, only: list[str], layers: int | None) -> None:
@@ -149,7 +169,7 @@ def reference(path: Path, cache: Path, only: list[str], layers: int | None) -> N
         raise SystemExit("there is neither llmcompressor nor awq in this Python: see --python")
     elif path.is_file():
         raise SystemExit("autoawq reads folders: give one with --model")
-    elif not (cache / AUTOAWQ / "config.json").exists():
+    elif finished(cache / AUTOAWQ, layers) is None:
         autoawq(path, cache, layers)
 
 
@@ -190,7 +210,7 @@ def llm_compressor(path: Path, cache: Path, only: list[str]) -> None:
         for kind, symmetric in KINDS.items():
             name = f"llm-compressor-{method}-{kind}"
             out = cache / name
-            if (only and name not in only) or (out / "config.json").exists():
+            if (only and name not in only) or finished(out, None) is not None:
                 continue
             model = transformers.AutoModelForCausalLM.from_pretrained(
                 str(source), dtype=torch.float32
@@ -211,8 +231,7 @@ def llm_compressor(path: Path, cache: Path, only: list[str]) -> None:
             seconds = time.monotonic() - began
             model.save_pretrained(out, save_compressed=True)
             tokenizer.save_pretrained(out)
-            (out / "seconds").write_text(f"{seconds:.0f}")
-            print(f"{name}: {seconds:.0f} s", flush=True)
+            note(out, seconds, None)
 
 
 def log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
@@ -290,7 +309,8 @@ def report(path: Path, cache: Path, most: int, file: str | None, layers: int | N
     source = hidden_of(path, path, windows, layers)
     results: list[dict[str, Any]] = []
     for out in sorted(cache.iterdir()):
-        if not (out / "seconds").exists():  # which is written when it is done
+        seconds = finished(out, layers)
+        if seconds is None:
             continue
         found = hidden_of(out, path, windows, layers)
         kl, agree = [], []
@@ -298,7 +318,6 @@ def report(path: Path, cache: Path, most: int, file: str | None, layers: int | N
             p, q = log_softmax(a), log_softmax(b)
             kl += (np.exp(p) * (p - q)).sum(axis=1).tolist()
             agree += (p.argmax(axis=1) == q.argmax(axis=1)).tolist()
-        seconds = out / "seconds"
         results.append(
             {
                 "name": out.name,
@@ -306,7 +325,7 @@ def report(path: Path, cache: Path, most: int, file: str | None, layers: int | N
                 "standard_error": float(np.std(kl, ddof=1) / np.sqrt(len(kl))),
                 "p99_kl_nats": float(np.quantile(kl, 0.99)),
                 "top1_agreement_percent": 100 * float(np.mean(agree)),
-                "seconds": int(seconds.read_text()) if seconds.exists() else None,
+                "seconds": seconds,
                 "positions": len(kl),
             }
         )
@@ -320,7 +339,7 @@ def report(path: Path, cache: Path, most: int, file: str | None, layers: int | N
         print(
             f"{r['name']:26}{r['mean_kl_nats']:9.4f}{r['standard_error']:8.4f}"
             f"{r['p99_kl_nats']:7.2f}{r['top1_agreement_percent']:9.2f}{ratio:>8}"
-            f"{r['seconds'] if r['seconds'] is not None else '':>7}"
+            f"{r['seconds']:>7}"
         )
     if file:
         Path(file).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")

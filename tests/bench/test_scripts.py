@@ -192,3 +192,17 @@ def test_make_bench_names_nothing_to_its_scripts() -> None:
                 (name, *_) = node.args
                 given = {keyword.arg for keyword in node.keywords}
                 assert ast.literal_eval(name).startswith("-") or "nargs" in given, path
+
+
+def test_results_of_fewer_layers_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quantizers = script("quantizers", monkeypatch)
+    assert quantizers.finished(tmp_path, None) is None
+    quantizers.note(tmp_path, 7.4, None)
+    assert [quantizers.finished(tmp_path, layers) for layers in (None, 6)] == [7, 7]
+    quantizers.note(tmp_path, 3.0, 6)
+    assert [quantizers.finished(tmp_path, layers) for layers in (6, 2)] == [3, 3]
+    for layers in (12, None):
+        with pytest.raises(SystemExit, match="is of 6 layers: remove it, or give --layers 6"):
+            quantizers.finished(tmp_path, layers)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import octavo.checkpoint
 from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from execute import tiny
 from octavo.checkpoint.base import CheckpointError, WeightFormat
@@ -224,6 +225,72 @@ def test_a_model_too_large_for_the_memory_is_refused_before_it_is_loaded(
     monkeypatch.setattr("octavo.engine.load.available_memory", lambda: 50 * MIB)
     with pytest.raises(DoesNotFit, match="50 MiB available"):
         load_engine(smollm2_path, replace(EngineConfig(), max_num_seqs=4))
+
+
+ORACLES = Path(__file__).parents[1] / "oracle"
+
+
+@pytest.mark.parametrize(
+    ("layers", "reason"),
+    [
+        ([0, 900], "layer 900 is outside"),
+        ([1, 1], "named twice"),
+        (None, "all .* of the model"),
+    ],
+)
+def test_layers_that_cannot_guess_are_refused_before_the_model_is_loaded(
+    layers: list[int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = octavo.checkpoint.load(ORACLES / "tiny-gemma3.gguf")
+    given = {
+        "method": "layer_skip",
+        "layers": list(range(len(checkpoint.config.layers))) if layers is None else layers,
+    }
+    monkeypatch.setattr("octavo.execute.native.NativeExecutor", None)
+    with pytest.raises(SettingsError, match=reason):
+        load_engine(checkpoint, EngineConfig(speculative_config=given))
+
+
+@pytest.mark.parametrize("damage", ["shape", "none"])
+def test_a_draft_model_in_pieces_is_refused_before_the_model_is_loaded(
+    damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = ORACLES / "tiny-gemma3.gguf"
+    checkpoint, draft = octavo.checkpoint.load(path), octavo.checkpoint.load(path)
+    weights = dict(draft.weights)
+    damaged = weights.pop("layers.1.ffn_down")
+    if damage == "shape":
+        weights["layers.1.ffn_down"] = damaged._replace(shape=damaged.shape[::-1])
+    draft = replace(draft, weights=weights)
+    monkeypatch.setattr("octavo.checkpoint.load", lambda _: draft)
+    monkeypatch.setattr("octavo.execute.native.NativeExecutor", None)
+    with pytest.raises(CheckpointError, match=damaged.name if damage == "shape" else "no weight"):
+        load_engine(checkpoint, EngineConfig(speculative_config={"model": str(path)}))
+
+
+def test_the_model_is_given_back_where_its_drafter_cannot_be_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made: list[NativeExecutor] = []
+
+    class Kept(NativeExecutor):
+        def __init__(self, *args: Any, **settings: Any) -> None:
+            super().__init__(*args, **settings)
+            made.append(self)
+
+    def fail(*_: object) -> None:
+        raise ValueError("it cannot be made")
+
+    monkeypatch.setattr("octavo.execute.native.NativeExecutor", Kept)
+    monkeypatch.setattr("octavo.speculate.layer_skip.make", fail)
+    given = {"method": "layer_skip", "layers": [0]}
+    config = EngineConfig(
+        kv_cache_memory_bytes=MIB, max_num_seqs=2, threads=1, speculative_config=given
+    )
+    with pytest.raises(SettingsError, match="it cannot be made"):
+        load_engine(ORACLES / "tiny-gemma3.gguf", config)
+    with pytest.raises(RuntimeError, match="the executor is closed"):
+        _ = made[0].pool
 
 
 def test_inputs_that_no_kernel_takes_are_refused_by_file_and_tensor(tmp_path: Path) -> None:

@@ -117,9 +117,9 @@ def test_a_step_must_have_room_for_a_draft() -> None:
 
 def test_logits_rows_are_those_of_sequences_and_drafts() -> None:
     ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    assert EngineConfig(max_num_seqs=8).max_logits_rows == 8
-    assert EngineConfig(max_num_seqs=8, speculative_config=ngram).max_logits_rows == 32
-    assert EngineConfig(speculative_config=ngram).max_logits_rows == 512
+    assert EngineConfig(max_num_seqs=8).max_logits_rows() == 8
+    assert EngineConfig(max_num_seqs=8, speculative_config=ngram).max_logits_rows() == 32
+    assert EngineConfig(speculative_config=ngram).max_logits_rows() == 512
 
 
 def test_rows_for_branches_are_had_where_there_may_be_alternatives() -> None:
@@ -130,4 +130,4 @@ def test_rows_for_branches_are_had_where_there_may_be_alternatives() -> None:
     for given in several, {"method": "speculate.test_config:Mine"}:
         config = EngineConfig(max_num_seqs=1, speculative_config=given)
         assert config.max_branches == 16
-        assert config.max_logits_rows == (1 + 16) * (1 + 16)
+        assert config.max_logits_rows() == (1 + 16) * (1 + 16)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,20 @@ import pytest
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint, CheckpointError
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.engine import Step
+from octavo.engine.load import (
+    EngineConfig,
+    SettingsError,
+    load_engine,
+    plan_cache,
+    work_bytes,
+)
 from octavo.llm import LLM, RequestOutput
+from octavo.model.families import program
 from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Float32, Sampled, Sampler, SamplerState
-from octavo.schedule.request import Request
+from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
 from octavo.speculate.medusa import MedusaDrafter, head_weights
 from speculate.random_heads import folder
@@ -289,6 +298,57 @@ def test_weights_are_in_the_plan(checkpoint: Checkpoint, tmp_path: Path) -> None
     with llm(checkpoint, path) as drafting:
         loaded = drafting.loaded
         assert loaded.weight_bytes == loaded.engine.executor.weight_bytes  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("method", ["replay", "rejection"])
+def test_what_drafting_holds_is_in_the_plan(
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, method: str
+) -> None:
+    path = folder(tmp_path / "heads", checkpoint, recurrent=recurrent)
+    prompts, _ = requests(checkpoint, 16)
+    params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(16)]
+    given = {"method": "medusa", "model": str(path), "acceptance_method": method}
+    with llm(checkpoint, path, acceptance_method=method) as drafting:
+        engine = drafting.loaded.engine
+        drafter = drafter_of(drafting)
+        held = []
+
+        class Watch:
+            def on_step(self, step: Step) -> None:
+                drawn_from = [
+                    row for rows in step.scheduled.probabilities or () for row in rows or ()
+                ]
+                hidden = step.result.hidden
+                assert hidden is not None
+                rows = [row for row, _ in drafter._rows.values()]
+                arrays = [drafter._whole, hidden, *rows, *drawn_from]
+                held.append(sum(array.nbytes for array in arrays))
+
+            def on_end(self, record: RequestRecord) -> None: ...
+
+        engine.observers.append(Watch())
+        drafting.generate(prompts, params, use_tqdm=False)
+        config = replace(drafting.loaded.config, speculative_config=given)
+    compute, layout = program(checkpoint.config), config.layout_of(checkpoint.config)
+    heads = read_heads(path, checkpoint)
+    with_heads = plan_cache(config, compute, layout, 0, 1 << 30, heads=heads).work_bytes
+    rows = config.max_logits_rows(heads.num_heads)
+    without = work_bytes(compute, config.max_num_batched_tokens, rows)
+    assert max(held) <= with_heads - without
+    if method == "rejection":  # 16 sequences, 64 tokens a step: 48 drafts of them
+        assert with_heads - without >= 4 * checkpoint.config.vocab_size * (48 + 16)
+
+
+def test_drafts_are_as_long_as_there_are_heads(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """… in the report, and where rows of logits are held for them."""
+    path = folder(tmp_path / "heads", checkpoint)
+    with llm(checkpoint, path, None, max_num_seqs=2) as drafting:
+        engine = drafting.loaded.engine
+        assert "up to 3 tokens, as it pays" in drafting.loaded.report()
+        assert engine.executor.max_logits_rows == 2 * (1 + 3)  # type: ignore[attr-defined]
+        assert engine.speculator is not None
+        assert engine.speculator._longest == 3
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,11 @@ from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import draft_model
+from octavo.speculate import draft_model, layer_skip, medusa
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.draft_model import DraftModel
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
+from octavo.speculate.guess import most_drawn
 from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import Speculator
 
@@ -97,14 +98,16 @@ class EngineConfig:
         given = self.speculative_config
         return None if given is None else SpeculativeConfig.of(given)
 
-    @property
-    def max_logits_rows(self) -> int:
-        """Most rows of logits in a step: one of every sequence, and its drafts as they fit."""
+    def max_logits_rows(self, longest: int | None = None) -> int:
+        """Most rows of logits in a step: one of every sequence, and its drafts as they fit.
+
+        ``longest``: tokens of a draft, where the drafter gives fewer than the settings allow.
+        """
         speculation = self.speculation
         if speculation is None:
             return self.max_num_seqs
         paths = self.max_num_seqs + speculation.max_branches
-        return min(self.max_num_batched_tokens, paths * (1 + speculation.longest))
+        return min(self.max_num_batched_tokens, paths * (1 + (longest or speculation.longest)))
 
     @property
     def max_branches(self) -> int:
@@ -122,7 +125,7 @@ class CachePlan(NamedTuple):
     max_model_len: int  # tokens
     kv_cache_bytes: int  # the draft model's too, as in the next two
     weight_bytes: int
-    work_bytes: int  # activations and logits of the largest step
+    work_bytes: int  # activations and logits of the largest step, and what drafting holds
     capacity_tokens: int
     capacity_sequences: float
     draft_blocks: int = 0  # of the draft model's cache
@@ -143,6 +146,7 @@ class LoadedEngine:
     capacity_sequences: float  # sequences of max_model_len tokens that fit at once
     draft: DraftModel | None = None
     draft_blocks: int = 0
+    heads: Heads | None = None
 
     @property
     def draft_tokens(self) -> int:
@@ -177,7 +181,11 @@ class LoadedEngine:
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 f"batch: up to {self.config.max_num_seqs} sequences and "
                 f"{self.config.max_num_batched_tokens} tokens a step",
-                *([f"speculation: {speculation.describe()}"] if speculation else ()),
+                *(
+                    [f"speculation: {speculation.describe(_longest_draft(self.heads))}"]
+                    if speculation
+                    else ()
+                ),
                 *(
                     [
                         f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
@@ -201,14 +209,24 @@ def plan_cache(
     weight_bytes: int,
     available: int,
     draft: DraftModel | None = None,
+    heads: Heads | None = None,
 ) -> CachePlan:
     """Divide ``available`` bytes between weights, work space and blocks. A ``draft`` model's cache
     holds as many of the longest sequences as the model's, as far as its own context goes.
+    ``weight_bytes`` are the model's with those of ``heads``.
 
     Raises `DoesNotFit` with the arithmetic.
     """
     model = compute.config
-    work = work_bytes(compute, config.max_num_batched_tokens, config.max_logits_rows)
+    rows = config.max_logits_rows(_longest_draft(heads))
+    work = work_bytes(compute, config.max_num_batched_tokens, rows)
+    speculation = config.speculation
+    if speculation is not None and speculation.computes and speculation.rejection:
+        work += 4 * model.vocab_size * min(most_drawn(model.vocab_size), rows)
+    if heads is not None:
+        work += medusa.work_bytes(
+            heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
+        )
     groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
@@ -294,6 +312,11 @@ def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
     return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
 
 
+def _longest_draft(heads: Heads | None) -> int | None:
+    """Tokens of a draft; None: as many as the settings allow."""
+    return None if heads is None else heads.num_heads
+
+
 def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
     """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
     read = min(length, draft.checkpoint.config.context_length)
@@ -343,7 +366,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     # The compiled module is needed from here on, not to name the types above.
     from octavo.execute.native import NativeExecutor, held_bytes
     from octavo.sample.native import NativeSampler
-    from octavo.speculate.medusa import head_weights
 
     if isinstance(model, str):
         model = pull.resolve(model)
@@ -364,7 +386,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
                 f"num_speculative_tokens is {speculation.num_speculative_tokens}, and "
                 f"{heads.path} has {heads.num_heads} heads: each drafts one token"
             )
-        weights |= head_weights(heads, checkpoint)
+        weights |= medusa.head_weights(heads, checkpoint)
     draft: DraftModel | None = None
     if speculation is not None and speculation.method == "draft_model":
         draft = draft_model.read(
@@ -376,18 +398,20 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             isa=config.isa,
         )
     compute = program(checkpoint.config)
+    if speculation is not None and speculation.layers is not None:
+        layer_skip.subset(compute, speculation.layers)  # refuses
     layout = config.layout_of(checkpoint.config)
     try:
         weight_bytes = sum(held_bytes(weight, config.isa) for weight in weights.values())
     except CheckpointError as error:  # which names the tensor
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft)
+    plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_logits_rows=config.max_logits_rows,
+        max_logits_rows=config.max_logits_rows(_longest_draft(heads)),
         max_branches=config.max_branches,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_queued_reqs=config.max_num_queued_reqs,
@@ -409,27 +433,31 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     )
     sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
     if speculation is not None and speculation.computes:
-        drafter = speculation.model_drafter(
-            Target(
-                checkpoint,
-                compute,
-                executor,
-                scheduler,
-                sampler,
-                rejection=speculation.acceptance_method == "rejection",
-                heads=heads,
-                draft=draft,
-                draft_blocks=plan.draft_blocks,
+        try:
+            drafter = speculation.model_drafter(
+                Target(
+                    checkpoint,
+                    compute,
+                    executor,
+                    scheduler,
+                    sampler,
+                    rejection=speculation.rejection,
+                    heads=heads,
+                    draft=draft,
+                    draft_blocks=plan.draft_blocks,
+                )
             )
-        )
+        except BaseException:
+            executor.close()
+            raise
     speculator = None
     if speculation is not None and drafter is not None:
         speculator = Speculator(
             drafter,
             checkpoint.config.vocab_size,
             speculation.num_speculative_tokens,
-            rejection=speculation.acceptance_method == "rejection",
-            longest=speculation.longest if heads is None else heads.num_heads,
+            rejection=speculation.rejection,
+            longest=_longest_draft(heads) or speculation.longest,
         )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer
@@ -458,4 +486,5 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         plan.capacity_sequences,
         draft,
         plan.draft_blocks,
+        heads,
     )

@@ -45,6 +45,17 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
 
 
+def check_weights(program: Program, weights: Mapping[str, Weight | _Held], source: str) -> None:
+    """Raises `CheckpointError`, naming ``source``, for weights that do not fit the program."""
+    for role, shape in program.weights.items():
+        each = weights.get(role)
+        if each is None:
+            raise CheckpointError(f"{source}: the model has no weight {role}")
+        if each.shape != shape:
+            name = each.name if isinstance(each, Weight) else role
+            raise CheckpointError(f"{source}: {name} has shape {each.shape}, not {shape}")
+
+
 def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
     """What a tier multiplies a matrix of this format with."""
     if format not in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
@@ -345,13 +356,7 @@ class _Loader:
         return plan.regions
 
     def _load_weights(self, program: Program, weights: Mapping[str, Weight]) -> None:
-        for role, shape in program.weights.items():
-            each = self.held.get(role) or weights.get(role)
-            if each is None:
-                raise CheckpointError(f"{self.source}: the model has no weight {role}")
-            if each.shape != shape:
-                name = each.name if isinstance(each, Weight) else role
-                raise CheckpointError(f"{self.source}: {name} has shape {each.shape}, not {shape}")
+        check_weights(program, {**weights, **self.held}, self.source)
         new = {role: weights[role] for role in program.weights if role not in self.held}
         packed = (
             self.runtime.packed_bytes(weight.format, *weight.shape, weight.group)

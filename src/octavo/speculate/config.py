@@ -173,16 +173,27 @@ class SpeculativeConfig:
         """Most alternatives that a step checks beside the drafts: 0 where the method has none."""
         return BRANCHES if ":" in self.method or self.suffix_decoding_alternatives else 0
 
-    def describe(self) -> str:
-        """One line for people."""
+    @property
+    def rejection(self) -> bool:
+        """Whether drafts are checked by rejection, and not by replay."""
+        return self.acceptance_method == "rejection"
+
+    def describe(self, longest: int | None = None) -> str:
+        """One line for people. ``longest``: tokens of a draft, where the drafter gives fewer than
+        the settings allow.
+        """
         length = self.num_speculative_tokens
         method = self.method if self.model is None else f"{self.method} {self.model}"
         if self.layers is not None:
             method += f" with layers {', '.join(map(str, self.layers))}"
         return (
             f"{method}, "
-            + (f"{length} tokens each time" if length else f"up to {LONGEST} tokens, as it pays")
-            + (", checked by rejection" if self.acceptance_method == "rejection" else "")
+            + (
+                f"{length} tokens each time"
+                if length
+                else f"up to {longest or LONGEST} tokens, as it pays"
+            )
+            + (", checked by rejection" if self.rejection else "")
         )
 
     @property

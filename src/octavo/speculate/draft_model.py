@@ -51,10 +51,10 @@ def read(
     threads: int,
     isa: str | None,
 ) -> DraftModel:
-    """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, and `ValueError` for
-    another vocabulary than the target's.
+    """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, for weights that do
+    not fit together too, and `ValueError` for another vocabulary than the target's.
     """
-    from octavo.execute.native import held_bytes
+    from octavo.execute.native import check_weights, held_bytes
 
     checkpoint = octavo.checkpoint.load(Path(pull.resolve(model)))
     check_vocabulary(checkpoint, target)
@@ -64,8 +64,9 @@ def read(
         weights = sum(held_bytes(weight, isa) for weight in checkpoint.weights.values())
     except CheckpointError as error:
         raise CheckpointError(f"{checkpoint.path}: {error}") from None
-    layout = layout_of(checkpoint.config)
-    return DraftModel(checkpoint, program(checkpoint.config), layout, weights)
+    compute = program(checkpoint.config)
+    check_weights(compute, checkpoint.weights, str(checkpoint.path))
+    return DraftModel(checkpoint, compute, layout_of(checkpoint.config), weights)
 
 
 def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

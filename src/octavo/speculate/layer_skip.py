@@ -14,6 +14,7 @@ import numpy as np
 
 from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.kv.cache import NO_COPIES, KvCache
+from octavo.model.program import Program
 from octavo.model.subset import keep_layers
 from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
@@ -113,18 +114,25 @@ class LayerSkipDrafter:
         """Nothing is held."""
 
 
-def make(target: Target, layers: Sequence[int]) -> LayerSkipDrafter:
-    """Raises `ValueError` for layers that the target has not, or that are all it has."""
-    count = len(target.program.config.layers)
+def subset(target: Program, layers: Sequence[int]) -> Program:
+    """The layers that guess. Raises `ValueError` for those that the target has not, or that are all
+    it has.
+    """
+    count = len(target.config.layers)
     try:
-        program = keep_layers(target.program, layers)
+        program = keep_layers(target, layers)
     except ValueError as error:
         raise ValueError(f"speculative_config: layers: {error}") from None
     if len(layers) == count:
         raise ValueError(f"speculative_config: layers are all {count} of the model")
+    return program
+
+
+def make(target: Target, layers: Sequence[int]) -> LayerSkipDrafter:
+    """The drafter. Raises as `subset` does."""
     return LayerSkipDrafter(
         target.executor,
-        target.executor.add_program(program),
+        target.executor.add_program(subset(target.program, layers)),
         target.scheduler.kv,
         target.sampler,
         probabilities=target.rejection,

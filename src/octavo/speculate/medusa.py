@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, MadeRows, Weight
 from octavo.checkpoint.rounding import rounded
-from octavo.execute.batch import Float32, StepResult
+from octavo.execute.batch import Float32, StepResult, slice_rows
 from octavo.model.config import Activation
 from octavo.model.program import (
     Activate,
@@ -142,6 +142,21 @@ def _rows_of(matrix: Weight, rows: npt.NDArray[np.int32]) -> Weight:
         source=MadeRows(len(rows), row_bytes, make),
         stored_as=None,
     )
+
+
+def work_bytes(
+    heads: Heads, target: Program, max_tokens: int, max_seqs: int, max_logits_rows: int
+) -> int:
+    """Bytes that drafting holds in the largest step beside the target's own."""
+    model = target.config
+    widest = max(sum(program.widths.values()) for program in head_programs(heads, target))
+    beyond = max(0, widest - sum(target.widths.values()))  # activations share one place
+    # Of the step, of each sequence, and of those that draft what goes in and what comes out.
+    hidden = (max_logits_rows + 3 * max_seqs) * model.hidden_size
+    drawing = min(max_seqs, slice_rows(max_logits_rows, model.vocab_size))
+    # Among the whole vocabulary; and copies of the heads' own logits, for their chances.
+    logits = drawing * (model.vocab_size + 3 * len(heads.token_map))
+    return 4 * (beyond * max_tokens + hidden + logits)
 
 
 class MedusaDrafter:

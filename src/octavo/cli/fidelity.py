@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import now_and_then, on_stderr
-from octavo.cli.bench.throughput import length
-from octavo.cli.options import ENGINE_OPTIONS, engine_config, takes
+from octavo.cli.console import now_and_then, on_stderr
+from octavo.cli.options import ENGINE_OPTIONS, engine_config, length, takes
 
 if TYPE_CHECKING:
     from octavo.engine.load import EngineConfig

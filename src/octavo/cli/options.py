@@ -44,6 +44,13 @@ def amount(text: str) -> int:
     return int(float(number) * factor) if "." in number else int(number) * factor
 
 
+def length(text: str) -> int:
+    """A number of tokens, at least one."""
+    if (tokens := amount(text)) < 1:
+        raise typer.BadParameter(f"a length is at least one token, not {tokens}")
+    return tokens
+
+
 def max_model_len(text: str) -> int | None:
     return None if text == "auto" else amount(text)
 
@@ -218,6 +225,11 @@ def engine_config(given: Mapping[str, Any]) -> Any:
     from octavo.engine.load import EngineConfig
 
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
+
+
+LIMITS_HELP = (
+    "Take the limits of the last octavo bench machine instead of measuring them before and after."
+)
 
 
 # --- sampling ------------------------------------------------------------------------------------

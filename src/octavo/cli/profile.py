@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
-from octavo.cli.bench.throughput import LIMITS_HELP, length, plural
-from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+from octavo.cli.console import on_stderr, plural
+from octavo.cli.options import ENGINE_OPTIONS, LIMITS_HELP, Model, engine_config, length, takes
 
 if TYPE_CHECKING:
     from octavo.bench.profile import Profile

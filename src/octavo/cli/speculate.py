@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.throughput import plural
+from octavo.cli.console import plural
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,

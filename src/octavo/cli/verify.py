@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
+from octavo.cli.console import on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object, takes
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def as_text(certificate: Certificate) -> str:
     """Tables for people, and the verdict."""
     lines = [
         f"{certificate.model}, {certificate.kv_cache_dtype} KV cache, {certificate.isa}, "
-        f"{certificate.threads} thread{'s' if certificate.threads != 1 else ''}",
+        + plural(certificate.threads, "thread"),
         "",
         f"{'the same requests':<20}{'answers':>8}{'rows':>8}{'bits that differ':>18}  how",
     ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
+from octavo.cli.console import on_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

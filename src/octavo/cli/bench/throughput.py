@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
-from octavo.cli.options import ENGINE_OPTIONS, Model, amount, engine_config, takes
+from octavo.cli.console import on_stderr, plural
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    LIMITS_HELP,
+    Model,
+    engine_config,
+    length,
+    takes,
+)
 
 if TYPE_CHECKING:
     from octavo.bench.throughput import Row
@@ -33,18 +40,6 @@ def batch_sizes(text: str) -> list[int]:
     if len(set(sizes)) < len(sizes):
         raise typer.BadParameter(f"{text!r} names a size twice")
     return sizes
-
-
-def length(text: str) -> int:
-    """A number of tokens, at least one."""
-    if (tokens := amount(text)) < 1:
-        raise typer.BadParameter(f"a length is at least one token, not {tokens}")
-    return tokens
-
-
-LIMITS_HELP = (
-    "Take the limits of the last octavo bench machine instead of measuring them before and after."
-)
 
 
 @takes(engine=(ENGINE_OPTIONS, engine_config))
@@ -95,10 +90,6 @@ def command(
     if not as_json and rows[-1].tokens_per_pass is not None:
         typer.echo(speculation(rows))
     typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
-
-
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def header(row: Row) -> str:

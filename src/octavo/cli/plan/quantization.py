@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import on_stderr
-from octavo.cli.bench.throughput import length
-from octavo.cli.options import Model
+from octavo.cli.console import on_stderr
+from octavo.cli.options import Model, length
 
 if TYPE_CHECKING:
     from octavo.kv.layout import KvLayout

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import now_and_then, on_stderr
+from octavo.cli.console import now_and_then, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def as_text(found: dict[str, Any]) -> str:
     lines = [
         f"{found['model']}: {found['num_layers']} layers, "
         f"{1e3 * found['seconds_per_step']:.2f} ms a token without drafts on "
-        f"{found['threads']} thread{'s' if found['threads'] != 1 else ''}",
+        + plural(found["threads"], "thread"),
         f"measured at {found['positions']} places of greedy answers to {found['text']}",
         "",
         f"{'layers':>7}{'1st right':>11}{'2nd':>7}{'3rd':>7}{'ms a guess':>12}{'length':>8}"

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.bench.progress import now_and_then, on_stderr
+from octavo.cli.console import now_and_then, on_stderr
 from octavo.cli.options import Model
 
 EXAMPLES = (

@@ -1,4 +1,4 @@
-"""What a long measurement is at, in one line on a terminal's standard error."""
+"""What commands of all kinds say: what a long one is at, on standard error; and counts."""
 
 from __future__ import annotations
 
@@ -39,3 +39,8 @@ def now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
             show(message)
 
     return progress
+
+
+def plural(count: int, what: str) -> str:
+    """ "1 row", "2 rows"."""
+    return f"{count} {what}{'s' if count != 1 else ''}"

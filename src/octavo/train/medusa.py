@@ -10,12 +10,10 @@ model's own distribution beside the token it drew (distillation: Hinton et al., 
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,10 +24,8 @@ from octavo.engine.load import SettingsError
 from octavo.model.families import program
 from octavo.model.program import Embed
 from octavo.quant.blocks import dequantize
-from octavo.quant.layouts import Tensor
-from octavo.quant.safetensors_writer import SafetensorsWriter
-from octavo.quant.state import write_whole
-from octavo.speculate.heads import CONFIG, MOST_HEADS, MOST_LAYERS, MOST_WIDTH, fingerprint
+from octavo.speculate.heads import MOST_HEADS, MOST_LAYERS, MOST_WIDTH
+from octavo.train.measure import Int, measure
 from octavo.train.texts import Texts
 
 _WARM_UP = 50  # steps
@@ -94,10 +90,7 @@ def import_torch() -> Any:
 
 def common_tokens(texts: Texts, most: int) -> npt.NDArray[np.int64]:
     """The ``most`` commonest tokens of the answers, of equals those that come first; ascending."""
-    follows = np.ones(len(texts.tokens), np.bool_)
-    follows[0] = False  # a prompt's last token is no answer's
-    follows[1:] = texts.left[:-1] > 0
-    counts = np.bincount(texts.tokens[follows])
+    counts = np.bincount(texts.drawn)
     chosen = np.argsort(-counts, kind="stable")[:most]
     return np.sort(chosen[counts[chosen] > 0]).astype(np.int64)
 
@@ -122,10 +115,10 @@ def learn(
     try:
         model = _Model(checkpoint, texts, places, token_map, recipe)
         model.fit(progress)
-        rates = model.measure(held)
+        rates = measure(held, model.guess)
     finally:
         torch.set_num_threads(before)
-    inside = np.isin(held.tokens, token_map)
+    inside = np.isin(held.drawn, token_map)
     report = {
         "answers": texts.num_answers + held.num_answers,
         "tokens": len(texts.tokens) + len(held.tokens),
@@ -316,41 +309,16 @@ class _Model:
             loss = loss + recipe.decay**at * ((1 - recipe.soft) * hard + recipe.soft * soft)
         return loss
 
-    def measure(self, texts: Texts) -> dict[str, Any]:
-        """On answers not learned from: how often each head is right, of all places and of those
-        where the heads before it were; and tokens a pass, decoding with drafts of all heads.
-        """
-        torch, count = self.torch, self.recipe.heads
+    def guess(self, hidden: npt.NDArray[np.float16], drawn: Int) -> Int:
+        """The likeliest tokens [heads, places] behind those ``drawn`` from the rows."""
+        torch = self.torch
         with torch.inference_mode():
-            left = torch.from_numpy(texts.left)
-            here = torch.nonzero(left >= 2).flatten()
-            tokens = torch.from_numpy(np.pad(texts.tokens, (0, count + 1)).astype(np.int64))
-            rows = torch.from_numpy(texts.hidden)[here].float() * self.row_scale
-            guessed = [tokens[here + 1]]
-            alive = torch.ones(len(here), dtype=torch.bool)
-            accepted = torch.zeros(len(here), dtype=torch.long)
-            top1, conditional = [], []
-            for at, out in enumerate(self.guesses(rows, guessed.__getitem__)):
-                token = self.token_map[self.logits(out).argmax(-1)]
-                guessed.append(token)
-                told = left[here] >= at + 2
-                right = (token == tokens[here + 2 + at]) & told
-                top1.append(_share(right.sum(), told.sum()))
-                conditional.append(_share((right & alive).sum(), (alive & told).sum()))
-                alive = alive & right
-                accepted += alive
-        passes = produced = following = 0
-        for place, extra in zip(here.tolist(), accepted.tolist(), strict=True):
-            if place < following and texts.left[place] < texts.left[place - 1]:
-                continue  # of the same answer, and accepted before
-            passes += 1
-            produced += 1 + extra
-            following = place + 1 + extra
-        return {
-            "top1": top1,
-            "top1_if_right_before": conditional,
-            "tokens_per_pass": round(produced / max(1, passes), 3),
-        }
+            tokens = [torch.from_numpy(drawn.astype(np.int64))]
+            rows = torch.from_numpy(hidden).float() * self.row_scale
+            for out in self.guesses(rows, tokens.__getitem__):
+                tokens.append(self.token_map[self.logits(out).argmax(-1)])
+            found: Int = torch.stack(tokens[1:]).numpy()
+        return found
 
     def tensors(self) -> dict[str, Float32]:
         """The weights for rows and embeddings as they are."""
@@ -375,39 +343,3 @@ def _logit_metric(torch: Any, rows: Torch) -> Torch:
     square = centred.T @ centred / len(rows)
     square += torch.eye(len(square)) * square.diagonal().mean() * 1e-5
     return torch.linalg.cholesky(square)
-
-
-def _share(part: Any, whole: Any) -> float:
-    return round(float(part) / max(1, int(whole)), 4)
-
-
-def write(folder: Path, checkpoint: Checkpoint, learned: Learned, recipe: Recipe) -> int:
-    """Heads as speculate/heads.py reads them; returns the bytes of all tensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    writer = SafetensorsWriter(folder, len(learned.tensors) + 1)
-    try:
-        for name, values in learned.tensors.items():
-            writer.add(name, Tensor("F16", values.astype(np.float16)))
-        writer.add("token_map", Tensor("I64", learned.token_map))
-        size = writer.finish()
-    except BaseException:
-        writer.discard()
-        raise
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "hidden_size": checkpoint.config.hidden_size,
-        "vocab_size": checkpoint.config.vocab_size,
-        "truncated_vocab_size": len(learned.token_map),
-        "medusa_num_heads": recipe.heads,
-        "original_lm_head": True,
-        **(
-            {"recurrent": True, "intermediate_size": recipe.width}
-            if recipe.recurrent
-            else {"medusa_num_layers": recipe.layers, "medusa_fc_bias": True}
-        ),
-        "target": fingerprint(checkpoint),
-        "training": {"recipe": asdict(recipe), "held_out": learned.report},
-    }
-    write_whole(folder / CONFIG, json.dumps(config, indent=2).encode())
-    return size

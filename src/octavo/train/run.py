@@ -13,6 +13,7 @@ from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.cpu import usable_cpus
 from octavo.quant.text import read_text
 from octavo.train import medusa, texts
+from octavo.train.heads_file import write
 
 _MOST_SEQUENCES = 64
 
@@ -80,7 +81,7 @@ def _train(
     learned = medusa.learn(
         loaded.checkpoint, answers, recipe, threads or usable_cpus()[0], progress
     )
-    size = medusa.write(out, loaded.checkpoint, learned, recipe)
+    size = write(out, loaded.checkpoint, learned, recipe)
     return {
         "model": str(model),
         "out": str(out),

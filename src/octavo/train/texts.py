@@ -33,6 +33,13 @@ class Texts(NamedTuple):
     def num_answers(self) -> int:
         return int((self.left == 0).sum())
 
+    @property
+    def drawn(self) -> npt.NDArray[np.int32]:
+        """The answers' own tokens."""
+        follows = np.zeros(len(self.tokens), np.bool_)
+        follows[1:] = self.left[:-1] > 0
+        return self.tokens[follows]
+
     def split(self, every: int) -> tuple[Texts, Texts]:
         """All answers but each ``every``th, and those; of fewer answers, the last is kept out."""
         behind = np.cumsum(self.left == 0) - (self.left == 0)  # the answer's number, from 0

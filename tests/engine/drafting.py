@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -18,12 +19,17 @@ from octavo.speculate.drafter import Draft
 from octavo.speculate.speculator import Speculator
 
 
+class Unsayable(Exception):
+    def __repr__(self) -> str:
+        raise RuntimeError("injected")
+
+
 class Oracle:
     """Guesses for requests of a `FakeSampler`."""
 
     KINDS = (
         *("right", "wrong", "half", "short", "long", "first", "raises", "outside", "missing"),
-        *("arrays", "views", "fraction", "evidence", "exits"),
+        *("arrays", "views", "fraction", "evidence", "exits", "cancelled", "unsayable"),
     )
 
     def __init__(self, kind: str, sampler: FakeSampler) -> None:
@@ -53,6 +59,10 @@ class Oracle:
             raise RuntimeError("injected")
         if self.kind == "exits" and self._random.random() < 0.1:
             raise SystemExit(3)
+        if self.kind == "cancelled" and self._random.random() < 0.1:
+            raise asyncio.CancelledError
+        if self.kind == "unsayable" and self._random.random() < 0.1:
+            raise Unsayable
         drafts = [self._draft(*each) for each in zip(sequences, counts, strict=True)]
         return drafts[1:] if self.kind == "missing" and self._random.random() < 0.1 else drafts
 

@@ -457,7 +457,13 @@ def test_drafts_go_without_blocks_rather_than_take_anothers() -> None:
     assert engine.stats().draft_tokens > 100
 
 
-@pytest.mark.parametrize("kind", ["raises", "exits", "outside", "missing", "fraction", "evidence"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("raises", "exits", "cancelled", "unsayable"),
+        *("outside", "missing", "fraction", "evidence"),
+    ],
+)
 def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -474,6 +480,25 @@ def test_a_drafter_that_fails_is_given_up_and_nobody_notices(
     assert engine.stats().drafter_failures == 1
     assert len(caplog.records) == 1
     assert "drafter" in caplog.text
+
+
+def test_a_drafter_may_have_other_methods_too() -> None:
+    """Names of a `ModelDrafter` among them, which it is not for that."""
+
+    class Versatile(Oracle):
+        def observe(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    engine = build(max_logits_rows=64)
+    oracle = Versatile("right", engine.sampler)  # type: ignore[arg-type]
+    engine.speculator = oracle.speculator = Speculator(oracle, 64, 3)
+    params = SamplingParams(max_tokens=50, seed=1, ignore_eos=True)
+    engine.add_request(Request(request_id="a", prompt_token_ids=[1], params=params))
+    while engine.has_work():
+        engine.step()
+    assert engine.stats().drafter_failures == 0
+    assert engine.stats().accepted_tokens > 20
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,7 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
         ({"method": "layer_skip", "layers": [1, True]}, "layers has True, which is no layer"),
         ({"method": "ngram", "layers": [1]}, "layers has no part in method 'ngram'"),
         ({"method": 3}, "method is 3"),
+        ({"model": "x", "quantization": ["int4"]}, "quantization ..int4.. is not supported"),
         ({"method": "ngram", "acceptance_method": "typical"}, "it must be 'replay' or 'rejection'"),
         ({"method": "ngram", "acceptance_method": None}, "acceptance_method is None"),
         ({"method": "ngram", "model": "x"}, "model has no part"),

@@ -125,6 +125,8 @@ def test_without_torch_one_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatc
         ({"layers": 9}, "layers is 9"),
         ({"vocabulary": 1}, "vocabulary is 1"),
         ({"epochs": -1.0}, "epochs is -1"),
+        ({"epochs": float("inf")}, "epochs is inf"),
+        ({"learning_rate": float("nan")}, "learning_rate is nan"),
     ],
 )
 def test_a_recipe_that_makes_no_heads_is_refused(wrong: dict[str, Any], reason: str) -> None:

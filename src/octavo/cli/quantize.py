@@ -178,7 +178,7 @@ def command(
     size = group_size if group_size is not None else 32 if chosen is Format.GGUF else 64
     if size != -1 and (size < 32 or size % 32):
         raise typer.BadParameter(f"--group-size {size} is neither -1 nor a multiple of 32")
-    if (chosen is Format.GGUF) != (out.suffix == ".gguf"):
+    if (chosen is Format.GGUF) != (out.name.endswith(".gguf")):
         raise typer.BadParameter(f"--format {chosen.value} and -o {out} do not go together")
     number = int(bits.value)
     plain = symmetric
@@ -233,7 +233,7 @@ def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
 
     if format is not None:
         return Format(format.value)
-    if out.suffix == ".gguf":
+    if out.name.endswith(".gguf"):
         return Format.GGUF
     return Format.AWQ if method is MethodName.awq else Format.GPTQ
 

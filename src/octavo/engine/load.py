@@ -79,7 +79,7 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+        if self.quantization is not None and self.quantization not in (*QUANTIZATIONS,):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
                 "checkpoint, and a quantized one is recognised by itself"

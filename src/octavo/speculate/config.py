@@ -92,7 +92,7 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config: model is {self.model!r}; method {self.method!r} needs one"
             )
-        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+        if self.quantization is not None and self.quantization not in (*QUANTIZATIONS,):
             raise ValueError(
                 f"speculative_config: quantization {self.quantization!r} is not supported; "
                 f"{', '.join(QUANTIZATIONS)} are"
@@ -234,7 +234,9 @@ class SpeculativeConfig:
         module, _, name = self.method.partition(":")
         try:
             drafter = getattr(importlib.import_module(module), name)()
-        except (Exception, SystemExit) as error:  # a module may end with sys.exit
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a module may end with sys.exit, and worse
             raise ValueError(
                 f"speculative_config: method {self.method!r} cannot be had: {error!r}"
             ) from error

@@ -45,6 +45,7 @@ class Draft(NamedTuple):
 NO_DRAFT = Draft(())
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """Guesses for sequences that decode, all those of a step at once.
 
@@ -90,7 +91,6 @@ class Target(NamedTuple):
     draft_blocks: int = 0  # … and how many blocks its cache has
 
 
-@runtime_checkable
 class ModelDrafter(Protocol):
     """Guesses by computing, for all sequences of a step at once.
 

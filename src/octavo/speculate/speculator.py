@@ -38,6 +38,7 @@ _OVERSPENT = 16  # … and where too much time has been lost
 _GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
 _PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
+_LONGEST_LINE = 300  # characters of what a drafter raised, in the log
 
 
 class _Asked(NamedTuple):
@@ -83,11 +84,11 @@ class Speculator:
         self._model: ModelDrafter | None = None
         self._planner: Ahead | None = None  # for a drafter that computes, lengths not pinned
         self._reader: Reader | None = None
-        if isinstance(drafter, ModelDrafter):
+        if isinstance(drafter, Drafter):  # whatever else it can do
+            self._reader = Reader(drafter, now)
+        else:
             self._model = drafter
             self._planner = Ahead(drafter, self.times)
-        else:
-            self._reader = Reader(drafter, now)
         self._vocab_size = vocab_size
         self._pinned = num_tokens
         self._longest = longest if num_tokens is None else num_tokens
@@ -149,7 +150,9 @@ class Speculator:
             else:
                 assert self._planner is not None
                 drafts = self._plan_first(self._planner, decoding, most, num_tokens, room)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._give_up(error)
             return [[]] * len(decoding)
         finally:
@@ -344,7 +347,9 @@ class Speculator:
         if self._model is not None:
             try:
                 self._model.observe(scheduled, result, runs)
-            except (Exception, SystemExit) as error:
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
                 self._give_up(error)
 
     def end(self, seq: Seq, beyond: int = 0) -> None:
@@ -363,7 +368,9 @@ class Speculator:
                 self._reader.end(seq, beyond)
             elif self._model is not None:
                 self._model.end(seq)
-        except (Exception, SystemExit) as error:
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
             self._give_up(error)
 
     def check_integrity(self) -> None:
@@ -379,7 +386,9 @@ class Speculator:
         if model is not None:
             try:
                 model.close()
-            except (Exception, SystemExit):
+            except KeyboardInterrupt:
+                raise
+            except BaseException:
                 logger.exception("the drafter cannot be closed")
 
     def _own_of(self, seq: Seq) -> _Own:
@@ -388,10 +397,22 @@ class Speculator:
             own = self._own[seq] = _Own()
         return own
 
-    def _give_up(self, error: Exception | SystemExit) -> None:
+    def _give_up(self, error: BaseException) -> None:
+        """Whatever anybody's code may raise: a cancelled task and a Rust panic are no `Exception`.
+        The user's own Ctrl-C is not its fault.
+        """
         self.failures += 1
-        logger.error("the drafter failed and is not asked again: %r", error)
+        logger.error("the drafter failed and is not asked again: %s", _said(error))
         self.close()
+
+
+def _said(error: BaseException) -> str:
+    """One line, of reasonable length, even where the error cannot say what it is."""
+    try:
+        text = repr(error)
+    except Exception:
+        return type(error).__name__
+    return " ".join(text.split())[:_LONGEST_LINE]
 
 
 class _Own(Own):

@@ -65,9 +65,9 @@ class Recipe:
                 raise SettingsError(f"{name} is {getattr(self, name)}, outside 1 to {high}")
         if self.vocabulary < 2:
             raise SettingsError(f"vocabulary is {self.vocabulary}, below 2")
-        for name in ("epochs", "row_epochs"):
-            if getattr(self, name) < 0:
-                raise SettingsError(f"{name} is {getattr(self, name)}, below 0")
+        for name in ("epochs", "row_epochs", "learning_rate"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise SettingsError(f"{name} is {getattr(self, name)}, not a number from 0 on")
 
 
 class Learned(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 from octavo.engine.engine import Step
 from octavo.engine.load import LoadedEngine
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Request, RequestRecord
+from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.speculate.speculator import Speculator
 from octavo.speculate.verify import agreement
 from octavo.verify.running import VerificationError, Watched
@@ -173,7 +173,7 @@ class Stepping:
         )
 
     def on_end(self, record: RequestRecord) -> None:
-        if record.error is not None:
+        if record.outcome is Outcome.FAILED:  # a refused one raises by itself
             raise VerificationError(record.error)
 
     def _guesses(

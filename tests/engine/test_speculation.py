@@ -207,6 +207,32 @@ def test_time_is_never_lost(batch: int, rate: float) -> None:
         assert stats.draft_tokens <= 0.1 * stats.generation_tokens  # it has turned itself off
 
 
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_what_copying_gained_is_not_lost_in_chat(batch: int, rate: float) -> None:
+    """Drafts that were all right, and then hardly ever: no more than some steps go by."""
+
+    def seconds(speculation: bool) -> float:
+        engine = simulator(batch, rate=1.0 if speculation else None)
+        answers(engine, 3 * batch, max_tokens=400)
+        if engine.speculator is not None:
+            assert engine.stats().accepted_tokens > 600 * batch
+            assert engine.speculator._reader is not None
+            drafter = engine.speculator._reader._drafter
+            assert isinstance(drafter, Coin)
+            drafter._rate = rate
+        before = engine.clock.now()
+        for index in range(batch):
+            params = SamplingParams(seed=index, max_tokens=300)
+            request = Request(request_id=f"b{index}", prompt_token_ids=[1] * 40, params=params)
+            engine.add_request(request)
+        while engine.has_work():
+            engine.step()
+        return engine.clock.now() - before
+
+    assert seconds(True) <= seconds(False) / 0.985
+
+
 @pytest.mark.parametrize("cost", [0.0, 1e-4, 1e-3])
 @pytest.mark.parametrize("rate", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("pinned", [None, 3])

@@ -163,6 +163,17 @@ def test_a_budget_recovers_with_time() -> None:
     assert not budget.spent
 
 
+def test_whatever_was_gained_only_some_steps_are_lost_in_a_row() -> None:
+    budget = Budget()
+    for _ in range(5000):
+        budget.spend(1.0, 3.0)
+    lost = 0
+    while not budget.spent:
+        budget.spend(2.0, 1.0)
+        lost += 1
+    assert 2 <= lost <= 6
+
+
 def test_a_large_loss_at_once_is_paid_off_by_as_much_time() -> None:
     """A hundred steps lost are a percent of ten thousand, however much has been forgotten."""
     budget = Budget()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _MOST_LOST = 0.01  # of the time; behind that it rests until so much time has passed
 _MOST_SAVED = 0.01  # of the time, that what was gained before counts for
-_MEMORY = 1024  # steps
+_MEMORY = 256  # steps
 _FADING = 1 - 1 / _MEMORY
 
 

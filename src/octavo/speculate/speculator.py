@@ -31,11 +31,11 @@ from octavo.speculate.step_times import FARTHEST, StepTimes
 logger = logging.getLogger(__name__)
 
 LONGEST = 16  # drafts when the length is chosen here
-_SELDOM = 0.3  # asking takes less as less than so much of it has led to drafts of late …
+_SELDOM = 0.3  # asking takes less as less than so much of it has paid of late …
 _LEAST_SHARE = 0.0003  # … down to so much of the time
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay …
 _OVERSPENT = 16  # … and where too much time has been lost
-_GLANCE = 8  # of so many steps at rest one is looked at: between steps all code is cold
+_GLANCE = 16  # of so many steps at rest one is looked at: between steps all code is cold
 _PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 _LONGEST_LINE = 300  # characters of what a drafter raised, in the log
@@ -106,7 +106,7 @@ class Speculator:
         self._checked: _Checked | None = None  # the last step, if it is not accounted yet
         self._rest = 0  # steps without asking
         self._unseen = 0  # steps at rest that have not been looked at
-        self._useful = 1.0  # share of the asking that led to drafts, of late
+        self._useful = 1.0  # how often asking led to drafts that paid, of late
 
     @property
     def num_known(self) -> int:
@@ -177,14 +177,16 @@ class Speculator:
         drafts = self._ask(decoding, most)
         if self._asked:
             drafts = self._best(decoding, drafts, num_tokens, room)
-        if any(draft.token_ids for draft in drafts):
-            self._useful += 0.1 * (1 - self._useful)
-        elif self._asked or not reader.behind:
+        if not any(draft.token_ids for draft in drafts):
+            if not self._asked and reader.behind:
+                return drafts
             self._useful *= 0.9
-            share = max(_LEAST_SHARE, IDLE_SHARE * min(1.0, self._useful / _SELDOM))
-            spent = self._now() - began - reader.seconds
-            steps = spent / (share * self.times.predict(num_tokens))
-            self._rest = min(LONGEST_REST, int(steps))
+        elif self._useful >= _SELDOM:
+            return drafts
+        share = max(_LEAST_SHARE, IDLE_SHARE * min(1.0, self._useful / _SELDOM))
+        spent = self._now() - began - reader.seconds
+        steps = spent / (share * self.times.predict(num_tokens))
+        self._rest = min(LONGEST_REST, int(steps))
         return drafts
 
     def _plan_first(
@@ -341,7 +343,13 @@ class Speculator:
         """Accounts the step before, whose ends are known by now."""
         step, self._checked = self._checked, None
         if step is not None:
-            self._budget.spend(step.seconds, step.num_drawn * step.each)
+            worth = step.num_drawn * step.each
+            self._budget.spend(step.seconds, worth)
+            if worth > step.seconds:
+                self._useful += 0.3 * (1 - self._useful)
+                self._rest = 0  # one that pays is often followed by another
+            else:
+                self._useful *= 0.9
 
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:

@@ -110,6 +110,23 @@ def test_the_start_report_gives_codes_more_tokens(smollm2_path: Path) -> None:
     assert tokens("int4") >= 3.5 * bf16
 
 
+@pytest.mark.parametrize("sequences", [1, 256])
+def test_what_drafts_were_drawn_from_is_planned(sequences: int) -> None:
+    """Under rejection, and where the drafter computes: of a large vocabulary up to 64 MiB."""
+    model = replace(tiny.config(), vocab_size=1 << 18)
+    layout = KvLayout.of(model)
+
+    def work(method: str, rule: str, **values: Any) -> int:
+        given = {"method": method, "acceptance_method": rule} | values
+        config = EngineConfig(max_num_seqs=sequences, speculative_config=given)
+        return plan_cache(config, program(model), layout, WEIGHTS, 4 << 30).work_bytes
+
+    for method, values in (("layer_skip", {"layers": [0]}), ("draft_model", {"model": "x"})):
+        more = work(method, "rejection", **values) - work(method, "replay", **values)
+        assert more == (64 * MIB if sequences > 1 else (16 + 1) * MIB)
+    assert work("ngram", "rejection") == work("ngram", "replay")
+
+
 def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:
     windows = (Layer(Rope(10000.0, 16, False), window=100),) * 2
     model = tiny.config("gemma3", context_length=1 << 27, layers=windows)

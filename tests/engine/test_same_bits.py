@@ -40,7 +40,8 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate import draft_model, layer_skip
-from octavo.speculate.draft_model import DraftModel, DraftModelDrafter
+from octavo.speculate.draft_checkpoint import DraftModel
+from octavo.speculate.draft_model import DraftModelDrafter
 from octavo.speculate.drafter import Draft, Drafter, ModelDrafter, Target
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import Speculator

@@ -35,12 +35,8 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import Outcome, Request
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
-from octavo.speculate.draft_model import (
-    DraftModel,
-    DraftModelDrafter,
-    check_vocabulary,
-    needed_blocks,
-)
+from octavo.speculate.draft_checkpoint import DraftModel, check_vocabulary
+from octavo.speculate.draft_model import DraftModelDrafter, needed_blocks
 from octavo.speculate.drafter import Target
 from octavo.speculate.speculator import Speculator
 from octavo.verify.chi_square import chi_square

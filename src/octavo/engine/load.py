@@ -25,9 +25,10 @@ from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import draft_model, layer_skip, medusa
+from octavo.speculate import draft_checkpoint, layer_skip, medusa
 from octavo.speculate.config import SpeculativeConfig
-from octavo.speculate.draft_model import DraftModel
+from octavo.speculate.draft_checkpoint import DraftModel
+from octavo.speculate.draft_model import needed_blocks
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.guess import most_drawn
 from octavo.speculate.heads import Heads, read_heads
@@ -155,9 +156,7 @@ class LoadedEngine:
             return 0
         layout = self.draft.layout
         most = min(self.max_model_len, self.draft.checkpoint.config.context_length)
-        return _longest(
-            most, lambda length: draft_model.needed_blocks(layout, length) <= self.draft_blocks
-        )
+        return _longest(most, lambda length: needed_blocks(layout, length) <= self.draft_blocks)
 
     def report(self) -> str:
         """The start report: one line a fact."""
@@ -321,7 +320,7 @@ def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
     """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
     read = min(length, draft.checkpoint.config.context_length)
     blocks = peak_blocks(draft.layout, read)
-    return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
+    return blocks, needed_blocks(draft.layout, read) - blocks
 
 
 def _longest(wanted: int, fits: Callable[[int], bool]) -> int:
@@ -389,7 +388,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         weights |= medusa.head_weights(heads, checkpoint)
     draft: DraftModel | None = None
     if speculation is not None and speculation.method == "draft_model":
-        draft = draft_model.read(
+        draft = draft_checkpoint.read(
             speculation.model or "",
             speculation.quantization,
             checkpoint,

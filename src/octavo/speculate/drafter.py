@@ -19,7 +19,7 @@ from octavo.speculate.heads import Heads
 
 if TYPE_CHECKING:  # the compiled module is not needed to guess from text
     from octavo.execute.native import NativeExecutor
-    from octavo.speculate.draft_model import DraftModel
+    from octavo.speculate.draft_checkpoint import DraftModel
 
 
 class Draft(NamedTuple):

@@ -389,6 +389,7 @@ class Speculator:
     def close(self) -> None:
         """Gives the drafter's memory and threads back."""
         model, self._model, self._reader = self._model, None, None
+        self._planner = None
         self._own.clear()
         self._asked.clear()
         if model is not None:

@@ -14,15 +14,23 @@ from typer.testing import CliRunner
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint
-from octavo.cli import app
+from octavo.cli import _explain, app
+from octavo.cli.verify import as_text
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch, StepResult
 from octavo.sample.params import SamplingParams
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.drafter import Draft
-from octavo.verify import bits, distribution, guessing
-from octavo.verify.certificate import FLIPPED_BIT, WRONG_GUESS, WRONG_RULE, certify
-from octavo.verify.running import running
+from octavo.verify import bits, certificate, distribution, guessing
+from octavo.verify.certificate import (
+    FLIPPED_BIT,
+    WRONG_GUESS,
+    WRONG_RULE,
+    Certificate,
+    certify,
+)
+from octavo.verify.faults import FlippedBit
+from octavo.verify.running import VerificationError, running
 from octavo.verify.trials import COUNT, trials
 
 ORACLES = Path(__file__).parents[1] / "oracle"
@@ -58,16 +66,20 @@ class Failing(Mute):
         raise RuntimeError("injected")
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gemma3"])
-def test_a_sound_build_gets_its_certificate(name: str) -> None:
-    checkpoint = octavo.checkpoint.load(ORACLES / f"{name}.gguf")
+@pytest.fixture(scope="module")
+def planted(llama: Checkpoint) -> Certificate:
+    return certify(llama, EngineConfig(kv_cache_dtype="int8"), draws=1000, plant_faults=True)
+
+
+def test_a_sound_build_gets_its_certificate() -> None:
+    checkpoint = octavo.checkpoint.load(ORACLES / "tiny-gemma3.gguf")
     certificate = certify(checkpoint, EngineConfig(), draws=1000)
     assert certificate.problems == []
     assert certificate.ok
     assert certificate.differing_bits == 0
     assert certificate.left_out == {}
-    assert {"ngram", "suffix", "draft_model"} <= set(certificate.drafters)
-    assert ("layer_skip" in certificate.drafters) == (len(checkpoint.config.layers) > 2)
+    drafters = {"ngram", "suffix", "suffix, branches", "draft_model", "layer_skip"}
+    assert set(certificate.drafters) == drafters
     assert certificate.cases == 6 * 18 + len(certificate.drafters) * 32
     assert certificate.rows > 5000
     for name, drafted in certificate.drafters.items():
@@ -76,21 +88,34 @@ def test_a_sound_build_gets_its_certificate(name: str) -> None:
         if name != "draft_model":  # which is the model itself
             assert found.accepted_tokens < found.draft_tokens, "right and wrong guesses"
         assert tests.places > 0
+        assert tests.counted >= 2 * distribution.LEAST_EXPECTED, "of the engine's answers"
         assert tests.wrong_rule_p < drafted.least_p < tests.chi_square_p
 
 
-def test_each_planted_fault_is_found(llama: Checkpoint) -> None:
-    config = EngineConfig(kv_cache_dtype="int8")
-    certificate = certify(llama, config, draws=1000, plant_faults=True)
-    assert certificate.planted[FLIPPED_BIT]
-    assert certificate.planted[WRONG_GUESS]
-    assert certificate.planted[WRONG_RULE]
-    assert not certificate.ok
-    assert certificate.differing_bits >= 1
-    crowded = next(each for each in certificate.conditions if each.name == "crowded")
+def test_each_planted_fault_is_found(planted: Certificate) -> None:
+    assert planted.planted == {FLIPPED_BIT: True, WRONG_GUESS: True, WRONG_RULE: True}
+    assert planted.overlooked == []
+    assert not planted.ok
+    assert planted.differing_bits >= 1
+    crowded = next(each for each in planted.conditions if each.name == "crowded")
     assert crowded.differing_bits == 1
     assert crowded.first is not None
     assert "1 of " in crowded.first
+
+
+def test_every_row_is_compared(llama: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a large vocabulary few rows can be kept; a bit is found in any."""
+    monkeypatch.setattr(bits, "_KEPT_BYTES", 3 * 4 * llama.config.vocab_size)
+    reference = bits.Reference(llama, EngineConfig(), trials(llama, 6))
+    every = sum(trial.params.n * (trial.params.max_tokens or 0) for trial in reference.trials)
+    crowded = circumstance(llama, reference, "crowded")
+    kept = 0
+    for step in (2, 7, 12):
+        condition = bits.compare(llama, reference, crowded, FlippedBit(step))
+        assert (condition.rows, condition.differing_bits) == (every, 1)
+        assert condition.first is not None
+        kept += "at least" not in condition.first
+    assert kept < 3
 
 
 def test_every_bit_is_counted(llama: Checkpoint, reference: bits.Reference) -> None:
@@ -120,6 +145,10 @@ def test_what_did_not_happen_is_no_proof(llama: Checkpoint, reference: bits.Refe
     condition = bits.compare(llama, reference, roomy)
     assert condition.missed == "nobody was preempted"
     assert condition.differing_bits == 0
+    together = circumstance(llama, reference, "together")
+    condition = bits.compare(llama, reference, replace(together, pools=roomy.pools))
+    assert condition.missed == "nobody was preempted"
+    assert "0 prompt tokens" not in condition.what
     for drafter, why in ((Mute, "nothing was drafted"), (Failing, "the drafter failed")):
         method = SpeculativeConfig(method=f"{__name__}:{drafter.__name__}")
         found = guessing.compare(llama, reference, method)
@@ -153,17 +182,72 @@ def test_a_wrong_token_shows_in_the_answers(
     assert trial.name in told
 
 
-def test_a_drafter_with_probabilities(llama: Checkpoint, reference: bits.Reference) -> None:
+def test_other_rules_are_not_meant_by_the_same_bits(
+    llama: Checkpoint, reference: bits.Reference
+) -> None:
+    """A user's configuration may say rejection, which keeps the distribution alone."""
+    method = SpeculativeConfig(method="suffix", acceptance_method="rejection")
+    found = guessing.compare(llama, reference, method)
+    assert found.replay_equal
+    assert found.missed is None
+
+
+def test_a_drafter_with_probabilities(
+    llama: Checkpoint, reference: bits.Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rule is tried with guesses drawn from what the drafter gives; it drafts for itself."""
     method = SpeculativeConfig(method="draft_model", model=str(LLAMA))
-    found = distribution.verify(llama, reference.config, reference.trials, method, 1000)
-    assert found.chi_square_p > 1e-4
-    assert found.wrong_rule_p < 1e-8
     wrong = distribution.verify(llama, reference.config, reference.trials, method, 1000, fault=True)
     assert wrong.chi_square_p < 1e-8
     mute = SpeculativeConfig(method=f"{__name__}:Mute")
     none = distribution.verify(llama, reference.config, reference.trials, mute, 1000)
     assert none.missed == "nothing was drafted"
+    monkeypatch.setattr(distribution, "_LEAST_ANSWERS", 0)
+    few = distribution.verify(llama, reference.config, reference.trials, method, 1000)
+    assert few.chi_square_p > 1e-8
+    assert few.wrong_rule_p < 1e-8
+    assert few.counted == 0
+    assert few.missed == "too few answers of the engine were drafted for"
+
+
+def test_a_wrong_rule_shows_in_the_engine_alone(
+    llama: Checkpoint, reference: bits.Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distribution, "_tests", lambda *_: [1.0])
+    method = SpeculativeConfig(method="ngram")
+    for fault in (False, True):
+        found = distribution.verify(
+            llama, reference.config, reference.trials, method, 1000, fault=fault
+        )
+        assert found.counted > 0
+        assert (found.chi_square_p < 1e-8) is fault
+
+
+def test_answers_of_other_tokens_cannot_come() -> None:
+    group = distribution._Group([7, 2], np.array([0.1, 0.2, 0.3, 0, 0, 0, 0, 0.7]))
+    for token in [7] * 500 + [2] * 200:
+        group.add(token)
+    assert group.counts.tolist() == [500, 200, 0]
+    assert group.large
+    group.add(3)
+    assert group.counts.tolist() == [500, 200, 1]
+    assert group.p.tolist() == [0.7, 0.3, 0.0]
+
+
+def test_drafters_given_are_looked_at_first(llama: Checkpoint) -> None:
+    said: list[str] = []
+    typo = SpeculativeConfig(method=f"{__name__}:Muet")
+    with pytest.raises(ValueError, match="Muet"):
+        certify(llama, EngineConfig(), [typo], draws=1000, progress=said.append)
+    assert len(said) == 1
+    assert "Muet" in said[0]
+
+
+def test_what_was_left_out_is_named() -> None:
+    text = as_text(Certificate("m", "generic", 2, "bf16", left_out={"draft_model": "10 GB, 5 GB"}))
+    assert "not tried: draft_model: 10 GB, 5 GB" in text
+    assert "every drafter that was tried keeps the distribution; not tried: draft_model." in text
+    assert "every drafter keeps" in as_text(Certificate("m", "generic", 2, "bf16"))
 
 
 def test_exact_probabilities() -> None:
@@ -208,15 +292,21 @@ class TestCommand:
         found = json.loads(result.stdout)
         assert found["differing_bits"] == 0
         assert found["cases"] > 100
-        assert (found["threads"], found["kv_cache_dtype"]) == (1, "int4")
+        assert (found["threads"], found["kv_cache_dtype"]) == (2, "int4")
+        assert found["conditions"]["threads"]["what"] == "2 threads"
         for drafter in found["drafters"].values():
             assert drafter["greedy_equal"] is True
             assert drafter["replay_equal"] is True
             assert drafter["chi_square_p"] > 1e-6
             assert drafter["wrong_rule_p"] < 1e-6
+            assert drafter["engine_draws"] > 0
+            assert drafter["rule_draws"] == 4000
         assert "planted" not in found
 
-    def test_planted_faults_make_it_fail(self) -> None:
+    def test_planted_faults_make_it_fail(
+        self, planted: Certificate, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(certificate, "certify", lambda *_, **__: planted)
         result = self.run("--plant-fault")
         assert result.exit_code == 1
         assert "NOT FOUND" not in result.stdout
@@ -224,6 +314,19 @@ class TestCommand:
         assert f"planted: {WRONG_GUESS}: found" in result.stdout
         assert f"planted: {WRONG_RULE}: found" in result.stdout
         assert "no certificate" in result.stdout
+
+    def test_a_planted_fault_that_is_overlooked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By a comparison that sees nothing."""
+        only = {"ngram": SpeculativeConfig(method="ngram")}
+        monkeypatch.setattr(certificate, "methods", lambda *_: only)
+        monkeypatch.setattr(bits.Reference, "agrees", lambda *_: True)
+        result = self.run("--plant-fault")
+        assert result.exit_code == 2
+        assert f"planted: {FLIPPED_BIT}: NOT FOUND" in result.stdout
+        assert f"octavo: not found: {FLIPPED_BIT}\n" in result.stderr
+
+    def test_a_trial_that_cannot_be_run(self) -> None:
+        assert _explain(VerificationError("trial-3: it failed")) == "octavo: trial-3: it failed"
 
     @pytest.mark.long
     def test_a_drafter_of_ones_own(self) -> None:

@@ -70,6 +70,29 @@ def test_rare_outcomes_are_pooled() -> None:
     )
 
 
+@pytest.mark.parametrize("share", [0.025, 0.1, 0.5])
+def test_large_cells_keep_small_p_true(share: float) -> None:
+    """How often p comes so small where the distribution is right, summed exactly over all counts:
+    what a certificate rests on, and what cells of five would not give.
+    """
+    draws, small = 4000, 1e-10
+
+    def often(share: float, least_expected: float) -> float:
+        log, log_rest = math.log(share), math.log1p(-share)
+        return math.fsum(
+            math.exp(
+                math.lgamma(draws + 1) - math.lgamma(k + 1) - math.lgamma(draws - k + 1)
+                + k * log + (draws - k) * log_rest
+            )
+            for k in range(draws + 1)
+            if chi_square([k, draws - k], [share, 1 - share], least_expected) < small
+        )  # fmt: skip
+
+    assert 0 < often(share, 100) < 50 * small
+    assert often(5 / draws, 5) > 1000 * small
+    assert often(5 / draws, 100) == 0, "taken together, nothing is left to compare"
+
+
 def test_edges() -> None:
     assert chi_square([1, 0], [0.0, 1.0]) == 0.0, "what cannot come"
     assert chi_square([0, 7], [0.0, 1.0]) == 1.0

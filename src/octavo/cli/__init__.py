@@ -95,7 +95,10 @@ def _explain(error: Exception) -> str:
 
     expected = (CheckpointError, ChatTemplateError, SettingsError, InvalidParameter, AdmissionError)
     text = " ".join(str(error).split())
-    if isinstance(error, expected) or type(error).__name__ == "GenerationError":
+    if isinstance(error, expected) or type(error).__name__ in (
+        "GenerationError",
+        "VerificationError",
+    ):
         return f"octavo: {text}"
     if isinstance(error, OSError) and error.strerror:
         return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")

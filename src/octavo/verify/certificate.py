@@ -9,7 +9,6 @@ from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.load import DoesNotFit, EngineConfig
-from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype
 from octavo.speculate.config import SpeculativeConfig
 from octavo.verify import bits, distribution, guessing
@@ -21,7 +20,6 @@ Progress = Callable[[str], None]
 FLIPPED_BIT = "one bit of one logit flipped, in the crowd"
 WRONG_GUESS = "one wrong guess let stand"
 WRONG_RULE = "rejected guesses replaced by draws from p, not from max(0, p - q)"
-DRAWS = 4000
 
 
 @dataclass(slots=True)
@@ -62,11 +60,13 @@ class Drafted:
 
 @dataclass(slots=True)
 class Certificate:
-    """``ok`` if nothing differed and everything that should have been tried was."""
+    """``ok`` if nothing differed and everything happened that should have, of what was tried:
+    ``left_out`` are drafters that do not fit in the memory of this machine.
+    """
 
     model: str
     isa: str
-    threads: int
+    threads: int  # of all but the reference, which has one
     kv_cache_dtype: str
     conditions: list[bits.Condition] = field(default_factory=list)
     drafters: dict[str, Drafted] = field(default_factory=dict)
@@ -111,7 +111,12 @@ class Certificate:
 
     @property
     def ok(self) -> bool:
-        return not self.problems and not self.planted
+        return not self.problems
+
+    @property
+    def overlooked(self) -> list[str]:
+        """Faults that were planted and not found."""
+        return [fault for fault, found in self.planted.items() if not found]
 
     def as_dict(self) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -170,20 +175,25 @@ def certify(
     config: EngineConfig,
     given: Sequence[SpeculativeConfig] = (),
     *,
-    draws: int = DRAWS,
+    draws: int,
     plant_faults: bool = False,
     progress: Progress = lambda _: None,
 ) -> Certificate:
     """Try everything on the model with these settings, and the rule `rejection` with ``draws``
     draws at each of several positions for each drafter. ``plant_faults`` plants one of each kind.
 
-    Raises what `load_engine` does, and `VerificationError` if a trial cannot be run.
+    Raises what `load_engine` does, for the drafters ``given`` before anything is tried, and
+    `VerificationError` if a trial cannot be run.
     """
     started = time.monotonic()
     named = methods(checkpoint, config, given)
+    requests = trials(checkpoint)
+    for method in given:
+        progress(f"loads {method.describe()}")
+        guessing.load(checkpoint, bits.sized(config, requests), method)
     progress("alone: the answers to compare with")
-    reference = bits.Reference(checkpoint, config, trials(checkpoint))
-    threads = config.threads or usable_cpus()[0]
+    reference = bits.Reference(checkpoint, config, requests)
+    threads = bits.threads_of(config)
     dtype = KvDtype.of(config.kv_cache_dtype)
     model = checkpoint.config.name or checkpoint.path.name
     certificate = Certificate(model, reference.isa, threads, str(dtype))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-_LEAST_EXPECTED = 5.0  # Cochran, "Some methods for strengthening the common χ² tests", 1954
+LEAST_EXPECTED = 5.0  # Cochran, "Some methods for strengthening the common χ² tests", 1954
 _ROUNDING = 1e-3  # that probabilities may be off one in all
 _TERMS = 100_000
 _TINY = 1e-300
@@ -17,14 +17,16 @@ _TINY = 1e-300
 def chi_square(
     counts: Sequence[int] | npt.NDArray[np.integer],
     probabilities: Sequence[float] | npt.NDArray[np.floating],
+    least_expected: float = LEAST_EXPECTED,
 ) -> float:
     """The probability that ``counts`` [n], how often each of n outcomes came, are as far from what
     ``probabilities`` [n] let expect, or farther, if these are the truth.
 
     It is spread evenly over 0 to 1 if they are, and near 0 if they are not. Pearson's statistic
-    (1900), with outcomes expected fewer than five times taken together. 0 if something came whose
-    probability is 0; 1 if nothing is left to compare. Raises `ValueError` where the arguments are
-    no counts or no distribution.
+    (1900), with outcomes expected less than ``least_expected`` times taken together: five are
+    enough to read p near 0.01, but far out a cell of five comes true a hundred times as often as p
+    says and more. 0 if something came whose probability is 0; 1 if nothing is left to compare.
+    Raises `ValueError` where the arguments are no counts or no distribution.
     """
     came = np.asarray(counts, dtype=np.float64)
     exact = np.asarray(probabilities, dtype=np.float64)
@@ -41,10 +43,10 @@ def chi_square(
     order = np.argsort(expected)
     came, expected = came[order], expected[order]
     # The rarest outcomes together, as many as it takes that all cells are large enough.
-    rare = int(np.searchsorted(expected, _LEAST_EXPECTED))
+    rare = int(np.searchsorted(expected, least_expected))
     if rare:
         sums = np.cumsum(expected)
-        pooled = max(rare, int(np.searchsorted(sums, _LEAST_EXPECTED)) + 1)
+        pooled = max(rare, int(np.searchsorted(sums, least_expected)) + 1)
         expected = np.concatenate((expected[:pooled].sum(keepdims=True), expected[pooled:]))
         came = np.concatenate((came[:pooled].sum(keepdims=True), came[pooled:]))
     if len(expected) < 2:

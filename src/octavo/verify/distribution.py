@@ -3,7 +3,7 @@
 Two ways. The rule alone: rows of logits and guesses as they came up in an engine, each row verified
 thousands of times under other seeds, the guess drawn anew from what the drafter drew it from. And
 the engine as a whole: many answers to the same prompt; where they begin alike, the tokens that
-follow are counted.
+followed are counted, if there was a draft for them.
 
 Probabilities are computed here, in double precision, from the logits. That the tests have teeth is
 shown by a wrong rule: a rejected guess replaced by a draw from the target's distribution, not from
@@ -23,31 +23,36 @@ import numpy.typing as npt
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.engine import Step
 from octavo.engine.load import EngineConfig
-from octavo.execute.cpu import usable_cpus
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Distributions
 from octavo.speculate.config import SpeculativeConfig
+from octavo.verify.bits import threads_of
 from octavo.verify.chi_square import chi_square
 from octavo.verify.faults import wrong_rule
 from octavo.verify.guessing import pinned
 from octavo.verify.running import Float32, Running, running
 from octavo.verify.trials import Trial
 
-FAILURES = 1e-6  # honest certificates that fail: fewer than this share
+# Honest certificates that fail by p, less than one in a million: Pearson's p, so far out and with
+# cells of a hundred, is up to fifty times too small (the test of `chi_square` sums it up exactly).
+FAILURES = 1e-8
+LEAST_EXPECTED = 100.0  # draws of a cell
 NUM_TOKENS = 3  # of a draft
 POSITIONS = 4  # rows of logits that the rule is tried on
 _TEMPERATURES = (0.4, 0.7, 1.0, 1.5, 2.3, 3.5)
 _CANDIDATES = 12
 _AT_ONCE = 512  # draws in a call of the sampler
-_GROUPS = 10  # beginnings of answers whose next token is counted
-_LEAST = 40  # answers in a group
+_LEAST_ANSWERS = 640
 _SHARE = 5  # one answer of the engine for so many draws
-_TEMPERATURE = 1.5
-_FEW = 6  # tokens that answers are of, so that many begin alike
-_PROMPT = 60  # tokens of a question: drafters read so many at once for all answers
+_FEW = 2  # tokens that answers are of, so that many begin alike …
+_FLAT = 10.0  # … and a temperature at which each is drawn often, whichever the model prefers
 _NEW = 4  # tokens of an answer: the first is not drafted
-_CHOICES = 64  # answers at once
+_VARIED = 32  # answers of any tokens
+_TOP_K = 6  # of these
+_TEMPERATURE = 1.5
+_BLOCKS = 2  # of a prompt, and a token: drafters that read find nearly all of it in their cache
+_AT_A_TIME = 64  # answers
 
 Float64 = npt.NDArray[np.float64]
 
@@ -58,8 +63,8 @@ class Place(NamedTuple):
     logits: Float32  # [2, vocab]: at the guess, and behind it
     guess: int
     drawn_from: Float32 | None  # [vocab]; None: certain
-    params: SamplingParams  # of several those by which nearest to half of the guesses are accepted
-    acceptance: float
+    params: SamplingParams  # of several those by which a wrong rule shows best
+    effect: float  # of the wrong rule on a draw
 
 
 class Result(NamedTuple):
@@ -81,18 +86,21 @@ class Distribution:
     tests: int
     draws: int  # for each place
     places: int
-    acceptance: list[float]  # expected at each place
-    answers: int  # of the engine
-    counted: int  # tokens of theirs that were tested
+    counted: int  # tokens of the engine's answers that were tested
     wrong_rule_p: float
     missed: str | None
+
+    @property
+    def rule_draws(self) -> int:
+        return self.draws * self.places
 
     def as_dict(self) -> dict[str, Any]:
         return {
             "chi_square_p": self.chi_square_p,
             "wrong_rule_p": self.wrong_rule_p,
             "chi_square_tests": self.tests,
-            "chi_square_draws": self.draws * self.places + self.counted,
+            "rule_draws": self.rule_draws,
+            "engine_draws": self.counted,
         }
 
 
@@ -111,14 +119,33 @@ def probabilities(logits: Float32, params: SamplingParams) -> Float64:
     return np.asarray(weights / weights.sum(), np.float64)
 
 
+class _Group:
+    """What followed where answers had begun alike, of the few tokens they may be of; and whatever
+    else came, which is one cell of probability 0.
+    """
+
+    def __init__(self, few: Sequence[int], p: Float64) -> None:
+        self._cells = {token: cell for cell, token in enumerate(few)}
+        self.p = np.append(p[list(few)], 0.0)
+        self.counts = np.zeros(len(self.p), np.int64)
+
+    def add(self, token: int) -> None:
+        self.counts[self._cells.get(token, -1)] += 1
+
+    @property
+    def large(self) -> bool:
+        """Whether there is something to compare."""
+        return int((self.p * self.counts.sum() >= LEAST_EXPECTED).sum()) > 1
+
+
 class _Observed:
     """What an engine's steps show: places to try the rule at, and what followed each beginning."""
 
-    def __init__(self, engine: Running) -> None:
+    def __init__(self, engine: Running, draws: int) -> None:
+        self._draws = draws  # at each place
         self.places: list[Place] = []
-        self.drafts = 0
-        self._exact: dict[tuple[int, ...], Float64] = {}  # by beginning
-        self._counts: dict[tuple[int, ...], Counter[int]] = {}
+        self._seen: set[tuple[int, ...]] = set()  # beginnings that there were drafts for
+        self._groups: dict[tuple[int, ...], _Group] = {}  # by beginning
         self._watched = engine.watched
         engine.engine.observers.append(self)
 
@@ -130,19 +157,23 @@ class _Observed:
         ):
             if not draft:
                 continue
-            self.drafts += 1
             start = tuple(seq.token_ids)
             run = step.drawn.runs[index]
-            for at in range(len(run)):
+            params = seq.owner.request.params
+            if start not in self._seen:
+                self._seen.add(start)
+                q = None if given is None else given[index]
+                allowed = params.allowed_token_ids
+                self._consider(scheduled.sample_rows[index], draft, q, allowed)
+            if params.allowed_token_ids is None:
+                continue
+            for at, token in enumerate(run):
                 beginning = start + tuple(run[:at])
-                if beginning not in self._exact:
+                if beginning not in self._groups:
                     row = self._watched.row(scheduled.last_row(index, run[: at + 1]))
-                    self._exact[beginning] = probabilities(row, seq.owner.request.params)
-                    if at == 0:
-                        q = None if given is None else given[index]
-                        allowed = seq.owner.request.params.allowed_token_ids
-                        self._consider(scheduled.sample_rows[index], draft, q, allowed)
-                self._counts.setdefault(beginning, Counter())[run[at]] += 1
+                    p = probabilities(row, params)
+                    self._groups[beginning] = _Group(params.allowed_token_ids, p)
+                self._groups[beginning].add(token)
 
     def on_end(self, record: object) -> None:
         pass
@@ -154,7 +185,7 @@ class _Observed:
         q: Distributions | None,
         allowed: tuple[int, ...] | None,
     ) -> None:
-        """Keeps the draft's guesses if they are accepted half of the time or so."""
+        """Keeps the draft's guesses if a wrong rule would show there."""
         for at, guess in enumerate(draft):
             logits = np.stack([self._watched.row(first + at), self._watched.row(first + at + 1)])
             drawn_from = None if q is None else q[at].copy()
@@ -164,31 +195,35 @@ class _Observed:
                 for temperature in _TEMPERATURES
                 for tokens in {None, allowed}
             ):
-                p = probabilities(logits[0], params)
-                acceptance = float(p[guess] if q is None else np.minimum(p, q[at]).sum())
-                options.append(Place(logits, guess, drawn_from, params, acceptance))
-            self.places.append(min(options, key=_one_sidedness))
-        self.places.sort(key=_one_sidedness)
+                effect = self._effect(probabilities(logits[0], params), guess, drawn_from)
+                options.append(Place(logits, guess, drawn_from, params, effect))
+            self.places.append(max(options, key=_effect))
+        self.places.sort(key=_effect, reverse=True)
         del self.places[_CANDIDATES:]
 
-    def groups(self) -> tuple[list[float], int]:
-        """p of each large group of answers that began alike, and how many tokens were counted."""
-        largest = sorted(self._counts.items(), key=lambda entry: -entry[1].total())[:_GROUPS]
-        found, counted = [], 0
-        for beginning, counts in largest:
-            if counts.total() < _LEAST:
-                continue
-            p = self._exact[beginning]
-            came = np.zeros(len(p), np.int64)
-            for token, count in counts.items():
-                came[token] = count
-            found.append(chi_square(came, p))
-            counted += counts.total()
-        return found, counted
+    def _effect(self, p: Float64, guess: int, q: Float32 | None) -> float:
+        """What the wrong rule adds to chi-square with every draw. By it a token comes with
+        probability min(p, q) + (1 - a) p and not p, where a is the sum of min(p, q): that makes
+        the sum of min(p, q)² / p, less a², over the cells that are large enough. For a certain
+        guess it is a (1 - a), most where half of the guesses are accepted.
+        """
+        accepted = np.zeros(len(p))
+        if q is None:
+            accepted[guess] = p[guess]
+        else:
+            np.minimum(p, q, out=accepted)
+        large = p * self._draws >= LEAST_EXPECTED
+        cells = np.append(p[large], max(1e-9, 1 - p[large].sum()))
+        mine = np.append(accepted[large], accepted[~large].sum())
+        return float((mine**2 / cells).sum() - accepted.sum() ** 2)
+
+    def groups(self) -> list[_Group]:
+        """Those with something to compare."""
+        return [group for group in self._groups.values() if group.large]
 
 
-def _one_sidedness(place: Place) -> float:
-    return abs(place.acceptance - 0.5)
+def _effect(place: Place) -> float:
+    return place.effect
 
 
 def verify(
@@ -208,56 +243,54 @@ def verify(
     config = replace(
         config,
         speculative_config=method,
-        threads=max(2, config.threads or usable_cpus()[0]),
-        max_num_seqs=_CHOICES,
-        max_num_batched_tokens=max(config.max_num_batched_tokens, _CHOICES * (1 + NUM_TOKENS)),
+        threads=threads_of(config),
+        max_num_seqs=_AT_A_TIME,
+        max_num_batched_tokens=max(config.max_num_batched_tokens, _AT_A_TIME * (1 + NUM_TOKENS)),
         enable_prefix_caching=True,
     )
-    answers = max(draws // _SHARE, 2 * _LEAST)
+    questions = _questions(trials, max(draws // _SHARE, _LEAST_ANSWERS), config.block_size)
     with running(checkpoint, config) as engine:
         own = engine.engine.sampler
         if fault:
             engine.engine.sampler = wrong_rule(own)
-        observed = _Observed(engine)
-        engine.answers(_questions(trials, answers), 1)
-        found, counted = observed.groups()
+        observed = _Observed(engine, draws)
+        engine.answers(questions, _AT_A_TIME)
         places = observed.places[:POSITIONS]
         if not places:
-            return Distribution(0.0, 0, draws, 0, [], answers, 0, 1.0, "nothing was drafted")
-        found += _tests(engine.engine.sampler, places, draws)
+            return Distribution(0.0, 0, draws, 0, 0, 1.0, "nothing was drafted")
+        found = _tests(engine.engine.sampler, places, draws)
         wrong = Result.of(_tests(wrong_rule(own), places, draws))
+    groups = observed.groups()
+    found += [chi_square(group.counts, group.p, LEAST_EXPECTED) for group in groups]
     result = Result.of(found)
     return Distribution(
         result.p,
         result.tests,
         draws,
         len(places),
-        [place.acceptance for place in places],
-        answers,
-        counted,
+        sum(int(group.counts.sum()) for group in groups),
         wrong.p,
-        None,
+        None if groups else "too few answers of the engine were drafted for",
     )
 
 
-def _questions(trials: Sequence[Trial], answers: int) -> list[Trial]:
-    """Two prompts that drafters have guesses for, asked so often with other seeds in all. One
-    repeats itself, and the likeliest tokens are drawn; after the other only a few tokens are
-    allowed, every pair of which it has, so that whatever is drawn has occurred before.
+def _questions(trials: Sequence[Trial], answers: int, block_size: int) -> list[Trial]:
+    """Two prompts that drafters have guesses for, asked with a seed of its own each time. One
+    repeats itself, and the likeliest tokens are drawn; to the other so many ``answers`` come, of a
+    few tokens every pair of which it has, so that whatever is drawn has occurred before.
     """
     few, pairs = _every_pair(trials[4].prompt_token_ids)
-    common: dict[str, Any] = {"max_tokens": _NEW, "temperature": _TEMPERATURE, "ignore_eos": True}
-    kinds: list[tuple[list[int], dict[str, Any]]] = [
-        (trials[5].prompt_token_ids[-_PROMPT:], {"top_k": _FEW}),
-        (trials[4].prompt_token_ids[-_PROMPT:][len(pairs) :] + pairs, {"allowed_token_ids": few}),
+    length = _BLOCKS * block_size + 1
+    common: dict[str, Any] = {"max_tokens": _NEW, "ignore_eos": True}
+    varied = common | {"temperature": _TEMPERATURE, "top_k": _TOP_K}
+    flat = common | {"temperature": _FLAT, "allowed_token_ids": few}
+    repeating = trials[5].prompt_token_ids[-length:]
+    pairing = (trials[4].prompt_token_ids + pairs)[-length:]
+    kinds = [(repeating, varied)] * _VARIED + [(pairing, flat)] * answers
+    return [
+        Trial(f"question-{index}", prompt, SamplingParams(seed=90_000 + index, **more))
+        for index, (prompt, more) in enumerate(kinds)
     ]
-    made = []
-    for index in range(-(-answers // _CHOICES)):
-        prompt, more = kinds[index % 2]
-        choices = min(_CHOICES, answers - index * _CHOICES)
-        params = SamplingParams(n=choices, seed=90_000 + index, **common, **more)
-        made.append(Trial(f"question-{index}", prompt, params))
-    return made
 
 
 def _every_pair(prompt: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
@@ -276,9 +309,11 @@ def _tests(sampler: Sampler, places: Sequence[Place], draws: int) -> list[float]
     found = []
     for number, place in enumerate(places):
         first, second = _count(sampler, place, draws, seed=number)
-        found.append(chi_square(first, probabilities(place.logits[0], place.params)))
+        p = probabilities(place.logits[0], place.params)
+        found.append(chi_square(first, p, LEAST_EXPECTED))
         if second.any():
-            found.append(chi_square(second, probabilities(place.logits[1], place.params)))
+            p = probabilities(place.logits[1], place.params)
+            found.append(chi_square(second, p, LEAST_EXPECTED))
     return found
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.execute.cpu import usable_cpus
+from octavo.engine.load import EngineConfig
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.heads import read_heads
-from octavo.verify.bits import Comparison, Reference
+from octavo.verify.bits import Comparison, Reference, threads_of
 from octavo.verify.faults import WrongGuess
 from octavo.verify.running import Answer, running
 from octavo.verify.trials import COUNT, Trial
@@ -43,11 +43,11 @@ def compare(
     method: SpeculativeConfig,
     fault: WrongGuess | None = None,
 ) -> Guessing:
-    """Some of the trials one at a time, some four at a time, and all at once. Raises what loading
-    an engine does, and `VerificationError`.
+    """Some of the trials one at a time, some four at a time, and all at once; drafts are checked by
+    `replay`, whatever ``method`` says. Raises what loading an engine does, and `VerificationError`.
     """
-    method = pinned(method, checkpoint)
-    threads = max(2, reference.config.threads or usable_cpus()[0])
+    method = replace(pinned(method, checkpoint), acceptance_method="replay")
+    threads = threads_of(reference.config)
     config = replace(reference.config, speculative_config=method, threads=threads)
     comparison = Comparison(reference)
     trials = reference.trials
@@ -83,6 +83,13 @@ def compare(
         first or comparison.first,
         "; ".join(missed) or None,
     )
+
+
+def load(checkpoint: Checkpoint, config: EngineConfig, method: SpeculativeConfig) -> None:
+    """Sees whether an engine can be had with a drafter; raises what loading it does."""
+    method = pinned(method, checkpoint)
+    with running(checkpoint, replace(config, speculative_config=method)):
+        pass
 
 
 def pinned(

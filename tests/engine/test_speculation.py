@@ -379,6 +379,22 @@ def test_what_a_stop_cuts_off_is_no_gain_for_the_budget() -> None:
     assert told[-1][0] > plain
 
 
+def test_who_gave_up_waiting_says_nothing_of_how_long_answers_are() -> None:
+    engine = simulator(1, rate=0.9, cost=5e-5)
+    for name in "abc":
+        params = SamplingParams(seed=1, max_tokens=30)
+        request = Request(request_id=name, prompt_token_ids=[1] * 9, params=params)
+        engine.add_request(request)
+    engine.step()
+    engine.abort("b")
+    engine.abort("c")
+    while engine.has_work():
+        engine.step()
+    planner = engine.speculator and engine.speculator._planner
+    assert planner
+    assert planner._mean_answer == 30
+
+
 def test_what_is_to_be_read_is_asked_once_a_step() -> None:
     """It may look for prefixes in a cache; where all has been read it is asked no more often."""
     engine = simulator(4, rate=0.9, cost=2e-3)

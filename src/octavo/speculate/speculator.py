@@ -367,8 +367,9 @@ class Speculator:
             if self._checked is not None:
                 kept = self._checked.num_drawn - beyond
                 self._checked = self._checked._replace(num_drawn=kept)
-        if self._planner is not None:
-            self._planner.end(len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens)
+        length = len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens
+        if self._planner is not None and length > 0:  # aborted in the queue it is no answer
+            self._planner.end(length)
         self._own.pop(seq, None)
         self._asked.pop(seq, None)
         try:

@@ -99,21 +99,56 @@ def test_load_time_of_a_model(
     assert 0 < row["explained_share"] < row["peak_share"]
 
 
-def test_every_drafter_leaves_answers_as_they_are(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    same_output = script("same_output", monkeypatch)
-    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
-    options = ["--prompts", "8", "--batch-sizes", "1,3", "--length", "60", "--json"]
-    monkeypatch.setattr(sys, "argv", ["same_output.py", model, *options])
-    same_output.main()
-    result = json.loads(capsys.readouterr().out)
-    assert result["equal"] is True
-    assert {row["batch"] for row in result["rows"]} == {1, 3}
-    for row in result["rows"]:
-        assert row["prompts"] == 8
-        assert row["tokens"] == 8 * 60
-        assert row["drafted"] > row["accepted"]
+class TestSameOutput:
+    MODEL = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, *options: str) -> None:
+        same_output = script("same_output", monkeypatch)
+        monkeypatch.setattr(sys, "argv", ["same_output.py", self.MODEL, "--prompts", "8", *options])
+        same_output.main()
+
+    def test_every_drafter_leaves_answers_as_they_are(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        self.run(monkeypatch, "--batch-sizes", "1,3", "--length", "60", "--json")
+        result = json.loads(capsys.readouterr().out)
+        assert result["equal"] is True
+        assert result["left_out"] == {}
+        names = {"ngram", "suffix", "suffix, branches", "draft_model"}
+        found = [(row["drafter"], row["batch"]) for row in result["rows"]]
+        assert sorted(found) == sorted((name, batch) for name in names for batch in (1, 3))
+        for row in result["rows"]:
+            assert row["prompts"] == 8
+            assert row["tokens"] == 8 * 60
+            assert row["drafted"] >= row["accepted"] > 0
+
+    def test_a_difference_is_said_before_anything_else(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Two tokens are too few for this drafter to draft."""
+        options = ("--length", "2", "--batch-sizes", "2", "--config", '{"method": "ngram"}')
+        with pytest.raises(SystemExit, match="nothing was drafted by ngram"):
+            self.run(monkeypatch, *options)
+        assert "all the same" in capsys.readouterr().out
+        running = script("same_output", monkeypatch).running
+
+        @contextmanager
+        def wrong(checkpoint: Any, config: Any) -> Iterator[Any]:
+            with running(checkpoint, config) as engine:
+                if config.speculative_config is not None:
+                    answers = engine.answers
+                    engine.answers = lambda *of: dict.fromkeys(answers(*of))
+                yield engine
+
+        monkeypatch.setattr(script("same_output", monkeypatch), "running", wrong)
+        with pytest.raises(SystemExit, match="some answers differ"):
+            self.run(monkeypatch, *options)
+        assert "'greedy_differ': 4, 'drawn_differ': 4" in capsys.readouterr().out
+
+    def test_rejection_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = '{"method": "ngram", "acceptance_method": "rejection"}'
+        with pytest.raises(SystemExit, match="acceptance_method is 'rejection'"):
+            self.run(monkeypatch, "--config", config)
 
 
 def test_llama_cpps_speculation_beside_none(monkeypatch: pytest.MonkeyPatch) -> None:

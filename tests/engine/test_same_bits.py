@@ -174,7 +174,7 @@ def draft_model_drafter(draft: Checkpoint, target: Target, sequences: float) -> 
     layout = KvLayout.of(draft.config, cache.block_size, cache.dtype)
     blocks = int(sequences * peak_blocks(layout, limits.max_model_len))
     model = DraftModel(draft, program(draft.config), layout, 0)
-    return draft_model.make(target._replace(draft=model, draft_blocks=blocks))
+    return draft_model.make(target, model, blocks)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from octavo.schedule.request import Request
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence
 from octavo.speculate import layer_skip
-from octavo.speculate.drafter import Draft, ModelDrafter, Target
+from octavo.speculate.drafter import Draft, Target
 from octavo.speculate.layer_skip import LayerSkipDrafter
 from octavo.speculate.speculator import Speculator
 
@@ -73,7 +73,6 @@ class House:
                 checkpoint, compute, self.executor, self.scheduler, sampler, probabilities
             )
             self.drafter = layer_skip.make(target, layers)
-            assert isinstance(self.drafter, ModelDrafter)
             speculator = Speculator(self.drafter, config.vocab_size, num_drafts)
         self.engine = Engine(
             self.executor,

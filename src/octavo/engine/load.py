@@ -25,10 +25,9 @@ from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import draft_checkpoint, layer_skip, medusa
+from octavo.speculate import draft_checkpoint, draft_model, layer_skip, medusa
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.draft_checkpoint import DraftModel
-from octavo.speculate.draft_model import needed_blocks
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.guess import most_drawn
 from octavo.speculate.heads import Heads, read_heads
@@ -156,7 +155,9 @@ class LoadedEngine:
             return 0
         layout = self.draft.layout
         most = min(self.max_model_len, self.draft.checkpoint.config.context_length)
-        return _longest(most, lambda length: needed_blocks(layout, length) <= self.draft_blocks)
+        return _longest(
+            most, lambda length: draft_model.needed_blocks(layout, length) <= self.draft_blocks
+        )
 
     def report(self) -> str:
         """The start report: one line a fact."""
@@ -320,7 +321,7 @@ def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
     """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
     read = min(length, draft.checkpoint.config.context_length)
     blocks = peak_blocks(draft.layout, read)
-    return blocks, needed_blocks(draft.layout, read) - blocks
+    return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
 
 
 def _longest(wanted: int, fits: Callable[[int], bool]) -> int:
@@ -433,19 +434,15 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
     if speculation is not None and speculation.computes:
         try:
-            drafter = speculation.model_drafter(
-                Target(
-                    checkpoint,
-                    compute,
-                    executor,
-                    scheduler,
-                    sampler,
-                    rejection=speculation.rejection,
-                    heads=heads,
-                    draft=draft,
-                    draft_blocks=plan.draft_blocks,
-                )
+            target = Target(
+                checkpoint, compute, executor, scheduler, sampler, speculation.rejection
             )
+            if heads is not None:
+                drafter = medusa.MedusaDrafter(heads, target)
+            elif draft is not None:
+                drafter = draft_model.make(target, draft, plan.draft_blocks)
+            else:
+                drafter = layer_skip.make(target, speculation.layers or ())
         except BaseException:
             executor.close()
             raise

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.checkpoint.rounding import QUANTIZATIONS
 from octavo.speculate.checked import BRANCHES
-from octavo.speculate.drafter import Drafter, ModelDrafter, Target
+from octavo.speculate.drafter import Drafter
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.speculator import LONGEST
 from octavo.speculate.suffix import SuffixDrafter
@@ -198,27 +198,8 @@ class SpeculativeConfig:
 
     @property
     def computes(self) -> bool:
-        """Whether the drafter needs the loaded model: `model_drafter` makes it then."""
+        """Whether the drafter is made for the loaded model (engine/load.py)."""
         return self.method in _COMPUTING
-
-    def model_drafter(self, target: Target) -> ModelDrafter:
-        """A new one, of a method that computes. Raises `ValueError` where it does not suit the
-        target.
-        """
-        if self.method == "draft_model":
-            from octavo.speculate import draft_model
-
-            return draft_model.make(target)
-        if self.method == "layer_skip":
-            from octavo.speculate import layer_skip
-
-            return layer_skip.make(target, self.layers or ())
-        if self.method == "medusa":
-            from octavo.speculate.medusa import MedusaDrafter
-
-            assert target.heads is not None
-            return MedusaDrafter(target.heads, target)
-        raise ValueError(f"speculative_config: method {self.method!r} computes nothing")
 
     def drafter(self) -> Drafter:
         """A new one, of a method that does not compute. Raises `ValueError` where a class cannot

@@ -18,6 +18,7 @@ from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.sequence import RequestState, Status
 from octavo.schedule.sequence import Sequence as Seq
+from octavo.speculate.draft_checkpoint import DraftModel
 from octavo.speculate.drafter import NO_DRAFT, Draft, Target
 from octavo.speculate.guess import Guess, draw_next
 
@@ -26,17 +27,16 @@ _CATCH_UP = 128  # tokens a step, of texts that are read from their beginning
 _IDLE = 64  # steps without drafting after which a cache may make place for another text
 
 
-def make(target: Target) -> DraftModelDrafter:
-    """The drafter, in memory. Raises `CheckpointError` for weights that do not fit together."""
+def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafter:
+    """The drafter, in memory, with so many blocks of cache."""
     from octavo.execute.native import NativeExecutor
 
-    assert target.draft is not None
-    checkpoint, layout = target.draft.checkpoint, target.draft.layout
+    checkpoint, layout = draft.checkpoint, draft.layout
     limits, executor = target.scheduler.config, target.executor
     context = min(limits.max_model_len, checkpoint.config.context_length)
     kv = KvCache(
         layout,
-        target.draft_blocks,
+        num_blocks,
         limits.max_num_seqs,
         -(-context // layout.block_size),
         enable_prefix_caching=limits.enable_prefix_caching,
@@ -45,7 +45,7 @@ def make(target: Target) -> DraftModelDrafter:
         checkpoint,
         program(checkpoint.config, context),
         layout,
-        num_blocks=target.draft_blocks,
+        num_blocks=num_blocks,
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.max_num_seqs,
         max_seqs=limits.max_num_seqs,

@@ -15,11 +15,9 @@ from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Distributions, Scheduled
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.heads import Heads
 
 if TYPE_CHECKING:  # the compiled module is not needed to guess from text
     from octavo.execute.native import NativeExecutor
-    from octavo.speculate.draft_checkpoint import DraftModel
 
 
 class Draft(NamedTuple):
@@ -86,9 +84,6 @@ class Target(NamedTuple):
     scheduler: Scheduler  # its ``kv`` and ``config`` too
     sampler: Sampler
     rejection: bool = False  # whether drafts are checked by rejection: with probabilities
-    heads: Heads | None = None  # those of method "medusa", for this model
-    draft: DraftModel | None = None  # of method "draft_model" …
-    draft_blocks: int = 0  # … and how many blocks its cache has
 
 
 class ModelDrafter(Protocol):

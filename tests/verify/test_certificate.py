@@ -32,6 +32,7 @@ from octavo.verify.certificate import (
 from octavo.verify.faults import FlippedBit
 from octavo.verify.running import VerificationError, running
 from octavo.verify.trials import COUNT, trials
+from speculate.random_heads import folder
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 LLAMA = ORACLES / "tiny-llama.gguf"
@@ -208,6 +209,19 @@ def test_a_drafter_with_probabilities(
     assert few.wrong_rule_p < 1e-8
     assert few.counted == 0
     assert few.missed == "too few answers of the engine were drafted for"
+
+
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_heads_are_asked_for_what_they_can_guess(
+    llama: Checkpoint, reference: bits.Reference, tmp_path: Path, recurrent: bool
+) -> None:
+    """Eight tokens of the vocabulary, and by heads that have learned nothing."""
+    heads = folder(tmp_path / "heads", llama, recurrent=recurrent, size=8)
+    method = SpeculativeConfig(method="medusa", model=str(heads))
+    found = distribution.verify(llama, reference.config, reference.trials, method, 1000)
+    assert found.missed is None
+    assert found.counted >= 2 * distribution.LEAST_EXPECTED
+    assert found.wrong_rule_p < 1e-20 < found.chi_square_p
 
 
 def test_a_wrong_rule_shows_in_the_engine_alone(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Distributions
 from octavo.speculate.config import SpeculativeConfig
+from octavo.speculate.heads import read_heads
 from octavo.verify.bits import threads_of
 from octavo.verify.chi_square import chi_square
 from octavo.verify.faults import wrong_rule
@@ -40,7 +42,7 @@ FAILURES = 1e-8
 LEAST_EXPECTED = 100.0  # draws of a cell
 NUM_TOKENS = 3  # of a draft
 POSITIONS = 4  # rows of logits that the rule is tried on
-_TEMPERATURES = (0.4, 0.7, 1.0, 1.5, 2.3, 3.5)
+_TEMPERATURES = (0.4, 0.7, 1.0, 1.5, 2.3, 3.5, 10.0)
 _CANDIDATES = 12
 _AT_ONCE = 512  # draws in a call of the sampler
 _LEAST_ANSWERS = 640
@@ -193,7 +195,7 @@ class _Observed:
             for params in (
                 SamplingParams(temperature=temperature, allowed_token_ids=tokens)
                 for temperature in _TEMPERATURES
-                for tokens in {None, allowed}
+                for tokens in (allowed, _with_others(allowed, logits[0]), None)
             ):
                 effect = self._effect(probabilities(logits[0], params), guess, drawn_from)
                 options.append(Place(logits, guess, drawn_from, params, effect))
@@ -222,6 +224,17 @@ class _Observed:
         return [group for group in self._groups.values() if group.large]
 
 
+def _with_others(few: tuple[int, ...] | None, logits: Float32) -> tuple[int, ...] | None:
+    """As many likely tokens besides: a drafter that has drawn from the few leaves room for these,
+    which is where a wrong rule shows, however alike the few are to it and to the model.
+    """
+    if few is None:
+        return None
+    others = logits.copy()
+    others[list(few)] = -np.inf
+    return few + tuple(np.argpartition(-others, len(few))[: len(few)].tolist())
+
+
 def _effect(place: Place) -> float:
     return place.effect
 
@@ -248,7 +261,8 @@ def verify(
         max_num_batched_tokens=max(config.max_num_batched_tokens, _AT_A_TIME * (1 + NUM_TOKENS)),
         enable_prefix_caching=True,
     )
-    questions = _questions(trials, max(draws // _SHARE, _LEAST_ANSWERS), config.block_size)
+    few = _few(trials[4].prompt_token_ids, method, checkpoint)
+    questions = _questions(trials, few, max(draws // _SHARE, _LEAST_ANSWERS), config.block_size)
     with running(checkpoint, config) as engine:
         own = engine.engine.sampler
         if fault:
@@ -274,18 +288,30 @@ def verify(
     )
 
 
-def _questions(trials: Sequence[Trial], answers: int, block_size: int) -> list[Trial]:
+def _few(
+    prompt: Sequence[int], method: SpeculativeConfig, checkpoint: Checkpoint
+) -> tuple[int, ...]:
+    """The commonest tokens of a prompt; of those that heads guess, if it is heads."""
+    tokens = [token for token, _ in Counter(prompt).most_common()]
+    if method.method == "medusa":
+        guessed = read_heads(Path(method.model or ""), checkpoint).token_map.tolist()
+        tokens = list(dict.fromkeys([token for token in tokens if token in guessed] + guessed))
+    return tuple(tokens[:_FEW])
+
+
+def _questions(
+    trials: Sequence[Trial], few: tuple[int, ...], answers: int, block_size: int
+) -> list[Trial]:
     """Two prompts that drafters have guesses for, asked with a seed of its own each time. One
     repeats itself, and the likeliest tokens are drawn; to the other so many ``answers`` come, of a
-    few tokens every pair of which it has, so that whatever is drawn has occurred before.
+    ``few`` tokens every pair of which it has, so that whatever is drawn has occurred before.
     """
-    few, pairs = _every_pair(trials[4].prompt_token_ids)
     length = _BLOCKS * block_size + 1
     common: dict[str, Any] = {"max_tokens": _NEW, "ignore_eos": True}
     varied = common | {"temperature": _TEMPERATURE, "top_k": _TOP_K}
     flat = common | {"temperature": _FLAT, "allowed_token_ids": few}
     repeating = trials[5].prompt_token_ids[-length:]
-    pairing = (trials[4].prompt_token_ids + pairs)[-length:]
+    pairing = (trials[4].prompt_token_ids + _every_pair(few))[-length:]
     kinds = [(repeating, varied)] * _VARIED + [(pairing, flat)] * answers
     return [
         Trial(f"question-{index}", prompt, SamplingParams(seed=90_000 + index, **more))
@@ -293,15 +319,14 @@ def _questions(trials: Sequence[Trial], answers: int, block_size: int) -> list[T
     ]
 
 
-def _every_pair(prompt: Sequence[int]) -> tuple[tuple[int, ...], list[int]]:
-    """A few tokens of a prompt, and a text of them in which each follows each."""
-    few = tuple(token for token, _ in Counter(prompt).most_common(_FEW))
+def _every_pair(few: Sequence[int]) -> list[int]:
+    """A text of a few tokens in which each follows each."""
     text = []
     for index, token in enumerate(few):
         text.append(token)
         for other in few[index + 1 :]:
             text += [token, other]
-    return few, [*text, few[0]]
+    return [*text, few[0]]
 
 
 def _tests(sampler: Sampler, places: Sequence[Place], draws: int) -> list[float]:

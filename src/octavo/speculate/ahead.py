@@ -7,6 +7,7 @@ that will bring is estimated ahead; how long both take is learned as it happens.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.draft_times import DraftTimes
@@ -19,6 +20,7 @@ IDLE_SHARE = 0.01  # of the time, for drafting that does not seem to pay
 _TRIAL = 3  # tokens drafted now and then where it does not
 _UNREAD = 64  # tokens that a drafter has not seen, above which it has to read
 _CONVINCING = 8  # drafts that have been checked before much is read
+_RESERVE = 2  # texts, whose reading gains beyond may stand for
 _MEMORY = 32  # answers whose length is remembered
 
 
@@ -34,11 +36,12 @@ class Ahead:
         self._tried = 0  # drafts that have been checked
         self._untried = 0.0  # seconds since it was asked
         self._unread: list[int] = []  # of this step's sequences
-        self._pace = 1.0  # tokens a step that are expected where something is drafted
         self._answers = 0  # that have ended …
         self._mean_answer = 0.0  # … and how many tokens they had, of late
-        self._owed = 0.0  # seconds of reading that have not been charged …
-        self._spread = 1  # … and the steps over which they will be
+        self._debts: dict[Seq, _Debt] = {}  # what was read of texts, until it has paid
+        self._overdue = 0.0  # seconds of it that did not
+        self._reserve = 0.0  # seconds gained beyond it …
+        self._largest = 0.0  # … up to twice what a text took of late
 
     def plan(
         self,
@@ -53,7 +56,6 @@ class Ahead:
         """
         counts = choose(self._steps, gains, num_tokens, room, self.times)
         self._unread = [self._missing(seq) for seq in decoding]
-        self._pace = 1.0
         if self._tried < _CONVINCING:
             counts = [min(count, _TRIAL if self._warm else 1) for count in counts]
             if any(self._unread):
@@ -111,23 +113,22 @@ class Ahead:
         asking = sum(count > 0 for count in counts)
         number = len(decoding)
         gained = sum(sum(each[:count]) for each, count in zip(gains, counts, strict=True))
-        self._pace = 1 + gained / asking
         if not any(self._unread):
             return counts
+        pace = 1 + gained / asking  # tokens a step
         seconds = self._steps.predict(num_tokens + sum(counts))
         seconds += self.times.predict(asking, max(counts))
         plain = self._steps.predict(num_tokens)
         saved = ((number + gained) * plain / number - seconds) / asking  # a step and sequence
         return [
-            count if saved * self._steps_to_come(seq) >= self.times.reading(missing) else 0
+            count if saved * self._to_come(seq) / pace >= self.times.reading(missing) else 0
             for seq, count, missing in zip(decoding, counts, self._unread, strict=True)
         ]
 
-    def _steps_to_come(self, seq: Seq) -> float:
-        """As long as answers were of late, or as long as it may be; at first, half of that."""
+    def _to_come(self, seq: Seq) -> float:
+        """Tokens: as many as answers had of late, or as many as there may be; at first, half."""
         most = seq.num_to_come
-        expected = min(self._mean_answer, most) if self._answers else most / 2
-        return expected / self._pace
+        return min(self._mean_answer, most) if self._answers else most / 2
 
     # What is learned
 
@@ -148,9 +149,12 @@ class Ahead:
             self.read = max(0.0, seconds - self.times.predict(asking, max(counts)))
             done = sum(max(0, missing - self._missing(seq)) for seq, missing in reading)
             self.times.observe_reading(self.read, done)
-            self._owed += self.read
-            steps = max(self._steps_to_come(seq) for seq, _ in reading)
-            self._spread = max(self._spread, int(steps))
+            for seq, _ in reading:
+                seconds = self.read / len(reading)
+                if seq in self._debts:
+                    seconds += self._debts[seq].seconds
+                self._largest = max(seconds, 0.9 * self._largest)
+                self._debts[seq] = _Debt(seconds, len(seq.token_ids) + int(2 * self._to_come(seq)))
         else:
             self.times.observe(asking, max(counts), seconds)
 
@@ -158,21 +162,49 @@ class Ahead:
         """A draft has been."""
         self._tried += 1
 
-    def passed(self, steps: int, seconds: float) -> float:
-        """Steps have run, of so many seconds each: what of the reading is to be charged to them. It
-        pays over a whole answer, and is spread over as many steps as one will take.
-        """
+    def passed(self, steps: int, seconds: float) -> None:
+        """Steps have run, of so many seconds each."""
         self._untried += steps * seconds
-        share = min(1.0, steps / self._spread)
-        self._spread = max(1, self._spread - steps)
-        charged = share * self._owed
-        self._owed -= charged
+
+    def charged(self, gained: float) -> float:
+        """Seconds of reading to be charged to the last step, which gained so many. It pays over a
+        whole answer: what is gained goes there first. What has not been gained when the answer
+        ends, or is twice as long as expected, is charged at once, but for what others gained
+        beyond.
+        """
+        left = max(0.0, gained)
+        for seq, debt in list(self._debts.items()):
+            paid = min(left, debt.seconds)
+            left -= paid
+            if len(seq.token_ids) >= debt.due:
+                self._overdue += debt.seconds - paid
+            elif paid < debt.seconds:
+                self._debts[seq] = debt._replace(seconds=debt.seconds - paid)
+                continue
+            del self._debts[seq]
+        charged = max(0.0, gained) - left
+        self._reserve = min(self._reserve + left, _RESERVE * self._largest)
+        covered = min(self._overdue, self._reserve)
+        self._reserve -= covered
+        charged += self._overdue - covered
+        self._overdue = 0.0
         return charged
 
-    def end(self, num_tokens: int) -> None:
-        """An answer has ended, of so many tokens."""
-        self._answers = min(_MEMORY, self._answers + 1)
-        self._mean_answer += (num_tokens - self._mean_answer) / self._answers
+    def end(self, seq: Seq, num_tokens: int) -> None:
+        """An answer has ended, of so many tokens; none: it never began."""
+        debt = self._debts.pop(seq, None)
+        if debt is not None:
+            self._overdue += debt.seconds
+        if num_tokens > 0:
+            self._answers = min(_MEMORY, self._answers + 1)
+            self._mean_answer += (num_tokens - self._mean_answer) / self._answers
+
+
+class _Debt(NamedTuple):
+    """Seconds that reading took, to be gained before the sequence has ``due`` tokens."""
+
+    seconds: float
+    due: int
 
 
 def within(counts: Sequence[int], room: int) -> list[int]:

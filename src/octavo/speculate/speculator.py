@@ -325,9 +325,9 @@ class Speculator:
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
         self.savings.add(times, scheduled, runs, seconds, self._spent)
-        spent = plain + self._spent
+        spent = plain + self._spent - self._read
         if self._planner is not None:
-            spent += self._planner.passed(1 + self._unseen, seconds) - self._read
+            self._planner.passed(1 + self._unseen, seconds)
         if self._unseen:
             self._budget.spend(plain, plain, self._unseen)
             self._unseen = 0
@@ -336,7 +336,7 @@ class Speculator:
             drawn = sum(map(len, runs[:count]))
             self._checked = _Checked(spent, drawn, times.predict(count) / count)
         else:
-            self._budget.spend(spent, plain)
+            self._charge(spent, plain)
         self._spent = self._read = 0.0
 
     def _settle(self) -> None:
@@ -344,12 +344,17 @@ class Speculator:
         step, self._checked = self._checked, None
         if step is not None:
             worth = step.num_drawn * step.each
-            self._budget.spend(step.seconds, worth)
+            self._charge(step.seconds, worth)
             if worth > step.seconds:
                 self._useful += 0.3 * (1 - self._useful)
                 self._rest = 0  # one that pays is often followed by another
             else:
                 self._useful *= 0.9
+
+    def _charge(self, seconds: float, worth: float) -> None:
+        if self._planner is not None:
+            seconds += self._planner.charged(worth - seconds)
+        self._budget.spend(seconds, worth)
 
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:
@@ -368,8 +373,8 @@ class Speculator:
                 kept = self._checked.num_drawn - beyond
                 self._checked = self._checked._replace(num_drawn=kept)
         length = len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens
-        if self._planner is not None and length > 0:  # aborted in the queue it is no answer
-            self._planner.end(length)
+        if self._planner is not None:
+            self._planner.end(seq, length)
         self._own.pop(seq, None)
         self._asked.pop(seq, None)
         try:

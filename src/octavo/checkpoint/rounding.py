@@ -50,6 +50,11 @@ QUANTIZATIONS = {"int8": (INT8, INT8), "int4": (INT4, INT8)}
 _HEADS = ("token_embd", "output")
 
 
+def is_known(quantization: object) -> bool:
+    """Whether it is one of these, whatever a user has given."""
+    return isinstance(quantization, str) and quantization in QUANTIZATIONS
+
+
 def summary(checkpoint: Checkpoint, quantization: str) -> str:
     """For people: what `rounded` did."""
     layers, heads = QUANTIZATIONS[quantization]

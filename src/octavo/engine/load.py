@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
-from octavo.checkpoint.rounding import QUANTIZATIONS, rounded, summary
+from octavo.checkpoint.rounding import is_known, rounded, summary
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
@@ -79,7 +79,7 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
-        if self.quantization is not None and self.quantization not in (*QUANTIZATIONS,):
+        if self.quantization is not None and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
                 "checkpoint, and a quantized one is recognised by itself"
@@ -364,7 +364,7 @@ def load_engine(
 
 def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
     # The compiled module is needed from here on, not to name the types above.
-    from octavo.execute.native import NativeExecutor, held_bytes
+    from octavo.execute.native import NativeExecutor, all_held_bytes
     from octavo.sample.native import NativeSampler
 
     if isinstance(model, str):
@@ -401,10 +401,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     if speculation is not None and speculation.layers is not None:
         layer_skip.subset(compute, speculation.layers)  # refuses
     layout = config.layout_of(checkpoint.config)
-    try:
-        weight_bytes = sum(held_bytes(weight, config.isa) for weight in weights.values())
-    except CheckpointError as error:  # which names the tensor
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    weight_bytes = all_held_bytes(weights.values(), str(checkpoint.path), config.isa)
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(

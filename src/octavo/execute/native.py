@@ -45,6 +45,14 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
 
 
+def all_held_bytes(weights: Iterable[Weight], source: str, isa: str | None = None) -> int:
+    """Of several weights; ``source`` is named in errors, too."""
+    try:
+        return sum(held_bytes(weight, isa) for weight in weights)
+    except CheckpointError as error:  # which names the tensor
+        raise CheckpointError(f"{source}: {error}") from None
+
+
 def check_weights(program: Program, weights: Mapping[str, Weight | _Held], source: str) -> None:
     """Raises `CheckpointError`, naming ``source``, for weights that do not fit the program."""
     for role, shape in program.weights.items():

@@ -127,7 +127,6 @@ class Builder:
     def head(self) -> Program:
         c = self.config
         self.norm("x", "output_norm", "x", scale=c.logits_scale)
-        weight = "token_embd" if c.tied_embeddings else "output"
-        self.weights[weight] = (c.vocab_size, c.hidden_size)
-        self.ops.append(Logits("x", weight, c.logits_softcap))
+        self.weights[c.head] = (c.vocab_size, c.hidden_size)
+        self.ops.append(Logits("x", c.head, c.logits_softcap))
         return Program(c, tuple(self.ops), self.widths, self.weights)

@@ -121,6 +121,11 @@ class ModelConfig:
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
 
+    @property
+    def head(self) -> str:
+        """The role of the matrix that logits come from."""
+        return "token_embd" if self.tied_embeddings else "output"
+
     def __post_init__(self) -> None:
         for name, low, high in (
             ("vocab_size", 1, 1 << 24),

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from octavo.checkpoint.rounding import QUANTIZATIONS
+from octavo.checkpoint.rounding import QUANTIZATIONS, is_known
 from octavo.speculate.checked import BRANCHES
 from octavo.speculate.drafter import Drafter
 from octavo.speculate.ngram import NgramDrafter
@@ -92,7 +92,7 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config: model is {self.model!r}; method {self.method!r} needs one"
             )
-        if self.quantization is not None and self.quantization not in (*QUANTIZATIONS,):
+        if self.quantization is not None and not is_known(self.quantization):
             raise ValueError(
                 f"speculative_config: quantization {self.quantization!r} is not supported; "
                 f"{', '.join(QUANTIZATIONS)} are"

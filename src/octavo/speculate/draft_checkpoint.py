@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import octavo.checkpoint
 from octavo.checkpoint import pull
-from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.rounding import rounded
 from octavo.kv.layout import KvLayout
 from octavo.model.config import ModelConfig
@@ -37,16 +37,13 @@ def read(
     """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, for weights that do
     not fit together too, and `ValueError` for another vocabulary than the target's.
     """
-    from octavo.execute.native import check_weights, held_bytes
+    from octavo.execute.native import all_held_bytes, check_weights
 
     checkpoint = octavo.checkpoint.load(Path(pull.resolve(model)))
     check_vocabulary(checkpoint, target)
     if quantization is not None:
         checkpoint = rounded(checkpoint, quantization, threads)
-    try:
-        weights = sum(held_bytes(weight, isa) for weight in checkpoint.weights.values())
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint.path}: {error}") from None
+    weights = all_held_bytes(checkpoint.weights.values(), str(checkpoint.path), isa)
     compute = program(checkpoint.config)
     check_weights(compute, checkpoint.weights, str(checkpoint.path))
     return DraftModel(checkpoint, compute, layout_of(checkpoint.config), weights)

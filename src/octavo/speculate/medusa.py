@@ -59,8 +59,7 @@ def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict
             if layer.bias is not None:
                 given[f"{_role(at, number)}.bias"] = layer.bias
     weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
-    name = "token_embd" if checkpoint.config.tied_embeddings else "output"
-    weights[_LOGITS] = _rows_of(checkpoint.weights[name], heads.token_map)
+    weights[_LOGITS] = _rows_of(checkpoint.weights[checkpoint.config.head], heads.token_map)
     return weights
 
 

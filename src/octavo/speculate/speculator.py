@@ -82,7 +82,7 @@ class Speculator:
         self.times = StepTimes()
         self.savings = Savings()
         self._model: ModelDrafter | None = None
-        self._planner: Ahead | None = None  # for a drafter that computes, lengths not pinned
+        self._planner: Ahead | None = None  # for a drafter that computes
         self._reader: Reader | None = None
         if isinstance(drafter, Drafter):  # whatever else it can do
             self._reader = Reader(drafter, now)
@@ -325,7 +325,7 @@ class Speculator:
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
         self.savings.add(times, scheduled, runs, seconds, self._spent)
-        spent = plain + self._spent - self._read
+        spent = seconds - self._read
         if self._planner is not None:
             self._planner.passed(1 + self._unseen, seconds)
         if self._unseen:

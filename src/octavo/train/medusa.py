@@ -144,7 +144,6 @@ class _Model:
         self.recipe = recipe
         config = checkpoint.config
         embed = next(op for op in program(config).ops if isinstance(op, Embed))
-        head = "token_embd" if config.tied_embeddings else "output"
         embedding = dequantize(checkpoint.weights["token_embd"]) * np.float32(embed.scale)
         sample = texts.hidden[places[:_SAMPLE]].astype(np.float64)
         # Rows and embeddings are brought to one in the mean square while they are learned with, and
@@ -152,7 +151,7 @@ class _Model:
         self.row_scale = float(1 / np.sqrt(np.square(sample).mean()))
         self.token_scale = float(1 / np.sqrt(np.square(embedding, dtype=np.float64).mean()))
         self.embedding = torch.from_numpy(embedding * np.float32(self.token_scale))
-        rows = dequantize(checkpoint.weights[head])[token_map] / np.float32(self.row_scale)
+        rows = dequantize(checkpoint.weights[config.head])[token_map] / np.float32(self.row_scale)
         self.rows = torch.from_numpy(np.ascontiguousarray(rows)).to(torch.bfloat16)
         self.metric = _logit_metric(torch, torch.from_numpy(rows))
         self.token_map = torch.from_numpy(token_map)

@@ -27,12 +27,17 @@ ALLOWED: dict[str, set[str]] = {
     },
     "verify": {"engine", "speculate", "schedule", "sample", "execute", "kv", "model", "checkpoint"},
     "quant": {"execute", "kv", "model", "checkpoint", "_native"},
-    "plan": {"execute", "kv", "model", "checkpoint", "_native"},
+    "workload": set(),
+    "plan": {
+        *("workload", "engine", "speculate", "schedule", "sample", "execute", "kv", "model"),
+        *("checkpoint", "bench.limits", "_native"),
+    },
     "train": {
         *("engine", "speculate", "quant", "schedule", "sample", "execute", "kv", "model"),
         "checkpoint",
     },
     "bench": {
+        "workload",
         "engine",
         "quant",
         "schedule",

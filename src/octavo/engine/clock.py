@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from time import monotonic, sleep
 from typing import Protocol
 
 
@@ -15,13 +15,21 @@ class Clock(Protocol):
         """A step took this long. Real time has passed by itself; virtual time moves here."""
         ...
 
+    def sleep_until(self, time: float) -> None:
+        """There is nothing to do until then."""
+        ...
+
 
 class RealClock:
     def now(self) -> float:
-        return time.monotonic()
+        return monotonic()
 
     def advance(self, seconds: float) -> None:
         pass
+
+    def sleep_until(self, time: float) -> None:
+        if (seconds := time - self.now()) > 0:
+            sleep(seconds)
 
 
 class VirtualClock:
@@ -35,3 +43,6 @@ class VirtualClock:
         if seconds < 0:
             raise ValueError(f"time cannot go back by {-seconds} s")
         self._now += seconds
+
+    def sleep_until(self, time: float) -> None:
+        self._now = max(self._now, time)

@@ -10,22 +10,17 @@ shares of a limit; here its numbers are only divided up and added.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from octavo.checkpoint.base import Checkpoint, Weight, WeightFormat
-from octavo.checkpoint.hf_config import model_config
-from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.checkpoint.base import Weight, WeightFormat
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostModel, OpCost, Rates
 from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model.families import program
 from octavo.model.program import (
     Activate,
     Add,
@@ -37,66 +32,15 @@ from octavo.model.program import (
     Logits,
     Op,
     PagedAttention,
-    Program,
     RmsNorm,
     RopeAndStoreKv,
     Route,
 )
+from octavo.plan.hardware import Device
 from octavo.plan.schemes import GGUF, Scheme
+from octavo.plan.subject import Subject, part
 
 MOST_SEQUENCES = 1 << 14  # up to where a crossing is looked for
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What a machine does in a second. ``rates`` is of a working set in bytes, which caches may
-    hold a part of.
-    """
-
-    name: str
-    rates: Callable[[int], Rates]
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """A model to plan for: its shape, and its weights as a file has them, if there is one."""
-
-    name: str
-    program: Program
-    stored: Mapping[str, Weight] | None = None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Subject:
-        config = checkpoint.config
-        return cls(config.name or checkpoint.path.name, program(config), checkpoint.weights)
-
-    @classmethod
-    def of_config(cls, path: Path) -> Subject:
-        """From a Hugging Face config.json alone. Raises `CheckpointError`."""
-        folder = HfFolder(path.parent)
-        # Where the key is missing, transformers' classes tie Gemma's head and no other's.
-        gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
-        config = model_config(folder, () if gemma else ("lm_head.weight",))
-        return cls(config.name, program(config))
-
-    @property
-    def parameters(self) -> int:
-        return sum(map(prod, self.program.weights.values()))
-
-    def matrices(self) -> dict[str, tuple[int, ...]]:
-        """Of the layers: what quantizers work on. Embedding and head are apart."""
-        return {
-            role: shape
-            for role, shape in self.program.weights.items()
-            if len(shape) > 1 and part(role) == "layers"
-        }
-
-
-def part(role: str) -> str:
-    """The line of a sum that a weight belongs to; a tied head is the embedding."""
-    if role.endswith(("norm", ".bias")):
-        return "norms"
-    return {"token_embd": "embedding", "output": "head"}.get(role, "layers")
 
 
 class Stored(NamedTuple):

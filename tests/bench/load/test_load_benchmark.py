@@ -17,11 +17,11 @@ import pytest
 from load_servers import HEAD, Asked, chunk, good, serving_script, token, usage, whole
 
 from octavo.bench.load import benchmark as module
-from octavo.bench.load.arrivals import Ramp
 from octavo.bench.load.benchmark import LoadError, Settings, benchmark
 from octavo.bench.load.client import Body, Client, Target
-from octavo.bench.load.metrics import PER_REQUEST
-from octavo.bench.load.traces import Window
+from octavo.workload.arrivals import Ramp
+from octavo.workload.metrics import PER_REQUEST
+from octavo.workload.traces import Window
 
 
 def settings(url: str, **changes: Any) -> Settings:

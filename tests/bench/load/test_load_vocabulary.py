@@ -11,8 +11,8 @@ import pytest
 from load_servers import Asked, serving_script, whole
 
 from octavo.bench.load.client import Client, Target
-from octavo.bench.load.datasets import Sample, prefix_repetition, random_prompts
 from octavo.bench.load.vocabulary import COMMON, Ids, LocalTokenizer, ServerTokenizer, Words
+from octavo.workload.datasets import Sample, prefix_repetition, random_prompts
 
 
 @pytest.fixture(params=["smollm2_path", "gemma3_path"])

@@ -14,11 +14,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from octavo.bench.load import datasets, speculation, traces
-from octavo.bench.load.arrivals import Ramp, arrival_times
+from octavo.bench.load import speculation
 from octavo.bench.load.client import Client, Target
-from octavo.bench.load.datasets import Sample
-from octavo.bench.load.metrics import PER_REQUEST, summarise
 from octavo.bench.load.report import DEFINITIONS, Progress
 from octavo.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
 from octavo.bench.load.stream import error_message
@@ -33,6 +30,10 @@ from octavo.bench.load.vocabulary import (
     Vocabulary,
     Words,
 )
+from octavo.workload import datasets, traces
+from octavo.workload.arrivals import Ramp, arrival_times
+from octavo.workload.datasets import Sample
+from octavo.workload.metrics import PER_REQUEST, summarise
 
 ENDPOINTS = {
     "openai": "/v1/completions",

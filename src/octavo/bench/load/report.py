@@ -8,8 +8,8 @@ import time
 from collections.abc import Mapping
 from typing import Any, TextIO
 
-from octavo.bench.load.metrics import LATENCIES
 from octavo.bench.load.run import Run
+from octavo.workload.metrics import LATENCIES
 
 _WIDTH = 50
 

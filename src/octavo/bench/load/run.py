@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from octavo.bench.load.client import Client
-from octavo.bench.load.datasets import Sample
-from octavo.bench.load.metrics import Record
 from octavo.bench.load.stream import Answer
+from octavo.workload.datasets import Sample
+from octavo.workload.metrics import Record
 
 LATE = 0.010  # seconds behind its time after which a request counts as late
 LATE_SHARE = 0.01  # more late requests than this, and the load was not what was asked

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.bench.load.client import Client
-from octavo.bench.load.datasets import Sample, draws
+from octavo.workload.datasets import Sample, draws
 
 Encode = Callable[[str], list[int]]  # without special tokens
 

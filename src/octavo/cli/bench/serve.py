@@ -244,8 +244,9 @@ def spread(values: dict[str, Any], more: list[str]) -> None:
 
 def settings(values: Mapping[str, Any]) -> Settings:
     """Raises `ValueError` for values that do not go together."""
-    from octavo.bench.load import arrivals, client, metrics, traces
+    from octavo.bench.load import client
     from octavo.bench.load.benchmark import Settings
+    from octavo.workload import arrivals, metrics, traces
 
     headers = pairs("header", values["header"])
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, headers):

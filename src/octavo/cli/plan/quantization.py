@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,16 +15,16 @@ from octavo.cli.options import Model, length
 
 if TYPE_CHECKING:
     from octavo.kv.layout import KvLayout
-    from octavo.plan.quantization import Device, PartCost, Phase, Plan, Stored, Subject
+    from octavo.plan.hardware import Device
+    from octavo.plan.quantization import PartCost, Phase, Plan, Stored
     from octavo.plan.schemes import Scheme
+    from octavo.plan.subject import Subject
 
 EXAMPLES = (
     "octavo plan quantization smollm2",
     "octavo plan quantization llama-2-7b/config.json --format gptq --bits 4 --group-size 64",
     "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
 )
-
-LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e9  # of a device: GB/s, Gop/s
 
 _DEVICE_HELP = (
     "machine: this one's limits, as octavo bench machine stores them. Or figures: memory in GB/s, "
@@ -105,8 +104,9 @@ def command(
     from octavo.engine.load import SettingsError
     from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
+    from octavo.plan import hardware, schemes
     from octavo.plan import quantization as planning
-    from octavo.plan import schemes
+    from octavo.plan.subject import Subject
 
     if arithmetic not in ("int8", "bf16"):
         raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
@@ -114,10 +114,10 @@ def command(
         edges = schemes.scheme(embedding_format)
         chosen = _chosen(format, bits, group_size, asymmetric)
         kv_dtype = KvDtype.of(kv_cache_dtype)
-        on = _device(device)
+        on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    subject = _subject(model)
+    subject = Subject.find(model)
     most = subject.program.config.context_length
     in_cache = _tokens("--context", context, 128, most)
     prompt = _tokens("--prompt-len", prompt_len, 512, most)
@@ -184,66 +184,6 @@ def _chosen(
     if asymmetric and name != "compressed-tensors":
         raise ValueError("--asymmetric is for compressed-tensors; the others are as they are")
     return schemes.scheme(name, bits, group, symmetric=not asymmetric)
-
-
-def _subject(model: str) -> Subject:
-    from octavo.checkpoint import load
-    from octavo.checkpoint.base import CheckpointError
-    from octavo.checkpoint.hf_folder import CONFIG
-    from octavo.checkpoint.pull import resolve
-    from octavo.plan.quantization import Subject
-
-    path = Path(model).expanduser()
-    if path.suffix == ".json" and path.name != CONFIG:
-        raise CheckpointError(f"{path}: give a model's {CONFIG}")
-    if path.name == CONFIG:
-        return Subject.of_config(path)
-    if (path / CONFIG).is_file() and not any(path.glob("*.safetensors")):
-        return Subject.of_config(path / CONFIG)
-    return Subject.of(load(resolve(model)))
-
-
-def _device(text: str) -> Device:
-    """Raises `ValueError` for what is neither "machine" nor figures."""
-    from octavo.bench.limits import Limits
-    from octavo.execute.cost import Rates
-    from octavo.plan.quantization import Device
-
-    if text == "machine":
-        with on_stderr() as progress:
-            limits = Limits.stored(progress)
-        name = f"this machine ({limits.cpu}, {limits.threads} threads)"
-        return Device(name, lambda size: limits.rates(working_set=size))
-    figures: dict[str, float] = {}
-    for item in text.split(","):
-        key, equals, value = item.partition("=")
-        try:
-            figures[key] = float(value)
-        except ValueError:
-            equals = ""
-        if not equals or key not in ("memory", "int8", "bf16", "fp32"):
-            raise ValueError(
-                f"device {text!r} is neither machine nor figures such as "
-                "memory=48,int8=940,bf16=470,fp32=235 (GB/s and Gop/s)"
-            )
-        if not LEAST_FIGURE <= figures[key] <= MOST_FIGURE:  # nan neither
-            raise ValueError(
-                f"--device: {item} is not from {LEAST_FIGURE:g} to {MOST_FIGURE:g} "
-                f"{'GB/s' if key == 'memory' else 'Gop/s'}"
-            )
-    given = [figures[key] for key in ("fp32", "bf16", "int8") if key in figures]
-    if "memory" not in figures or not given:
-        raise ValueError(f"device {text!r}: memory and at least one of int8, bf16, fp32 are needed")
-    # A unit that is not given runs on the next wider one.
-    fp32 = figures.get("fp32", given[0])
-    bf16 = figures.get("bf16", fp32)
-    rates = Rates(
-        1e9 * figures["memory"],
-        1e9 * fp32,
-        int8_ops_per_second=1e9 * figures.get("int8", bf16),
-        bf16_ops_per_second=1e9 * bf16,
-    )
-    return Device(text, lambda _: rates)
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -436,7 +376,7 @@ def _shape(subject: Subject) -> list[str]:
 
 
 def _part(role: str) -> str:
-    from octavo.plan.quantization import part
+    from octavo.plan.subject import part
 
     return part(role)
 

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.load.datasets import (
+from octavo.bench.load.vocabulary import Ids, Words
+from octavo.workload.datasets import (
     PREFIXES,
     SUFFIXES,
     DatasetError,
@@ -22,8 +23,7 @@ from octavo.bench.load.datasets import (
     sharegpt,
     take,
 )
-from octavo.bench.load.traces import Window, load
-from octavo.bench.load.vocabulary import Ids, Words
+from octavo.workload.traces import Window, load
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44

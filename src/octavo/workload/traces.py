@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from octavo.bench.load.datasets import (
+from octavo.workload.datasets import (
     AZURE,
     MOONCAKE,
     UNIT,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.load.metrics import (
+from octavo.workload.metrics import (
     LATENCIES,
     Record,
     parse_goodput,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.bench.load.arrivals import Ramp, arrival_times
+from octavo.workload.arrivals import Ramp, arrival_times
 
 MANY = 20_000
 

@@ -1,0 +1,102 @@
+"""A load put through an engine: requests arrive at their times, and records come out.
+
+Real engine and simulated engine run the same loop; their clocks and executors differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from octavo.engine.engine import Engine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
+from octavo.workload.datasets import Sample, draws
+from octavo.workload.metrics import Record
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """What came of a load. Times are seconds from its start, in the engine's clock."""
+
+    records: list[Record]
+    duration: float  # to the end of the last request
+
+
+def prompt_token_ids(sample: Sample, seed: int, vocab_size: int) -> list[int]:
+    """The sample's prompt; equal parts are equal tokens."""
+    drawn = np.concatenate([draws(seed, part.key, part.length) for part in sample.parts])
+    ids: list[int] = (drawn % vocab_size).tolist()
+    return ids
+
+
+def replay(
+    engine: Engine,
+    samples: Sequence[Sample],
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda _: None,
+) -> Replay:
+    """Every sample at its ``arrival`` (in order), until all have ended. ``progress`` is told how
+    many have.
+    """
+    clock = engine.clock
+    start = clock.now()
+    live: dict[str, Record] = {}
+    last: dict[str, float] = {}
+    records: list[Record] = []
+    arrived = 0
+    while True:
+        while arrived < len(samples) and _arrival(samples[arrived]) <= clock.now() - start:
+            record = _begin(engine, samples[arrived], arrived, start, seed)
+            arrived += 1
+            if record.reason:
+                records.append(record)
+            else:
+                live[str(record.index)] = record
+        if not engine.has_work():
+            if arrived == len(samples):
+                break
+            clock.sleep_until(start + _arrival(samples[arrived]))
+            continue
+        for delta in engine.step():
+            record, now = live[delta.request_id], clock.now() - start
+            if delta.token_ids:
+                if record.output_tokens:
+                    record.itl.append(now - last[delta.request_id])
+                record.output_tokens += len(delta.token_ids)
+                last[delta.request_id] = now
+            if delta.record is not None:
+                _end(record, delta.record, start)
+                records.append(live.pop(delta.request_id))
+                progress(len(records))
+    return Replay(sorted(records, key=lambda record: record.index), clock.now() - start)
+
+
+def _arrival(sample: Sample) -> float:
+    return sample.arrival or 0.0
+
+
+def _begin(engine: Engine, sample: Sample, index: int, start: float, seed: int) -> Record:
+    arrival = _arrival(sample)
+    record = Record(index, False, arrival, sample.prompt_len, 0)
+    params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
+    prompt = prompt_token_ids(sample, seed, engine.vocab_size)
+    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+    try:
+        engine.add_request(request, start + arrival)
+    except AdmissionError as error:
+        record.reason, record.detail = "rejected", str(error)
+    return record
+
+
+def _end(record: Record, outcome: RequestRecord, start: float) -> None:
+    assert outcome.finished is not None
+    record.success = outcome.outcome is Outcome.FINISHED
+    record.latency = outcome.finished - outcome.arrival
+    record.ttft = 0.0 if outcome.first_token is None else outcome.first_token - outcome.arrival
+    record.cached_tokens = outcome.cached_tokens
+    if not record.success:
+        record.reason, record.detail = "failed", outcome.error or ""

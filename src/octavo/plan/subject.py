@@ -1,0 +1,81 @@
+"""A model to plan for, known by its shape: of a preset, a config.json, or a file's header."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import octavo.checkpoint
+from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
+from octavo.checkpoint.hf_config import model_config
+from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.checkpoint.pull import resolve
+from octavo.model.families import program
+from octavo.model.program import Program
+from octavo.plan.presets import PRESETS, Preset
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to plan for: its shape, and its weights as a file has them, if there is one."""
+
+    name: str
+    program: Program
+    stored: Mapping[str, Weight] | None = None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Subject:
+        config = checkpoint.config
+        return cls(config.name or checkpoint.path.name, program(config), checkpoint.weights)
+
+    @classmethod
+    def of_config(cls, path: Path) -> Subject:
+        """From a Hugging Face config.json alone. Raises `CheckpointError`."""
+        return cls.of_folder(HfFolder(path.parent))
+
+    @classmethod
+    def of_folder(cls, folder: HfFolder) -> Subject:
+        """From what the folder's config.json says."""
+        # Where the key is missing, transformers' classes tie Gemma's head and no other's.
+        gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
+        config = model_config(folder, () if gemma else ("lm_head.weight",))
+        return cls(config.name, program(config))
+
+    @classmethod
+    def find(cls, model: str) -> Subject:
+        """Of whatever names a model: a preset, a config.json, a folder with one, a file, a short
+        name that `octavo pull` knows. Weights are not read.
+
+        Raises `CheckpointError`.
+        """
+        if model in PRESETS:
+            return cls.of_folder(Preset(model))
+        path = Path(model).expanduser()
+        if path.suffix == ".json" and path.name != CONFIG:
+            raise CheckpointError(f"{path}: give a model's {CONFIG}")
+        if path.name == CONFIG:
+            return cls.of_config(path)
+        if (path / CONFIG).is_file() and not any(path.glob("*.safetensors")):
+            return cls.of_config(path / CONFIG)
+        return cls.of(octavo.checkpoint.load(resolve(model)))
+
+    @property
+    def parameters(self) -> int:
+        return sum(map(prod, self.program.weights.values()))
+
+    def matrices(self) -> dict[str, tuple[int, ...]]:
+        """Of the layers: what quantizers work on. Embedding and head are apart."""
+        return {
+            role: shape
+            for role, shape in self.program.weights.items()
+            if len(shape) > 1 and part(role) == "layers"
+        }
+
+
+def part(role: str) -> str:
+    """The line of a sum that a weight belongs to; a tied head is the embedding."""
+    if role.endswith(("norm", ".bias")):
+        return "norms"
+    return {"token_embd": "embedding", "output": "head"}.get(role, "layers")

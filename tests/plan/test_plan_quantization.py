@@ -340,7 +340,7 @@ def test_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--device", "h100"), "is not known"),
+        (("--device", "h999"), "is not known"),
         *(
             (("--device", f"memory={figure},int8=1"), f"memory={figure} is not from 0.001 to 1e+09")
             for figure in ("0", "-1", "inf", "nan", "1e-320")

@@ -18,18 +18,11 @@ from octavo.cli import app
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvLayout
-from octavo.plan.quantization import (
-    Device,
-    Subject,
-    as_stored,
-    crossing,
-    decode_batch,
-    held,
-    in_scheme,
-    plan,
-    prefill_batch,
-)
+from octavo.plan.hardware import Device
+from octavo.plan.phase import crossing, decode_batch, prefill_batch
+from octavo.plan.quantization import as_stored, held, in_scheme, plan
 from octavo.plan.schemes import scheme
+from octavo.plan.subject import Subject
 from oracle.tiny_folders import FAMILIES, folder, talking_folder
 from quant.quantizing import make, qwen3_folder
 

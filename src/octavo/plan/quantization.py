@@ -3,44 +3,28 @@
 Decode reads every weight for each step, whatever the number of sequences, so that one sequence is
 bound by bytes; prefill uses each weight for many tokens and is bound by operations. Between them
 lies the batch from which decode is bound by operations, too (Williams, Waterman and Patterson,
-2009; Pope et al., 2022, section 3). Everything is counted by `CostModel`, as for the engine's own
+2009; Pope et al., 2023, section 2). Everything is counted by `CostModel`, as for the engine's own
 shares of a limit; here its numbers are only divided up and added.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
 from octavo.checkpoint.base import Weight, WeightFormat
-from octavo.execute.batch import Batch
-from octavo.execute.cost import Arithmetic, CostModel, OpCost, Rates
+from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.program import (
-    Activate,
-    Add,
-    Combine,
-    Embed,
     ExpertLinear,
-    GatedActivation,
-    Input,
-    Logits,
-    Op,
-    PagedAttention,
-    RmsNorm,
-    RopeAndStoreKv,
-    Route,
 )
 from octavo.plan.hardware import Device
+from octavo.plan.phase import Phase, crossing, decode_batch, phase, prefill_batch
 from octavo.plan.schemes import GGUF, Scheme
 from octavo.plan.subject import Subject, part
-
-MOST_SEQUENCES = 1 << 14  # up to where a crossing is looked for
 
 
 class Stored(NamedTuple):
@@ -113,69 +97,6 @@ def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, 
 # --- speed ---------------------------------------------------------------------------------------
 
 
-class PartCost(NamedTuple):
-    """What some of a step's ops move and compute, and their time on the roofline, op by op."""
-
-    name: str
-    weight_bytes: int
-    kv_bytes: int
-    ops: int
-    arithmetic: Arithmetic
-    memory_seconds: float
-    arithmetic_seconds: float
-    seconds: float
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} ({self.arithmetic})"
-
-    @property
-    def bytes(self) -> int:
-        return self.weight_bytes + self.kv_bytes
-
-    @property
-    def bound(self) -> str:
-        """What takes longer; single ops may differ (a last layer computes fewer rows)."""
-        return "bytes" if self.memory_seconds >= self.arithmetic_seconds else "operations"
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A step and what bounds it."""
-
-    tokens: int
-    parts: tuple[PartCost, ...]
-    rates: Rates
-
-    @property
-    def seconds(self) -> float:
-        return sum(part.seconds for part in self.parts)
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens / self.seconds
-
-    @property
-    def bytes(self) -> int:
-        return sum(part.bytes for part in self.parts)
-
-    @property
-    def ops(self) -> int:
-        return sum(part.ops for part in self.parts)
-
-    @property
-    def memory_seconds(self) -> float:
-        return sum(part.memory_seconds for part in self.parts)
-
-    @property
-    def arithmetic_seconds(self) -> float:
-        return sum(part.arithmetic_seconds for part in self.parts)
-
-    @property
-    def bound(self) -> str:
-        return "bytes" if self.memory_seconds >= self.arithmetic_seconds else "operations"
-
-
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A model in some format on a machine."""
@@ -204,6 +125,21 @@ def arithmetic(stored: Stored, quantized: Arithmetic) -> dict[str, Arithmetic]:
     return {role: floats.get(format, quantized) for role, format in stored.formats.items()}
 
 
+def cost_model(
+    subject: Subject, stored: Stored, layout: KvLayout, quantized: Arithmetic = Arithmetic.INT8
+) -> CostModel:
+    """What counts for a model in these formats; ``quantized`` multiplies quantized weights."""
+    # As the engine's kernels: codes are multiplied as they are where quantized weights are.
+    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
+    return CostModel(
+        subject.program,
+        layout,
+        weight_bytes=stored.sizes,
+        arithmetic=arithmetic(stored, quantized),
+        attention=quantized if codes else Arithmetic.BF16,
+    )
+
+
 def plan(
     subject: Subject,
     stored: Stored,
@@ -221,20 +157,7 @@ def plan(
     """
     layout = layout or KvLayout.of(subject.program.config)
     units = arithmetic(stored, quantized)
-    # As the engine's kernels: codes are multiplied as they are where quantized weights are.
-    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
-    attention = quantized if codes else Arithmetic.BF16
-
-    def costs(sizes: dict[str, int]) -> CostModel:
-        return CostModel(
-            subject.program,
-            layout,
-            weight_bytes=sizes,
-            arithmetic=units,
-            attention=attention,
-        )
-
-    model = costs(stored.sizes)
+    model = cost_model(subject, stored, layout, quantized)
     rates = device.rates(stored.bytes)
     matrices = subject.matrices()
     weights = sum(map(prod, matrices.values()))
@@ -244,7 +167,8 @@ def plan(
     if own is not None:
         held_per_weight = sum(own[role] for role in matrices) / weights
         own_rates = device.rates(sum(own.values()))
-        held_rate = _phase(costs(own), decode_batch(1, context), own_rates).tokens_per_second
+        packed = cost_model(subject, stored._replace(sizes=own), layout, quantized)
+        held_rate = phase(packed, [decode_batch(1, context)], own_rates).tokens_per_second
     layers_crossing = None
     if not any(isinstance(op, ExpertLinear) for op in subject.program.ops):
         # A step's reading against one token's arithmetic, whose units may differ in a file.
@@ -254,96 +178,11 @@ def plan(
         stored,
         per_weight,
         rates,
-        _phase(model, decode_batch(1, context), rates),
-        _phase(model, prefill_batch(prompt), rates),
+        phase(model, [decode_batch(1, context)], rates),
+        phase(model, [prefill_batch(prompt)], rates),
         layers_crossing,
         crossing(model, context, rates),
         None if own is None else sum(own.values()),
         held_per_weight,
         held_rate,
-    )
-
-
-def crossing(model: CostModel, context: int, rates: Rates) -> int | None:
-    """The fewest sequences whose decode step takes longer to compute than to read.
-
-    None when no number up to `MOST_SEQUENCES` does: each brings its own KV cache to read, and from
-    some context on that takes longer than its arithmetic.
-    """
-
-    def computes(sequences: int) -> bool:
-        return _phase(model, decode_batch(sequences, context), rates).bound == "operations"
-
-    if not computes(MOST_SEQUENCES):
-        return None
-    low, high = 0, MOST_SEQUENCES
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if computes(middle) else (middle, high)
-    return high
-
-
-def decode_batch(sequences: int, context: int) -> Batch:
-    """A token each of sequences that have ``context`` tokens in the cache."""
-    positions = np.full(sequences, context, np.int32)
-    return _batch(positions, np.arange(sequences + 1), np.arange(sequences))
-
-
-def prefill_batch(tokens: int) -> Batch:
-    """A prompt, of which the last row wants logits."""
-    return _batch(np.arange(tokens), np.array([0, tokens]), np.array([tokens - 1]))
-
-
-def _batch(positions: np.ndarray, offsets: np.ndarray, rows: np.ndarray) -> Batch:
-    count = len(offsets) - 1
-    return Batch(
-        token_ids=np.zeros(len(positions), np.int32),
-        positions=positions.astype(np.int32),
-        seq_offsets=offsets.astype(np.int32),
-        seq_slots=np.arange(count, dtype=np.int32),
-        block_tables=np.zeros((1, count, 0), np.int32),
-        logits_rows=rows.astype(np.int32),
-        copies=np.zeros((0, 2), np.int32),
-    )
-
-
-def _phase(model: CostModel, batch: Batch, rates: Rates) -> Phase:
-    """The ops of a step, those of a kind and of one arithmetic together."""
-    order = ("layers", "head", "attention", "rest")
-    found = [
-        (_kind(op), cost.arithmetic, cost)
-        for op, cost in zip(model.program.ops, model.by_op(batch), strict=True)
-    ]
-    found.sort(key=lambda item: (order.index(item[0]), item[1]))
-    parts = [
-        _part(kind, unit, [cost for _, _, cost in group], rates)
-        for (kind, unit), group in groupby(found, key=lambda item: item[:2])
-    ]
-    return Phase(batch.num_tokens, tuple(parts), rates)
-
-
-def _kind(op: Op) -> str:
-    match op:
-        case Logits():
-            return "head"
-        case PagedAttention():
-            return "attention"
-        case Embed() | Input() | RmsNorm() | RopeAndStoreKv():
-            return "rest"
-        case Activate() | GatedActivation() | Add() | Route() | Combine():
-            return "rest"
-    return "layers"
-
-
-def _part(name: str, unit: Arithmetic, costs: list[OpCost], rates: Rates) -> PartCost:
-    alike = Counter(costs).items()
-    return PartCost(
-        name,
-        sum(n * cost.weight_bytes for cost, n in alike),
-        sum(n * cost.kv_bytes for cost, n in alike),
-        sum(n * cost.ops for cost, n in alike),
-        unit,
-        sum(n * (cost.bytes / rates.bytes_per_second) for cost, n in alike),
-        sum(n * (cost.ops / rates.peak(unit)) for cost, n in alike),
-        sum(n * cost.seconds(rates) for cost, n in alike),
     )

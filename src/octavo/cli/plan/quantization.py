@@ -16,7 +16,8 @@ from octavo.cli.options import Model, length
 if TYPE_CHECKING:
     from octavo.kv.layout import KvLayout
     from octavo.plan.hardware import Device
-    from octavo.plan.quantization import PartCost, Phase, Plan, Stored
+    from octavo.plan.phase import PartCost, Phase
+    from octavo.plan.quantization import Plan, Stored
     from octavo.plan.schemes import Scheme
     from octavo.plan.subject import Subject
 
@@ -112,7 +113,7 @@ def command(
         raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
     try:
         edges = schemes.scheme(embedding_format)
-        chosen = _chosen(format, bits, group_size, asymmetric)
+        chosen = chosen_scheme(format, bits, group_size, asymmetric)
         kv_dtype = KvDtype.of(kv_cache_dtype)
         on = hardware.device(device, on_stderr)
     except ValueError as error:
@@ -172,7 +173,7 @@ def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
     return tokens
 
 
-def _chosen(
+def chosen_scheme(
     name: str | None, bits: int | None, group: int | None, asymmetric: bool
 ) -> Scheme | None:
     from octavo.plan import schemes

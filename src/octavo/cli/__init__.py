@@ -21,6 +21,7 @@ from octavo.cli import (
     quantize,
     search,
     serve,
+    simulate,
     speculate,
     train,
     verify,
@@ -48,6 +49,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 
 for _module in (
     *(serve, chat, generate, speculate, pull, inspect, profile, quantize, fidelity, verify),
+    simulate,
 ):
     _add(app, _module)
 for _room in (bench, plan, search, train):

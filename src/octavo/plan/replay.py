@@ -16,6 +16,8 @@ from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRec
 from octavo.workload.datasets import Sample, draws
 from octavo.workload.metrics import Record
 
+QUEUE_FULL = "queue full"  # why a request was refused that might have been served later
+
 
 @dataclass(frozen=True, slots=True)
 class Replay:
@@ -23,6 +25,7 @@ class Replay:
 
     records: list[Record]
     duration: float  # to the end of the last request
+    idle: float  # of it, without any request
 
 
 def prompt_token_ids(sample: Sample, seed: int, vocab_size: int) -> list[int]:
@@ -38,9 +41,10 @@ def replay(
     *,
     seed: int = 0,
     progress: Callable[[int], None] = lambda _: None,
+    watch: Callable[[Engine, float], None] = lambda engine, now: None,
 ) -> Replay:
     """Every sample at its ``arrival`` (in order), until all have ended. ``progress`` is told how
-    many have.
+    many have, ``watch`` of every step's end.
     """
     clock = engine.clock
     start = clock.now()
@@ -48,6 +52,7 @@ def replay(
     last: dict[str, float] = {}
     records: list[Record] = []
     arrived = 0
+    idle = 0.0
     while True:
         while arrived < len(samples) and _arrival(samples[arrived]) <= clock.now() - start:
             record = _begin(engine, samples[arrived], arrived, start, seed)
@@ -59,7 +64,9 @@ def replay(
         if not engine.has_work():
             if arrived == len(samples):
                 break
+            began = clock.now()
             clock.sleep_until(start + _arrival(samples[arrived]))
+            idle += clock.now() - began
             continue
         for delta in engine.step():
             record, now = live[delta.request_id], clock.now() - start
@@ -72,7 +79,9 @@ def replay(
                 _end(record, delta.record, start)
                 records.append(live.pop(delta.request_id))
                 progress(len(records))
-    return Replay(sorted(records, key=lambda record: record.index), clock.now() - start)
+        watch(engine, clock.now() - start)
+    records.sort(key=lambda record: record.index)
+    return Replay(records, clock.now() - start, idle)
 
 
 def _arrival(sample: Sample) -> float:
@@ -88,7 +97,8 @@ def _begin(engine: Engine, sample: Sample, index: int, start: float, seed: int) 
     try:
         engine.add_request(request, start + arrival)
     except AdmissionError as error:
-        record.reason, record.detail = "rejected", str(error)
+        record.reason = QUEUE_FULL if error.retryable else "rejected"
+        record.detail = str(error)
     return record
 
 
@@ -97,6 +107,9 @@ def _end(record: Record, outcome: RequestRecord, start: float) -> None:
     record.success = outcome.outcome is Outcome.FINISHED
     record.latency = outcome.finished - outcome.arrival
     record.ttft = 0.0 if outcome.first_token is None else outcome.first_token - outcome.arrival
+    if outcome.scheduled is not None:
+        record.waited = outcome.scheduled - outcome.arrival
     record.cached_tokens = outcome.cached_tokens
+    record.preemptions = outcome.preemptions
     if not record.success:
         record.reason, record.detail = "failed", outcome.error or ""

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from octavo.engine.clock import VirtualClock
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, Observer
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, plan_cache
 from octavo.execute.cost import Arithmetic, CostExecutor
-from octavo.kv.layout import KvLayout
+from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored, arithmetic
+from octavo.plan.replay import Replay, replay
+from octavo.plan.series import Series
 from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
+from octavo.workload.datasets import Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ def simulated_engine(setup: Setup) -> Engine:
         max_num_queued_tokens=config.max_num_queued_tokens,
     )
     compute = program(setup.subject.program.config, plan.max_model_len)
+    # As the engine's kernels: a cache of codes is multiplied as quantized weights are.
+    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
     executor = CostExecutor(
         compute,
         layout,
@@ -63,7 +69,7 @@ def simulated_engine(setup: Setup) -> Engine:
         max_logits_rows=limits.logits_rows,
         weight_bytes=setup.stored.sizes,
         arithmetic=arithmetic(setup.stored, setup.quantized),
-        attention=Arithmetic.BF16,
+        attention=setup.quantized if codes else Arithmetic.BF16,
     )
     vocab_size = compute.config.vocab_size
     return Engine(
@@ -72,5 +78,36 @@ def simulated_engine(setup: Setup) -> Engine:
         ScriptedSampler(vocab_size),
         VirtualClock(),
         vocab_size=vocab_size,
-        seed=config.seed,
+        seed=config.seed or 0,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """What came of a load on a setup."""
+
+    setup: Setup
+    engine: Engine  # at the end
+    samples: Sequence[Sample]
+    replay: Replay
+    series: Series
+
+
+def simulate(
+    setup: Setup,
+    samples: Sequence[Sample],
+    *,
+    seed: int = 0,
+    progress: Callable[[int], None] = lambda _: None,
+    observers: Sequence[Observer] = (),
+) -> Simulation:
+    """The samples, in order of arrival, put through the engine. ``seed`` makes their tokens.
+
+    Raises `DoesNotFit`.
+    """
+    engine = simulated_engine(setup)
+    engine.observers += observers
+    series = Series(max((sample.arrival or 0.0 for sample in samples), default=0.0))
+    done = replay(engine, samples, seed=seed, progress=progress, watch=series.observe)
+    series.sample(engine, done.duration)
+    return Simulation(setup, engine, samples, done, series)

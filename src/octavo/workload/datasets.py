@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 # Datasets have keys of their own, so that one run leaves nothing in a server's cache for another.
-RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE = (kind << 64 for kind in range(1, 6))
+RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE, RESULT = (kind << 64 for kind in range(1, 7))
 UNIT = 512  # tokens are drawn in units of this many, so that a cut part is a prefix of the whole
 
 

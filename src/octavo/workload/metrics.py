@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 GOODPUT = ("ttft", "tpot", "e2el")
 LATENCIES = {
@@ -34,8 +36,10 @@ class Record:
     output_tokens: int
     ttft: float = 0.0
     latency: float = 0.0
-    itl: list[float] = field(default_factory=list)
-    queue_time: float = 0.0
+    itl: array[float] = field(default_factory=lambda: array("d"))
+    queue_time: float = 0.0  # before it was sent
+    waited: float = 0.0  # in the server's own queue, where it says so
+    preemptions: int = 0  # the same
     cached_tokens: int | None = None  # of the prompt, where the server says so
     text: str = ""
     reason: str = ""
@@ -103,7 +107,7 @@ def summarise(
     duration = max(duration, 1e-9)
     total_input = sum(record.prompt_len for record in done)
     total_output = sum(record.output_tokens for record in done)
-    good = sum(_good(record, goodput) for record in done)
+    good = sum(is_good(record, goodput) for record in done)
     cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
     result: dict[str, Any] = {
         "duration": duration,
@@ -119,7 +123,7 @@ def summarise(
         "input_lens": [record.prompt_len for record in records],
         "output_lens": [record.output_tokens if record.success else 0 for record in records],
         "ttfts": [record.ttft for record in records],
-        "itls": [record.itl for record in records],
+        "itls": [list(record.itl) for record in records],
         "latencies": [record.latency for record in records],
         "start_times": [record.start for record in records],
         "queue_times": [record.queue_time for record in records],
@@ -128,16 +132,16 @@ def summarise(
         "max_output_tokens_per_s": peak_tokens(done),
         "max_concurrent_requests": peak_requests(done),
     }
-    samples = {
+    samples: dict[str, Sequence[float] | npt.NDArray[np.float64]] = {
         "ttft": [record.ttft for record in done],
         "tpot": [record.tpot for record in done if record.output_tokens > 1],
-        "itl": [gap for record in done for gap in record.itl],
+        "itl": all_gaps(done),
         "e2el": [record.latency for record in done],
         "client_queue_time": [record.queue_time for record in done],
         "e2el_including_client_queue": [r.latency + r.queue_time for r in done],
     }
     for name in metrics:
-        milliseconds = np.array(samples[name] or [0.0]) * 1000
+        milliseconds = np.asarray(samples[name]) * 1000 if len(samples[name]) else np.zeros(1)
         result[f"mean_{name}_ms"] = float(milliseconds.mean())
         result[f"median_{name}_ms"] = float(np.median(milliseconds))
         result[f"std_{name}_ms"] = float(milliseconds.std())
@@ -154,7 +158,16 @@ PER_REQUEST = (
 )  # fmt: skip
 
 
-def _good(record: Record, goodput: Mapping[str, float]) -> bool:
+def all_gaps(done: Sequence[Record]) -> npt.NDArray[np.float64]:
+    """Every gap between two events with a token, request after request, in seconds."""
+    gaps = array("d")
+    for record in done:
+        gaps.extend(record.itl)
+    return np.asarray(gaps)
+
+
+def is_good(record: Record, goodput: Mapping[str, float]) -> bool:
+    """Whether a request that has succeeded is within all limits (in milliseconds)."""
     measured = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
     return all(measured[name] <= limit / 1000 for name, limit in goodput.items())
 

@@ -1,9 +1,11 @@
 """Recorded arrivals: traces of real services, replayed at their own times.
 
-Two public formats. *Azure* (LLM inference traces, 2023 and 2024; Patel et al., Splitwise, ISCA
-2024): CSV with TIMESTAMP, ContextTokens, GeneratedTokens. *Mooncake* (Qin et al., FAST 2025): JSON
-lines with timestamp (ms), input_length, output_length and hash_ids, one for each block of 512
-prompt tokens; equal ids mean equal content up to there, so such prompts share those tokens.
+Two public formats and our own. *Azure* (LLM inference traces, 2023 and 2024; Patel et al.,
+Splitwise, ISCA 2024): CSV with TIMESTAMP, ContextTokens, GeneratedTokens. *Mooncake* (Qin et al.,
+FAST 2025): JSON lines with timestamp (ms), input_length, output_length and hash_ids, one for each
+block of 512 prompt tokens; equal ids mean equal content up to there, so such prompts share those
+tokens. A *result* is what ``octavo bench serve --save-result --save-detailed`` writes, as vLLM's
+does: the times and lengths of each request; which tokens they shared it does not say.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, Literal, TypeGuard
 from octavo.workload.datasets import (
     AZURE,
     MOONCAKE,
+    RESULT,
     UNIT,
     DatasetError,
     Part,
@@ -27,7 +30,7 @@ from octavo.workload.datasets import (
     numbered_lines,
 )
 
-Format = Literal["azure", "mooncake"]
+Format = Literal["azure", "mooncake", "result"]
 BLOCK = 512  # tokens a hash id of a Mooncake trace stands for
 assert BLOCK == UNIT
 _LONGEST = 10**8  # a length beyond this is a broken line, not a prompt
@@ -56,17 +59,23 @@ class Window:
             raise ValueError(f"--trace-duration must be above 0, not {self.duration:g}")
 
 
-def load(path: Path, kind: Format | None, window: Window) -> tuple[list[Sample], list[str]]:
+def load(
+    path: Path, kind: Format | None, window: Window, *, strict: bool = False
+) -> tuple[list[Sample], list[str]]:
     """The window's requests by arrival, and notices of what was changed.
 
-    ``kind`` None: by the first line. Raises `DatasetError` with the line of what is wrong.
+    ``kind`` None: by the first line. ``strict``: arrivals out of order are an error, not sorted.
+    Raises `DatasetError` with the line of what is wrong.
     """
     window.check()
     kind = kind or detect(path)
-    samples = list(_azure(path) if kind == "azure" else _mooncake(path))
+    notices: list[str] = []
+    read = {"azure": _azure, "mooncake": _mooncake, "result": _result}[kind]
+    found = read(path, notices)
+    samples = list(_ascending(found) if strict else (sample for _, sample in found))
     if not samples:
         raise DatasetError(f"{path}: has no request")
-    notices = [f"trace {path.name}: {len(samples)} requests, read as {kind}"]
+    notices.insert(0, f"trace {path.name}: {len(samples)} requests, read as {kind}")
     times = [_arrival(sample) for sample in samples]
     if times != sorted(times):
         notices.append("the trace is not in order of time: sorted")
@@ -85,14 +94,30 @@ def load(path: Path, kind: Format | None, window: Window) -> tuple[list[Sample],
 def detect(path: Path) -> Format:
     for number, line in numbered_lines(path):
         if line.startswith("{"):
-            return "mooncake"
+            return "result" if '"start_times"' in line or '"num_prompts"' in line else "mooncake"
         if "timestamp" in line.lower() and "," in line:
             return "azure"
         raise DatasetError(
             f"{path}:{number}: neither an Azure trace (a CSV header with TIMESTAMP) nor a Mooncake "
-            "one (lines of JSON)"
+            "one (lines of JSON) nor a detailed result of octavo bench serve (JSON)"
         )
     raise DatasetError(f"{path}: is empty")
+
+
+Found = tuple[str, Sample]  # where in the file, and what
+
+
+def _ascending(found: Iterable[Found]) -> Iterator[Sample]:
+    """Raises `DatasetError` at the first arrival before an earlier one."""
+    last = -math.inf
+    for where, sample in found:
+        if _arrival(sample) < last:
+            raise DatasetError(
+                f"{where} is {last - _arrival(sample):g} s before the request above: the trace is "
+                "not in order of time"
+            )
+        last = _arrival(sample)
+        yield sample
 
 
 def _arrival(sample: Sample) -> float:
@@ -144,7 +169,7 @@ def _cut(parts: Iterable[Part], length: int) -> tuple[Part, ...]:
     return tuple(kept)
 
 
-def _azure(path: Path) -> Iterator[Sample]:
+def _azure(path: Path, notices: list[str]) -> Iterator[Found]:
     columns: dict[str, int] = {}
     names = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
     for number, line in numbered_lines(path):
@@ -173,10 +198,11 @@ def _azure(path: Path) -> Iterator[Sample]:
             if not digits or int(text) > _LONGEST:
                 raise DatasetError(f"{path}:{number}: {name} is {text[:40]!r}, not a length")
             lengths.append(int(text))
-        yield Sample(lengths[0], lengths[1], (Part(AZURE + number, lengths[0]),), arrival=arrival)
+        parts = (Part(AZURE + number, lengths[0]),)
+        yield f"{path}:{number}: TIMESTAMP", Sample(lengths[0], lengths[1], parts, arrival=arrival)
 
 
-def _mooncake(path: Path) -> Iterator[Sample]:
+def _mooncake(path: Path, notices: list[str]) -> Iterator[Found]:
     for number, line in numbered_lines(path):
         record = json_object(path, number, line)
         time = record.get("timestamp")
@@ -194,7 +220,43 @@ def _mooncake(path: Path) -> Iterator[Sample]:
                 f"{-(-prompt // BLOCK)} blocks of {BLOCK}"
             )
         parts = [Part(MOONCAKE + key, BLOCK) for key in ids] or [Part(AZURE + number, 1)]
-        yield Sample(prompt, output, _cut(parts, prompt), arrival=time / 1000)
+        sample = Sample(prompt, output, _cut(parts, prompt), arrival=time / 1000)
+        yield f"{path}:{number}: timestamp", sample
+
+
+_FIELDS = ("start_times", "input_lens", "output_lens", "errors")
+
+
+def _result(path: Path, notices: list[str]) -> Iterator[Found]:
+    """One JSON object of lists, an item a request."""
+    lines = [(number, line) for number, line in numbered_lines(path)]
+    try:
+        (_, first), *rest = lines
+        record = json_object(path, 1, first if not rest else path.read_text("utf-8"))
+    except DatasetError as error:
+        raise DatasetError(f"{error} (a file of several results: give one of them)") from None
+    columns: list[list[Any]] = []
+    for name in _FIELDS:
+        column = record.get(name)
+        if not isinstance(column, list):
+            raise DatasetError(f"{path}: has no list {name}: write it with --save-detailed")
+        columns.append(column)
+    if len(set(map(len, columns))) != 1:
+        raise DatasetError(f"{path}: {', '.join(_FIELDS)} have not the same number of items")
+    failed = 0
+    for index, (time, prompt, output, why) in enumerate(zip(*columns, strict=True)):
+        if why:
+            failed += 1
+            continue
+        where = f"{path}: start_times[{index}]"
+        if not _is_number(time) or not math.isfinite(time):
+            raise DatasetError(f"{where} is {time!r}, not seconds")
+        for name, value in (("input_lens", prompt), ("output_lens", output)):
+            if type(value) is not int or not 0 <= value <= _LONGEST:
+                raise DatasetError(f"{path}: {name}[{index}] is {value!r}, not a length")
+        yield where, Sample(prompt, output, (Part(RESULT + index, prompt),), arrival=float(time))
+    if failed:
+        notices.append(f"{failed} requests that failed have no answer's length: left out")
 
 
 def _is_number(value: object) -> TypeGuard[float]:

@@ -80,7 +80,7 @@ async def test_times_are_of_events_with_a_token() -> None:
     assert found.success
     assert found.ended.done()
     assert (found.ttft, found.latency) == (1.0, 4.0)
-    assert found.itl == [1.0, 0.0, 2.0]
+    assert found.itl.tolist() == [1.0, 0.0, 2.0]
     assert (found.events, found.output_tokens, found.prompt_tokens) == (4, 3, 5)
     assert found.text == "abc"
 
@@ -98,7 +98,7 @@ async def test_a_chat_answer_begins_with_its_first_token_not_its_role() -> None:
         (DONE, 14.0),
     )
     assert found.ttft == 2.0
-    assert found.itl == [1.0, 0.5]
+    assert found.itl.tolist() == [1.0, 0.5]
     assert found.output_tokens is None
     assert found.text == "hma"
 

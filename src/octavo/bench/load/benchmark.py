@@ -6,8 +6,8 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +30,8 @@ from octavo.bench.load.vocabulary import (
     Vocabulary,
     Words,
 )
-from octavo.workload import datasets, traces
-from octavo.workload.arrivals import Ramp, arrival_times
 from octavo.workload.datasets import Sample
+from octavo.workload.demand import TEXTS, Demand
 from octavo.workload.metrics import PER_REQUEST, summarise
 
 ENDPOINTS = {
@@ -40,14 +39,6 @@ ENDPOINTS = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
-DATASETS = (
-    "random", "prefix_repetition", "custom", "sharegpt", "trace", "timed_trace", "azure",
-    "mooncake",
-)  # fmt: skip
-TRACES = ("trace", "timed_trace", "azure", "mooncake")
-_SYNTHETIC = ("random", "prefix_repetition")
-_TEXTS = ("custom", "sharegpt")
-DEFAULT_PROMPTS = 1000
 
 
 class LoadError(Exception):
@@ -55,8 +46,8 @@ class LoadError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """Fields are the command's options; lengths in tokens, times in seconds, goodput in ms."""
+class Settings(Demand):
+    """Fields are the command's options; times in seconds, goodput in ms."""
 
     backend: str = "openai"
     base_url: str = "http://127.0.0.1:8000"
@@ -68,31 +59,9 @@ class Settings:
     tokenizer: str | None = None  # None: the server's
     prompt_format: Literal["auto", "ids", "text"] = "auto"
 
-    dataset_name: str = "random"
-    dataset_path: Path | None = None
-    num_prompts: int | None = None
-    random_input_len: int = 1024
-    random_output_len: int = 128
-    random_range_ratio: float = 0.0
-    random_prefix_len: int = 0
-    prefix_repetition_prefix_len: int = 256
-    prefix_repetition_suffix_len: int = 256
-    prefix_repetition_num_prefixes: int = 10
-    prefix_repetition_output_len: int = 128
-    custom_output_len: int = 256
-    sharegpt_output_len: int | None = None
-    disable_shuffle: bool = False
-    no_oversample: bool = False
-    window: traces.Window = field(default_factory=traces.Window)
-
-    request_rate: float = math.inf
-    burstiness: float = 1.0
-    ramp: Ramp | None = None
-    max_concurrency: int | None = None
     num_warmups: int = 0
     ready_check_timeout_sec: float = 0.0
     request_timeout_sec: float = 6 * 3600.0
-    seed: int = 0
 
     ignore_eos: bool | None = None  # None: on for random prompts and traces
     sampling: Mapping[str, Any] = field(default_factory=dict)  # what is not None is sent
@@ -113,13 +82,7 @@ class Settings:
                 f"--backend {self.backend!r} is none of {', '.join(ENDPOINTS)} (openai speaks to "
                 "any server with /v1/completions, llama.cpp's and TGI's too)"
             )
-        if self.dataset_name not in DATASETS:
-            raise ValueError(
-                f"--dataset-name {self.dataset_name!r} is none of {', '.join(DATASETS)}"
-            )
-        if (self.dataset_path is None) is not (self.dataset_name in _SYNTHETIC):
-            verb = "takes no" if self.dataset_name in _SYNTHETIC else "needs a"
-            raise ValueError(f"--dataset-name {self.dataset_name} {verb} --dataset-path")
+        Demand.check(self)
         if self.dataset_name == "sharegpt" and self.tokenizer is None:
             raise ValueError("--dataset-name sharegpt needs --tokenizer")
         if self.prompt_format == "ids" and self.chat:
@@ -129,13 +92,6 @@ class Settings:
                 "--logprobs is of completions; for chat: "
                 """--extra-body '{"logprobs": true, "top_logprobs": 2}'"""
             )
-        if self.dataset_name in TRACES:
-            if not math.isinf(self.request_rate) or self.ramp or self.burstiness != 1:
-                raise ValueError(
-                    "a trace has its own arrivals: use --trace-speedup to change its rate"
-                )
-        elif replace(self.window, most=None) != traces.Window():
-            raise ValueError("--trace-…, --max-input-len and --max-output-len are for traces")
 
     @property
     def chat(self) -> bool:
@@ -166,7 +122,7 @@ class _Benchmark:
             self._path = f"/{self._path}"
         ignore_eos = settings.ignore_eos
         if ignore_eos is None:
-            ignore_eos = settings.dataset_name == "random" or settings.dataset_name in TRACES
+            ignore_eos = settings.dataset_name == "random" or settings.is_trace
         self._common: dict[str, Any] = {
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -180,9 +136,10 @@ class _Benchmark:
         self._model_id, self._model_name = await self._model()
         try:
             tokens = await self._tokens()
-            samples = self._samples(tokens.count)
+            samples, notices = settings.samples(tokens.count)
         except ValueError as error:
             raise LoadError(str(error)) from None
+        self._notices += notices
         vocabulary = await self._vocabulary(tokens)
 
         def request(sample: Sample) -> bytes:
@@ -193,7 +150,7 @@ class _Benchmark:
         load = Load(
             self._client,
             samples,
-            self._arrivals(samples),
+            settings.arrivals(samples),
             request,
             max_concurrency=settings.max_concurrency,
             timeout=settings.request_timeout_sec,
@@ -262,7 +219,7 @@ class _Benchmark:
         settings = self._settings
         if settings.tokenizer is not None:
             return _local_tokenizer(settings.tokenizer).tokens(settings.tokenizer)
-        if settings.dataset_name in _TEXTS:
+        if settings.dataset_name in TEXTS:
             return NO_TOKENS  # the texts are there, and the server counts them
         try:
             return await ServerTokenizer(self._client, "/tokenize", self._model_name).tokens()
@@ -277,7 +234,7 @@ class _Benchmark:
     async def _vocabulary(self, tokens: Tokens) -> Vocabulary:
         """Token ids where they can be sent, else words."""
         settings = self._settings
-        if settings.dataset_name in _TEXTS:
+        if settings.dataset_name in TEXTS:
             return Words(COMMON)
         if tokens.ids and not settings.chat and settings.prompt_format != "text":
             refusal = ""
@@ -303,61 +260,6 @@ class _Benchmark:
             return ""
         return f"HTTP {answer.status}: {error_message(answer.content)}"
 
-    def _samples(self, count: Callable[[str], int]) -> list[Sample]:
-        settings = self._settings
-        number = settings.num_prompts or DEFAULT_PROMPTS
-        if settings.dataset_name == "random":
-            return datasets.random_prompts(
-                number,
-                input_len=settings.random_input_len,
-                output_len=settings.random_output_len,
-                range_ratio=settings.random_range_ratio,
-                prefix_len=settings.random_prefix_len,
-                seed=settings.seed,
-            )
-        if settings.dataset_name == "prefix_repetition":
-            return datasets.prefix_repetition(
-                number,
-                prefix_len=settings.prefix_repetition_prefix_len,
-                suffix_len=settings.prefix_repetition_suffix_len,
-                num_prefixes=settings.prefix_repetition_num_prefixes,
-                output_len=settings.prefix_repetition_output_len,
-                seed=settings.seed,
-                shuffle=not settings.disable_shuffle,
-            )
-        path = settings.dataset_path
-        assert path is not None
-        if settings.dataset_name in TRACES:
-            kind = settings.dataset_name
-            samples, notices = traces.load(
-                path,
-                "azure" if kind == "azure" else "mooncake" if kind == "mooncake" else None,
-                settings.window,
-            )
-            self._notices += notices
-            return samples
-        found = (
-            datasets.custom(path, count, settings.custom_output_len)
-            if settings.dataset_name == "custom"
-            else datasets.sharegpt(path, count, settings.sharegpt_output_len)
-        )
-        return datasets.take(
-            found,
-            number,
-            seed=settings.seed,
-            shuffle=not settings.disable_shuffle,
-            oversample=not settings.no_oversample,
-        )
-
-    def _arrivals(self, samples: list[Sample]) -> list[float]:
-        settings = self._settings
-        if settings.dataset_name in TRACES:
-            return [sample.arrival or 0.0 for sample in samples]
-        times = arrival_times(
-            len(samples), settings.request_rate, settings.burstiness, settings.ramp, settings.seed
-        )
-        return [float(time) for time in times]
-
     def _body(self, prompt: list[int] | str, output_len: int) -> dict[str, Any]:
         if self._settings.chat:
             messages = [{"role": "user", "content": prompt}]
@@ -376,7 +278,7 @@ class _Benchmark:
         """Notices of whatever makes the figures other than they seem."""
         settings, notices = self._settings, self._notices
         late = run.lateness_ms
-        own_clock = settings.dataset_name in TRACES or settings.ramp is not None
+        own_clock = settings.is_trace or settings.ramp is not None
         if late["late_share"] > LATE_SHARE and (own_clock or not math.isinf(settings.request_rate)):
             notices.append(
                 f"{late['late_share']:.1%} of the requests left more than {LATE * 1000:.0f} ms "

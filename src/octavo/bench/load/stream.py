@@ -8,6 +8,7 @@ fields wanted here, which costs about a microsecond.
 from __future__ import annotations
 
 import asyncio
+from array import array
 
 import msgspec
 
@@ -106,7 +107,7 @@ class Answer:
 
     def __init__(self, *, keep_text: bool = False) -> None:
         self.start = self.queue_time = self.ttft = 0.0
-        self.itl: list[float] = []
+        self.itl: array[float] = array("d")
         self.events = 0  # with a token
         self.prompt_tokens: int | None = None  # as the server counts
         self.output_tokens: int | None = None

@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.load import (
+    DATASET_OPTIONS,
+    GOODPUT_OPTION,
+    TRAFFIC,
+    TRAFFIC_OPTIONS,
+    demand_settings,
+)
 from octavo.cli.options import json_object, option, takes
 
 if TYPE_CHECKING:
@@ -27,9 +34,7 @@ EXAMPLES = (
 )
 
 
-_SERVER, _DATASET, _TRAFFIC, _SAMPLING, _RESULT = (
-    "Server", "Dataset", "Traffic", "Sampling", "Result",
-)  # fmt: skip
+_SERVER, _SAMPLING, _RESULT = "Server", "Sampling", "Result"
 
 SERVER_OPTIONS = [
     option(
@@ -75,94 +80,6 @@ SERVER_OPTIONS = [
     ),
 ]  # fmt: skip
 
-DATASET_OPTIONS = [
-    option(
-        "dataset_name", str, "random",
-        "random, prefix_repetition, custom, sharegpt, azure, mooncake or trace (either).",
-        _DATASET,
-    ),
-    option("dataset_path", Path | None, None, "The dataset's file.", _DATASET, metavar="FILE"),
-    option(
-        "num_prompts", int | None, None, "Requests.", _DATASET, min=1,
-        show_default="1000; of a trace all in the window",
-    ),
-    option("seed", int, 0, "Same seed, same prompts and arrivals.", _DATASET, min=0),
-    option(
-        "input_len", int | None, None, "The same as --random-input-len.", _DATASET, min=0
-    ),
-    option(
-        "output_len", int | None, None, "Answer length, of any dataset but traces.", _DATASET,
-        min=1,
-    ),
-    option("random_input_len", int, 1024, "Prompt tokens.", _DATASET, min=0),
-    option("random_output_len", int, 128, "Answer tokens.", _DATASET, min=1),
-    option(
-        "random_range_ratio", float, 0.0, "Lengths are uniform in length * (1 +- this).", _DATASET
-    ),
-    option(
-        "random_prefix_len", int, 0, "Tokens before each prompt, the same for all.", _DATASET,
-        min=0,
-    ),
-    option("prefix_repetition_prefix_len", int, 256, "Shared tokens.", _DATASET, min=0),
-    option("prefix_repetition_suffix_len", int, 256, "Tokens of its own.", _DATASET, min=0),
-    option("prefix_repetition_num_prefixes", int, 10, "Different prefixes.", _DATASET, min=1),
-    option("prefix_repetition_output_len", int, 128, "Answer tokens.", _DATASET, min=1),
-    option(
-        "custom_output_len", int, 256, "Answer tokens; -1: each line's output_tokens.", _DATASET,
-        min=-1,
-    ),
-    option(
-        "sharegpt_output_len", int | None, None, "Answer tokens.", _DATASET, min=1,
-        show_default="the conversation's own",
-    ),
-    option(
-        "disable_shuffle", bool, False, "Keep a dataset's order.", _DATASET, "--disable-shuffle"
-    ),
-    option(
-        "no_oversample", bool, False, "Do not repeat prompts of a short file.", _DATASET,
-        "--no-oversample",
-    ),
-    option(
-        "trace_start", float, 0.0, "Begin at this second of a trace.", _DATASET
-    ),
-    option(
-        "trace_duration", float, math.inf, "Replay so many seconds of a trace.", _DATASET,
-        show_default="to its end",
-    ),
-    option("trace_speedup", float, 1.0, "2: a trace runs in half its time.", _DATASET),
-    option(
-        "max_input_len", int | None, None, "Cut a trace's prompts to so many tokens.", _DATASET,
-        min=1,
-    ),
-    option(
-        "max_output_len", int | None, None, "Cut a trace's answers to so many tokens.", _DATASET,
-        min=1,
-    ),
-]  # fmt: skip
-
-TRAFFIC_OPTIONS = [
-    option(
-        "request_rate", float, math.inf, "Requests a second; inf: all at once.", _TRAFFIC,
-        show_default="inf",
-    ),
-    option(
-        "burstiness", float, 1.0,
-        "1: a Poisson process; below: burstier; above: more regular (gamma intervals).", _TRAFFIC,
-    ),
-    option(
-        "ramp_up_strategy", str | None, None, "Let the rate rise: linear or exponential.", _TRAFFIC
-    ),
-    option("ramp_up_start_rps", float | None, None, "From this rate.", _TRAFFIC),
-    option("ramp_up_end_rps", float | None, None, "To this rate.", _TRAFFIC),
-    option(
-        "max_concurrency", int | None, None, "Most requests in flight; others wait their turn.",
-        _TRAFFIC, min=1,
-    ),
-    option(
-        "num_warmups", int, 0, "Send the first request so often before.", _TRAFFIC, min=0
-    ),
-]  # fmt: skip
-
 _SAMPLED = {
     "temperature": float, "top_p": float, "top_k": int, "min_p": float, "frequency_penalty": float,
     "presence_penalty": float, "repetition_penalty": float, "logprobs": int,
@@ -183,17 +100,19 @@ SAMPLING_OPTIONS = [
     ),
 ]  # fmt: skip
 
+WARMUP_OPTIONS = [
+    option(
+        "num_warmups", int, 0, "Send the first request so often before.", TRAFFIC, min=0
+    ),
+]  # fmt: skip
+
 RESULT_OPTIONS = [
     option(
         "percentile_metrics", str, "ttft,tpot,itl",
         "Also e2el, client_queue_time, e2el_including_client_queue.", _RESULT, metavar="NAMES",
     ),
     option("metric_percentiles", str, "99", "Such as 50,90,99.", _RESULT, metavar="LIST"),
-    option(
-        "goodput", list[str], [],
-        "Limits in ms that make a request good: ttft:500 tpot:50 e2el:9000.", _RESULT,
-        metavar="KEY:MS",
-    ),
+    GOODPUT_OPTION,
     option("label", str | None, None, "A name for this run.", _RESULT),
     option("metadata", list[str], [], "Goes into the result, as NAME=VALUE.", _RESULT),
     option("disable_tqdm", bool, False, "Show no progress.", _RESULT, "--disable-tqdm"),
@@ -246,49 +165,22 @@ def settings(values: Mapping[str, Any]) -> Settings:
     """Raises `ValueError` for values that do not go together."""
     from octavo.bench.load import client
     from octavo.bench.load.benchmark import Settings
-    from octavo.workload import arrivals, metrics, traces
+    from octavo.workload import metrics
 
     headers = pairs("header", values["header"])
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, headers):
         headers["Authorization"] = f"Bearer {key}"
     host = f"[{values['host']}]" if ":" in values["host"] else values["host"]
-    strategy = values["ramp_up_strategy"]
-    ramp = None
-    if strategy is not None:
-        if strategy not in ("linear", "exponential"):
-            raise ValueError(f"--ramp-up-strategy {strategy!r} is neither linear nor exponential")
-        if values["ramp_up_start_rps"] is None or values["ramp_up_end_rps"] is None:
-            raise ValueError("--ramp-up-strategy needs --ramp-up-start-rps and --ramp-up-end-rps")
-        ramp = arrivals.Ramp(strategy, values["ramp_up_start_rps"], values["ramp_up_end_rps"])
-    elif values["ramp_up_start_rps"] is not None or values["ramp_up_end_rps"] is not None:
-        raise ValueError("--ramp-up-start-rps and --ramp-up-end-rps need --ramp-up-strategy")
     for name in _SAMPLED:
         if values[name] is not None and not math.isfinite(values[name]):
             raise ValueError(f"--{name.replace('_', '-')} is {values[name]}, which JSON cannot say")
-    arrivals.check(values["request_rate"], values["burstiness"], ramp)
     if values["prompt_format"] not in ("auto", "ids", "text"):
         raise ValueError(f"--prompt-format {values['prompt_format']!r} is none of auto, ids, text")
-    window = traces.Window(
-        start=values["trace_start"],
-        duration=values["trace_duration"],
-        speedup=values["trace_speedup"],
-        max_input_len=values["max_input_len"],
-        max_output_len=values["max_output_len"],
-        most=values["num_prompts"],
-    )
-    window.check()
-    lengths = {name: values[name] for name in _LENGTHS}
-    if values["input_len"] is not None:
-        lengths["random_input_len"] = values["input_len"]
-    if values["output_len"] is not None:
-        lengths |= {name: values["output_len"] for name in _LENGTHS if name.endswith("output_len")}
     built = Settings(
-        **lengths,
+        **demand_settings(values),
         **{name: values[name] for name in _AS_THEY_ARE},
         base_url=values["base_url"] or f"http://{host}:{values['port']}",
         headers=headers,
-        window=window,
-        ramp=ramp,
         sampling={name: values[name] for name in _SAMPLED},
         extra_body=values["extra_body"] or {},
         metrics=tuple(metrics.parse_metrics(values["percentile_metrics"])),
@@ -302,23 +194,21 @@ def settings(values: Mapping[str, Any]) -> Settings:
     return built
 
 
-_LENGTHS = (
-    "random_input_len", "random_output_len", "prefix_repetition_output_len", "custom_output_len",
-    "sharegpt_output_len",
-)  # fmt: skip
 _AS_THEY_ARE = (
     "backend", "endpoint", "insecure", "model", "served_model_name", "tokenizer", "prompt_format",
-    "ready_check_timeout_sec", "request_timeout_sec", "dataset_name", "dataset_path", "num_prompts",
-    "seed", "random_range_ratio", "random_prefix_len", "prefix_repetition_prefix_len",
-    "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes", "disable_shuffle",
-    "no_oversample", "request_rate", "burstiness", "max_concurrency", "num_warmups", "ignore_eos",
-    "label", "save_detailed",
+    "ready_check_timeout_sec", "request_timeout_sec", "num_warmups", "ignore_eos", "label",
+    "save_detailed",
 )  # fmt: skip
 
 
 @takes(
     values=(
-        SERVER_OPTIONS + DATASET_OPTIONS + TRAFFIC_OPTIONS + SAMPLING_OPTIONS + RESULT_OPTIONS,
+        SERVER_OPTIONS
+        + DATASET_OPTIONS
+        + TRAFFIC_OPTIONS
+        + WARMUP_OPTIONS
+        + SAMPLING_OPTIONS
+        + RESULT_OPTIONS,
         dict,
     ),
 )

@@ -27,7 +27,7 @@ EXAMPLES = (
     "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
 )
 
-_DEVICE_HELP = (
+DEVICE_HELP = (
     "machine: this one's limits, as octavo bench machine stores them. Or figures: memory in GB/s, "
     "then peaks in Gop/s (a multiply-add is two), as memory=48,int8=940,bf16=470,fp32=235."
 )
@@ -91,7 +91,7 @@ def command(
             "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
         ),
     ] = "int8",
-    device: Annotated[str, typer.Option(metavar="DEVICE", help=_DEVICE_HELP)] = "machine",
+    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
     ] = False,

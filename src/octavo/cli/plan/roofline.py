@@ -1,0 +1,389 @@
+"""octavo plan roofline: which bound holds in decode and prefill, and the latencies it leaves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.console import on_stderr
+from octavo.cli.options import Model, length
+from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
+
+if TYPE_CHECKING:
+    from octavo.plan.phase import Phase
+    from octavo.plan.roofline import Point, Roofline
+
+EXAMPLES = (
+    "octavo plan roofline llama-3-8b --device h100 --plot roof.svg",
+    "octavo plan roofline llama-3-8b --device h100 --format q4_k --price 2.5",
+    "octavo plan roofline smollm2 --context 128,2K --batch-sizes 1,8,32",
+)
+
+_CONTEXTS, _PROMPTS, _BATCHES = (1024, 4096), (128, 512, 2048, 8192), (1, 8, 32, 64, 128, 256)
+_PARTS = ("layers", "head", "attention")
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Token counts: "512,2K"."""
+    found = tuple(length(item) for item in text.split(","))
+    return tuple(sorted(set(found)))
+
+
+def batches(text: str) -> tuple[int, ...]:
+    """Numbers of sequences: "1,8,32"."""
+    from octavo.plan.phase import MOST_SEQUENCES
+
+    items = text.split(",")
+    if not all(item.strip().isascii() and item.strip().isdecimal() for item in items):
+        raise typer.BadParameter(f"{text!r} is not a list of batch sizes such as 1,8,32")
+    found = sorted({int(item) for item in items if len(item) < 10})
+    if not found or not 1 <= found[0] <= found[-1] <= MOST_SEQUENCES or len(found) > len(items):
+        raise typer.BadParameter(f"{text!r}: a batch is of 1 to {MOST_SEQUENCES} sequences")
+    return tuple(found)
+
+
+def command(
+    model: Model,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, "
+            "f32.",
+            show_default="as the file has them, else bf16",
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
+        ),
+    ] = None,
+    embedding_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
+    ] = "bf16",
+    context: Annotated[
+        str | None,
+        typer.Option(
+            parser=lengths,
+            metavar="TOKENS,…",
+            help="In the cache of each sequence that decodes.",
+            show_default="1024,4096",
+        ),
+    ] = None,
+    prompt_len: Annotated[
+        str | None,
+        typer.Option(
+            parser=lengths,
+            metavar="TOKENS,…",
+            help="Of a prompt that is read alone.",
+            show_default="128,512,2048,8192",
+        ),
+    ] = None,
+    batch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            parser=batches,
+            metavar="N,…",
+            help="Sequences that decode together.",
+            show_default="1,8,32,64,128,256",
+        ),
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="TOKENS",
+            min=1,
+            help="Of a prompt, most in a step.",
+            show_default="all of it",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str,
+        typer.Option(
+            metavar="DTYPE", help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
+        ),
+    ] = "auto",
+    arithmetic: Annotated[
+        str,
+        typer.Option(
+            metavar="UNIT",
+            help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
+            "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
+        ),
+    ] = "int8",
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of the device an hour: adds what a million tokens cost."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", dir_okay=False, help="Draw roof and points: .svg, .png, .pdf."
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
+    ] = False,
+) -> None:
+    """Show which bound holds in decode and prefill, and the latencies it leaves.
+
+    Operations a byte of each part of a step beside those from which the device is bound by
+    operations; the batch where decode crosses; TPOT, TTFT of a prompt alone, tokens a second and
+    their cost. All counted from the model's own list of operations. MODEL may also be a preset or
+    a config.json alone, without weights.
+    """
+    from octavo.engine.load import SettingsError
+    from octavo.execute.cost import Arithmetic
+    from octavo.kv.layout import KvDtype, KvLayout
+    from octavo.plan import hardware, schemes
+    from octavo.plan import quantization as formats
+    from octavo.plan.roofline import roofline
+    from octavo.plan.subject import Subject
+
+    if arithmetic not in ("int8", "bf16"):
+        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
+    if price is not None and not 0 < price < 1e9:  # nan neither
+        raise typer.BadParameter(f"--price {price:g} is not above 0 and below 10⁹ an hour")
+    try:
+        edges = schemes.scheme(embedding_format)
+        chosen = chosen_scheme(format, bits, group_size, False)
+        kv_dtype = KvDtype.of(kv_cache_dtype)
+        on = hardware.device(device, on_stderr)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if plot is not None:
+        check_plot(plot)
+    subject = Subject.find(model)
+    most = subject.program.config.context_length
+    stored = formats.as_stored(subject) if chosen is None else None
+    if stored is None:
+        try:
+            stored = formats.in_scheme(subject, chosen or schemes.scheme("bf16"), edges)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    found = roofline(
+        subject,
+        stored,
+        on,
+        layout=KvLayout.of(subject.program.config, dtype=kv_dtype),
+        contexts=_within("--context", context, _CONTEXTS, most - 1),
+        prompts=_within("--prompt-len", prompt_len, _PROMPTS, most),
+        sequences=_BATCHES if batch_sizes is None else tuple(map(int, batch_sizes)),
+        chunk=max_num_batched_tokens,
+        quantized=Arithmetic(arithmetic),
+    )
+    if plot is not None:
+        from octavo.plan.roofline_plot import draw
+
+        draw(found, plot)
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, price), indent=2))
+    else:
+        typer.echo(as_text(found, price, max_num_batched_tokens))
+
+
+def check_plot(path: Path) -> None:
+    """Before anything is computed. Raises `SettingsError`."""
+    from octavo.engine.load import SettingsError
+    from octavo.quant.plot import PlotError, check_suffix
+
+    try:
+        check_suffix(path)
+    except PlotError as error:
+        raise SettingsError(str(error)) from None
+    if not path.parent.is_dir():
+        raise SettingsError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """Raises `SettingsError` for more than the model's context."""
+    from octavo.engine.load import SettingsError
+
+    if given is None:
+        return tuple(sorted({min(tokens, most) for tokens in default}))
+    tokens = tuple(map(int, given))  # parsed already
+    if tokens[-1] > most:
+        raise SettingsError(
+            f"{flag} {tokens[-1]} is more than the model's context allows: {most} tokens"
+        )
+    return tokens
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def as_dict(found: Roofline, price: float | None) -> dict[str, Any]:
+    return {
+        "model": found.subject.name,
+        "parameters": found.subject.parameters,
+        "format": found.stored.name,
+        "weight_bytes": found.stored.bytes,
+        "kv_cache_dtype": found.layout.dtype,
+        "kv_bytes_per_token": found.layout.bytes_per_token,
+        "device": found.device.name,
+        "measured": found.device.measured,
+        "memory_bytes": found.device.memory_bytes,
+        "rates": asdict(found.rates),
+        "roofs": [roof._asdict() for roof in found.roofs],
+        "contexts": [asdict(context) for context in found.contexts],
+        "decode": [
+            {
+                "sequences": point.sequences,
+                "context": point.context,
+                "tpot_seconds": point.seconds,
+                **_point_dict(point, price),
+            }
+            for point in found.decode
+        ],
+        "prefill": [
+            {
+                "prompt_len": point.context,
+                "ttft_seconds": point.seconds,
+                **_point_dict(point, price),
+            }
+            for point in found.prefill
+        ],
+    }
+
+
+def _point_dict(point: Point, price: float | None) -> dict[str, Any]:
+    from octavo.plan.roofline import per_million
+
+    phase, rate = point.phase, point.tokens_per_second
+    return {
+        "tokens": phase.tokens,
+        "tokens_per_second": rate,
+        "tokens_per_unit_of_cost": None if price is None else 3600 * rate / price,
+        "cost_per_million_tokens": None if price is None else per_million(price, rate),
+        "operations": phase.ops,
+        "bytes": phase.bytes,
+        "operations_per_byte": phase.intensity,
+        "operations_per_second": point.ops_per_second,
+        "memory_seconds": phase.memory_seconds,
+        "arithmetic_seconds": phase.arithmetic_seconds,
+        "bound": phase.bound,
+        "mfu": point.mfu,
+        "bytes_held": point.bytes_held,
+        "fits": point.fits,
+        "parts": [
+            part._asdict() | {"operations_per_byte": part.intensity if part.bytes else None,
+                              "bound": part.bound}
+            for part in phase.parts
+        ],
+    }  # fmt: skip
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def as_text(found: Roofline, price: float | None, chunk: int | None) -> str:
+    from octavo.plan.roofline import levels
+
+    rates, layout, stored = found.rates, found.layout, found.stored
+    source = "measured here" if found.device.measured else "as published or given, not measured"
+    lines = [
+        f"{found.subject.name}: {found.subject.parameters:,} parameters, {stored.bytes:,} bytes of "
+        f"weights ({stored.name}),",
+        f"{layout.bytes_per_token:,} bytes of KV cache a token ({layout.dtype})",
+        "",
+        f"{found.device.name}: {source}",
+        f"  {'memory':<12}{rates.bytes_per_second / 1e9:>9,.4g} GB/s",
+        *(
+            f"  {names:<12}{roof.ops_per_second / 1e9:>9,.6g} Gop/s ÷ "
+            f"{rates.bytes_per_second / 1e9:.4g} GB/s: bound by operations from "
+            f"{roof.ridge:.4g} a byte on"
+            for names, roof in levels(found.roofs)
+        ),
+        "",
+        *_table("decode", ("context", "batch"), "TPOT", found.decode, price),
+        *(_crossing(context) for context in found.contexts),
+        "",
+        *_table("prefill of a prompt alone", ("", "tokens"), "TTFT", found.prefill, price),
+    ]
+    if chunk is not None:
+        lines.append(f"  in steps of at most {chunk:,} tokens, each of which reads the weights")
+    lines += [
+        "",
+        "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the share "
+        "of the",
+        "time that arithmetic alone would take. A step's time is added op by op, each the longer "
+        "of its two.",
+    ]
+    if any(point.fits is False for point in found.decode + found.prefill):
+        memory = found.device.memory_bytes or 0
+        lines.append(
+            f"! weights and these caches take more than the device's {memory / 2**30:.4g} GiB"
+        )
+    return "\n".join(lines)
+
+
+def _table(
+    title: str,
+    columns: tuple[str, str],
+    latency: str,
+    points: tuple[Point, ...],
+    price: float | None,
+) -> list[str]:
+    from octavo.plan.roofline import per_million
+
+    shown = [name for name in _PARTS if any(_part(point.phase, name) for point in points)]
+    head = "".join(f"{name:>10}" for name in [*shown, "step"])
+    paid = f"{'a million':>12}" if price is not None else ""
+    width = 10 * (len(shown) + 1)
+    lines = [
+        title,
+        f"{'':18}{' ops/byte of ':·^{width}}".replace("·", " ", 2),
+        f"  {columns[0]:>8}{columns[1]:>8}{head}{latency + ' ms':>10}{'tokens/s':>10}"
+        f"{'MFU':>7}{paid}",
+    ]
+    for point in points:
+        first = f"{point.context:,}" if columns[0] else ""
+        second = f"{point.sequences:,}" if columns[0] else f"{point.context:,}"
+        cells = [_part(point.phase, name) for name in shown]
+        cells.append(_cell(point.phase.intensity, point.phase.bound))
+        cost = "" if price is None else f"{per_million(price, point.tokens_per_second):>12.4g}"
+        lines.append(
+            f"{'!' if point.fits is False else ' '} {first:>8}{second:>8}"
+            f"{''.join(f'{cell:>10}' for cell in cells)}"
+            f"{1e3 * point.seconds:>10.4g}{point.tokens_per_second:>10,.0f}"
+            f"{100 * point.mfu:>6.1f}%{cost}"
+        )
+    return lines
+
+
+def _part(phase: Phase, name: str) -> str:
+    """Operations a byte of what has this name, in whatever arithmetics."""
+    parts = [part for part in phase.parts if part.name == name]
+    moved, ops = sum(part.bytes for part in parts), sum(part.ops for part in parts)
+    if not moved:
+        return ""
+    reading = sum(part.memory_seconds for part in parts)
+    computing = sum(part.arithmetic_seconds for part in parts)
+    return _cell(ops / moved, "bytes" if reading >= computing else "operations")
+
+
+def _cell(intensity: float, bound: str) -> str:
+    digits = f"{intensity:.3g}" if intensity < 1000 else f"{intensity:.0f}"
+    return digits + ("*" if bound == "operations" else " ")
+
+
+def _crossing(context: Any) -> str:
+    where = (
+        "never bound by operations"
+        if context.crossing is None
+        else f"bound by operations from {context.crossing:,} sequences on"
+    )
+    return (
+        f"  context {context.context:,}: {where}; ever larger batches near {context.limit:.4g} "
+        "ops/byte"
+    )

@@ -1,0 +1,165 @@
+"""Where decode and prefill lie under a device's roof, and the latencies that follow from it.
+
+The roof (Williams, Waterman and Patterson, 2009): with I operations a byte moved, a device does at
+most min(peak, I · bandwidth) operations a second. The accounting is that of Pope et al. (2023),
+section 2: a dense model of N parameters takes 2N operations a token and reads its weights once a
+step, whatever the step's tokens; attention reads each sequence's own keys and values, so that its
+intensity stays where it is however large the batch. All is counted from the Program by `CostModel`,
+which is also the simulator's clock; a device is one chip, and nothing is said of several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
+
+from octavo.execute.batch import Batch
+from octavo.execute.cost import Arithmetic, CostModel, Rates
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.plan.hardware import Device
+from octavo.plan.phase import MOST_SEQUENCES, Phase, chunked, crossing, decode_batch, phase
+from octavo.plan.quantization import Stored, cost_model
+from octavo.plan.subject import Subject
+
+
+class Roof(NamedTuple):
+    """The flat part of one arithmetic's roof."""
+
+    arithmetic: Arithmetic
+    ops_per_second: float
+    ridge: float  # operations a byte from which it bounds, not memory
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """An operating point: a decode step of ``sequences``, or the prefill of one prompt."""
+
+    sequences: int
+    context: int  # tokens in the cache of each sequence that decodes; tokens of the prompt
+    phase: Phase
+    seconds: float  # of the step, or of the prompt's steps, with their overhead
+    bytes_held: int  # weights, and the cache of these sequences
+    fits: bool | None  # in the device's memory; None: not known
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.phase.tokens / self.seconds
+
+    @property
+    def ops_per_second(self) -> float:
+        return self.phase.ops / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Share of the time that the arithmetic would take alone: Pope et al.'s model FLOPS
+        utilization, each op against the peak of its own unit.
+        """
+        return self.phase.arithmetic_seconds / self.seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What becomes of decode at some context as its batch grows."""
+
+    context: int
+    crossing: int | None  # sequences from which it is bound by operations; None: never
+    limit: float  # operations a byte that it nears: those of a sequence more
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A model on a device. ``decode`` is in order of context, then batch."""
+
+    subject: Subject
+    stored: Stored
+    layout: KvLayout
+    device: Device
+    rates: Rates
+    roofs: tuple[Roof, ...]  # of the units that multiply matrices, the highest first
+    decode: tuple[Point, ...]
+    prefill: tuple[Point, ...]
+    contexts: tuple[Context, ...]
+
+
+def roofline(
+    subject: Subject,
+    stored: Stored,
+    device: Device,
+    *,
+    layout: KvLayout,
+    contexts: Sequence[int],
+    prompts: Sequence[int],
+    sequences: Sequence[int],
+    chunk: int | None = None,
+    quantized: Arithmetic = Arithmetic.INT8,
+) -> Roofline:
+    """Decode at each of ``contexts`` (tokens in the cache of each sequence) and batches of
+    ``sequences``, and the prefill of a prompt alone of each of ``prompts`` tokens, ``chunk`` of
+    them a step (None: all at once). ``quantized`` multiplies quantized weights.
+    """
+    model = cost_model(subject, stored, layout, quantized)
+    rates = device.rates(stored.bytes)
+
+    def point(batches: list[Batch], count: int, context: int, held: int) -> Point:
+        seconds = sum(model.step(batch, rates).seconds for batch in batches)
+        whole = stored.bytes + count * peak_blocks(layout, held) * layout.block_bytes
+        memory = device.memory_bytes
+        fits = None if memory is None else whole <= memory
+        return Point(count, context, phase(model, batches, rates), seconds, whole, fits)
+
+    decode = tuple(
+        point([decode_batch(count, context)], count, context, context + 1)
+        for context in contexts
+        for count in sequences
+    )
+    prefill = tuple(
+        point(chunked(prompt, chunk or prompt), 1, prompt, prompt) for prompt in prompts
+    )
+    used = {
+        part.arithmetic
+        for each in decode + prefill
+        for part in each.phase.parts
+        if part.ops and part.name != "rest"
+    }
+    roofs = [Roof(unit, rates.peak(unit), rates.peak(unit) / rates.bytes_per_second)
+             for unit in used]  # fmt: skip
+    return Roofline(
+        subject,
+        stored,
+        layout,
+        device,
+        rates,
+        tuple(sorted(roofs, key=lambda roof: (-roof.ops_per_second, roof.arithmetic))),
+        decode,
+        prefill,
+        tuple(
+            Context(context, crossing(model, context, rates), _limit(model, context, rates))
+            for context in contexts
+        ),
+    )
+
+
+def _limit(model: CostModel, context: int, rates: Rates) -> float:
+    """Operations a byte of the sequences that a very large batch gains."""
+    few, many = (
+        phase(model, [decode_batch(count, context)], rates)
+        for count in (MOST_SEQUENCES // 2, MOST_SEQUENCES)
+    )
+    return (many.ops - few.ops) / (many.bytes - few.bytes)
+
+
+def per_million(price: float, tokens_per_second: float) -> float:
+    """The cost of a million tokens on a device of ``price`` an hour that is never idle."""
+    return price / 3600 / tokens_per_second * 1e6
+
+
+def levels(roofs: tuple[Roof, ...]) -> list[tuple[str, Roof]]:
+    """Roofs of one height together, with their names."""
+    return [
+        (", ".join(roof.arithmetic for roof in alike), alike[0])
+        for _, group in groupby(roofs, lambda roof: roof.ops_per_second)
+        for alike in [list(group)]
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -271,6 +272,9 @@ def build(
     duration: float = 0.001,
     seed: int | None = None,
     speculator: Speculator | None = None,
+    batching: Literal["continuous", "static"] = "continuous",
+    memory: Literal["paged", "reserve"] = "paged",
+    chunked_prefill: bool = True,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
     config = SchedulerConfig(
@@ -282,6 +286,9 @@ def build(
         enable_prefix_caching=enable_prefix_caching,
         max_num_queued_reqs=max_num_queued_reqs,
         max_num_queued_tokens=max_num_queued_tokens,
+        batching=batching,
+        memory=memory,
+        chunked_prefill=chunked_prefill,
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)

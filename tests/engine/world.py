@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
 from engine.drafting import Branching, Oracle
@@ -62,6 +63,9 @@ class Setting:
     drafter: str | None = None  # a kind of `Oracle`
     num_drafts: int | None = None
     rejection: bool = False
+    batching: Literal["continuous", "static"] = "continuous"
+    memory: Literal["paged", "reserve"] = "paged"
+    chunked_prefill: bool = True
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -72,7 +76,7 @@ class Setting:
         )
         whole = len(windows) * (-(-max_model_len // block_size))
         max_num_seqs = rng.choice((1, 2, 4, 7))
-        return Setting(
+        setting = Setting(
             windows=windows,
             block_size=block_size,
             num_blocks=max(1, int(whole * rng.choice((0.5, 0.8, 1.0, 1.3, 2.0, 5.0)))),
@@ -89,6 +93,16 @@ class Setting:
             num_drafts=rng.choice((None, 1, 2, 5, 20)),
             rejection=rng.random() < 0.4,
         )
+        if rng.random() < 0.15:
+            setting = replace(setting, batching="static")
+        if rng.random() < 0.15:
+            setting = replace(
+                setting, memory="reserve", enable_prefix_caching=False, max_branches=0
+            )
+        if rng.random() < 0.15:
+            most = max(max_model_len, setting.max_num_batched_tokens)
+            setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
+        return setting
 
 
 class World:
@@ -112,6 +126,9 @@ class World:
             max_num_queued_reqs=setting.max_num_queued_reqs,
             vocab=setting.vocab,
             hasher=hasher,
+            batching=setting.batching,
+            memory=setting.memory,
+            chunked_prefill=setting.chunked_prefill,
         )
         assert isinstance(self.engine.executor, CheckingExecutor)
         assert isinstance(self.engine.sampler, FakeSampler)
@@ -149,7 +166,8 @@ class World:
             for seq in state.sequences
             if seq.status not in (Status.FORKING, Status.FINISHED)
         ]
-        if unfinished and not step.scheduled.stale and not scheduler._suspects:
+        whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
+        if unfinished and not step.scheduled.stale and not scheduler._suspects and not whole:
             oldest = min(unfinished, key=lambda seq: seq.order)
             assert oldest in step.scheduled.sequences, "the oldest does not progress"
         assert 0.0 <= scheduler.kv.waste() <= 1.0
@@ -204,8 +222,10 @@ class World:
         for seq in scheduler.decoding:
             written = int(scheduler.kv.num_tokens[seq.slot])
             assert written == len(seq.token_ids) - 1
-            # Rejected drafts keep no blocks.
-            assert scheduler.kv.num_blocks[seq.slot] == -(-written // self.setting.block_size)
+            held = written  # rejected drafts keep no blocks
+            if self.setting.memory == "reserve":
+                held = seq.owner.num_prompt_tokens + seq.owner.max_tokens - 1
+            assert scheduler.kv.num_blocks[seq.slot] == -(-held // self.setting.block_size)
         if not self.engine.has_work():
             self.engine.check_integrity()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -298,3 +298,89 @@ def test_waste_stays_low_at_a_usual_load() -> None:
         wasted += stats.kv_waste * stats.kv_blocks_used
         used += stats.kv_blocks_used
     assert 0.0 < wasted / used < 0.04
+
+
+# How serving was done before
+
+
+def test_static_batching_lets_the_next_batch_in_when_the_last_has_ended() -> None:
+    engine = build(max_num_seqs=2, batching="static")
+    steps = Steps(engine)
+    for name, count in (("a", 4), ("b", 2), ("c", 1), ("d", 1)):
+        engine.add_request(request(name, [1], max_tokens=count))
+    engine.step()
+    engine.add_request(request("e", [1], max_tokens=1))
+    run(engine)
+    assert [sorted(step) for step in steps.tokens] == [
+        ["a", "b"], ["a", "b"], ["a"], ["a"], ["c", "d"], ["e"],
+    ]  # fmt: skip
+
+
+def test_a_static_batch_is_who_waits_when_it_begins_however_many_steps_its_prompts_take() -> None:
+    engine = build(max_num_seqs=8, max_num_batched_tokens=8, batching="static")
+    steps = Steps(engine)
+    for name in "abc":
+        engine.add_request(request(name, [1] * 6, max_tokens=3))
+    engine.step()
+    engine.add_request(request("late", [1], max_tokens=1))
+    run(engine)
+    together = [sorted(step) for step in steps.tokens]
+    assert ["a", "b", "c"] in together
+    assert together[-1] == ["late"]
+    assert not any("late" in step for step in together[:-1])
+
+
+@pytest.mark.parametrize(("memory", "running"), [("reserve", 4), ("paged", 8)])
+def test_of_96_blocks_reserving_lets_four_of_eight_run_and_paging_all(
+    memory: Literal["reserve", "paged"], running: int
+) -> None:
+    """Eight requests that may grow to 384 tokens, 24 blocks of 16, and grow to 12."""
+    engine = build(
+        num_blocks=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=8,
+        memory=memory, enable_prefix_caching=False, eos=[7],
+    )  # fmt: skip
+    for index in range(8):
+        engine.add_request(request(f"{index}", [1] * 32, max_tokens=352))
+    engine.step()
+    assert engine.stats().running == running
+    while engine.stats().generation_tokens < running * (12 * 16 - 32):
+        engine.step()
+        engine.check_integrity()
+    assert engine.stats().running == running
+    assert engine.stats().preemptions == 0
+    waste = engine.stats().kv_waste
+    assert waste > 0.49 if memory == "reserve" else waste < 0.01
+
+
+def test_reserved_memory_is_refused_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="no prefix caching"):
+        SchedulerConfig(max_model_len=64, memory="reserve")
+    with pytest.raises(ValueError, match="no branches"):
+        SchedulerConfig(
+            max_model_len=64, memory="reserve", enable_prefix_caching=False, max_branches=2
+        )
+    # In windows of 16 tokens a sequence of 64 needs two blocks at a time, but four reserved.
+    windows = {"windows": (16,), "num_blocks": 3, "enable_prefix_caching": False}
+    build(**windows).add_request(request("a", [1] * 32, max_tokens=33))
+    engine = build(**windows, memory="reserve")
+    with pytest.raises(AdmissionError, match="need 4 KV blocks of 16 tokens; there are 3"):
+        engine.add_request(request("a", [1] * 32, max_tokens=33))
+    with pytest.raises(AdmissionError, match="n is 2"):
+        engine.add_request(request("a", [1], max_tokens=2, n=2))
+
+
+def test_without_chunked_prefill_a_prompt_goes_through_in_one_step() -> None:
+    engine = build(
+        max_model_len=64, max_num_batched_tokens=64, max_num_seqs=4, chunked_prefill=False
+    )
+    steps = Steps(engine)
+    prompts = {"a": 30, "b": 40, "c": 50, "d": 60}
+    for name, size in prompts.items():
+        engine.add_request(request(name, [size] * size, max_tokens=3))
+    run(engine)
+    sizes = {name: [step[name] for step in steps.tokens if name in step] for name in prompts}
+    assert sizes == {
+        name: [size, 1, 1] for name, size in zip("abcd", (30, 40, 50, 60), strict=True)
+    }
+    with pytest.raises(ValueError, match="below max_model_len 128"):
+        build(max_model_len=128, max_num_batched_tokens=64, chunked_prefill=False)

@@ -37,8 +37,10 @@ def output_limit(
         raise AdmissionError(
             f"n is {request.params.n}, more than max_num_seqs {config.max_num_seqs}", "n"
         )
+    if request.params.n > 1 and config.memory == "reserve":
+        raise AdmissionError(f"n is {request.params.n}; memory is reserved for one sequence", "n")
     # The last token is never put through the model.
-    blocks = peak_blocks(layout, prompt + max_tokens - 1)
+    blocks = needed_blocks(prompt + max_tokens - 1, config, layout)
     if blocks > num_blocks:
         raise AdmissionError(
             f"{prompt} prompt tokens + {max_tokens} max_tokens need {blocks} KV blocks of "
@@ -46,6 +48,15 @@ def output_limit(
             "max_tokens",
         )
     return max_tokens
+
+
+def needed_blocks(num_tokens: int, config: SchedulerConfig, layout: KvLayout) -> int:
+    """Blocks that must be free for a sequence of ``num_tokens`` positions, at its peak. Where they
+    are reserved at once, windows give nothing back in time.
+    """
+    if config.memory == "reserve":
+        return -(-num_tokens // layout.block_size) * len(layout.groups)
+    return peak_blocks(layout, num_tokens)
 
 
 def check_queue(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,11 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
     max_num_queued_tokens: int | None = None  # prompt tokens waiting
+    # Other than by default, how serving was done before, for comparison (octavo simulate):
+    batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is let in
+    # when the last of this one has ended
+    memory: Literal["paged", "reserve"] = "paged"  # reserve: at admission, for the longest answer
+    chunked_prefill: bool = True  # False: a prompt goes through the model in one step
 
     def __post_init__(self) -> None:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
@@ -32,6 +38,16 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs "
                 f"{self.max_num_seqs}: every running sequence needs one token a step"
+            )
+        if self.memory == "reserve" and self.enable_prefix_caching:
+            raise ValueError("memory reserved for one sequence cannot be shared: no prefix caching")
+        if self.memory == "reserve" and self.max_branches:
+            raise ValueError("memory reserved for one sequence cannot be shared: no branches")
+        if not self.chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise ValueError(
+                f"without chunked prefill a step must take the longest prompt: "
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_model_len "
+                f"{self.max_model_len}"
             )
         if self.logits_rows < self.max_num_seqs:
             raise ValueError(

@@ -84,6 +84,7 @@ class Scheduler:
         self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
         self._builder = BatchBuilder(config, self.kv)
         self._decodes_changed = False
+        self._to_join = 0  # of the batch that static batching is letting in
 
     # Requests
 
@@ -134,7 +135,7 @@ class Scheduler:
                 chunks.append(chunk)
                 budget -= chunk.size
                 rows -= chunk.logits_rows
-            if not budget or not rows:
+            if not budget or not rows or not (chunk or self.config.chunked_prefill):
                 break
         if budget and rows and chunks:
             extended = self._extend(chunks[0], budget)
@@ -222,7 +223,8 @@ class Scheduler:
         for seq in self.prefilling[:]:
             if seq.status is Status.PREFILLING:
                 yield seq
-        while self.num_preemptions == preemptions and (admitted := self._admit(now)):
+        admit = self._admit if self.config.batching == "continuous" else self._admit_batch
+        while self.num_preemptions == preemptions and (admitted := admit(now)):
             yield admitted
 
     def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
@@ -232,6 +234,8 @@ class Scheduler:
         start = int(self.kv.num_tokens[seq.slot])
         missing = len(seq.token_ids) - start
         count = min(missing, budget)
+        if count < missing and not self.config.chunked_prefill:
+            return None
         if missing > self.config.max_num_batched_tokens and self._others_behind(seq):
             count = min(count, max(1, budget // 2))  # a long prompt leaves room for short ones
         if seq.owner.scores_prompt:
@@ -281,18 +285,33 @@ class Scheduler:
         self.waiting.remove(seq)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = kv.open(hit, salt)
+        if self.config.memory == "reserve":
+            kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
         seq.status = Status.PREFILLING
         insort(self.prefilling, seq, key=BY_ARRIVAL)
         self._reserved_slots += followers
         self._count_first_time(seq, hit, now)
         return seq
 
+    def _admit_batch(self, now: float) -> Sequence | None:
+        """Static batching: who waits when nobody runs is let in, as far as there is room; whoever
+        else waits until the last of them has ended.
+        """
+        if not self.decoding and not self.prefilling:
+            self._to_join = len(self.waiting)
+        admitted = self._admit(now) if self._to_join else None
+        self._to_join = self._to_join - 1 if admitted else 0
+        return admitted
+
     def _fits(self, seq: Sequence, hit: Hit) -> bool:
         """Whether a sequence may join those who run. Beside its own blocks, those promised to
         prompts under way and the next block of everyone must be free: else it, or another, would
-        soon be preempted again.
+        soon be preempted again. Where each has its own reserved, nobody grows.
         """
         kv = self.kv
+        if self.config.memory == "reserve":
+            longest = len(seq.token_ids) + seq.num_to_come - 1
+            return admission.needed_blocks(longest, self.config, kv.layout) <= kv.pool.num_free
         need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
         promised = sum(
             max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
@@ -394,9 +413,10 @@ class Scheduler:
             for index in np.flatnonzero(num_tokens % kv.block_size < sizes).tolist():
                 seq = decodes[index]
                 kv.register(seq.slot, seq.token_ids)
-            for seq, draft in zip(decodes, drafts or (), strict=False):
-                if draft:
-                    kv.settle(seq.slot)
+            if self.config.memory == "paged":
+                for seq, draft in zip(decodes, drafts or (), strict=False):
+                    if draft:
+                        kv.settle(seq.slot)
         for chunk in scheduled.chunks:
             seq, start, size = chunk
             if seq.slot < 0:

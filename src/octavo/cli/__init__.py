@@ -24,6 +24,7 @@ from octavo.cli import (
     simulate,
     speculate,
     train,
+    tune,
     verify,
 )
 from octavo.execute.cpu import usable_cpus
@@ -48,7 +49,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 
 
 for _module in (
-    *(serve, chat, generate, speculate, pull, inspect, profile, quantize, fidelity, verify),
+    *(serve, chat, generate, speculate, pull, inspect, profile, quantize, fidelity, verify, tune),
     simulate,
 ):
     _add(app, _module)

@@ -227,6 +227,30 @@ def engine_config(given: Mapping[str, Any]) -> Any:
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 
 
+def engine_flags(config: Any) -> list[str]:
+    """The options that give this `EngineConfig`; those a plan is about are said even where they are
+    the default.
+    """
+    from dataclasses import fields
+
+    said = ("max_num_seqs", "max_num_batched_tokens")
+    flags: list[str] = []
+    for field in fields(config):
+        value = getattr(config, field.name)
+        flag = f"--{field.name.replace('_', '-')}"
+        if value == field.default and field.name not in said:
+            continue
+        if isinstance(value, bool):
+            flags.append(flag if value else flag.replace("--", "--no-", 1))
+        elif field.name == "speculative_config":
+            given = {f.name: getattr(value, f.name) for f in fields(value)}
+            default = {f.name: f.default for f in fields(value)}
+            flags += [flag, json.dumps({k: v for k, v in given.items() if v != default[k]})]
+        else:
+            flags += [flag, str(value)]
+    return flags
+
+
 LIMITS_HELP = (
     "Take the limits of the last octavo bench machine instead of measuring them before and after."
 )

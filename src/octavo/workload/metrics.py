@@ -55,21 +55,36 @@ class Record:
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """``ttft:500`` and the like to milliseconds by metric. Raises `ValueError`."""
+    return _objectives("--goodput", pairs, ":")
+
+
+def parse_slo(text: str) -> dict[str, float]:
+    """``ttft=500,tpot=50``, limits above 0, to milliseconds by metric. Raises `ValueError`."""
+    limits = _objectives("--slo", [pair.strip() for pair in text.split(",")], "=")
+    for name, limit in limits.items():
+        if not limit:
+            raise ValueError(f"--slo {name}=0: no request takes no time")
+    return limits
+
+
+def _objectives(option: str, pairs: Sequence[str], separator: str) -> dict[str, float]:
     objectives: dict[str, float] = {}
     for pair in pairs:
-        name, colon, text = pair.partition(":")
+        name, found, text = pair.partition(separator)
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not colon or math.isnan(value):
-            raise ValueError(f"--goodput {pair!r} is not KEY:MS, such as ttft:500")
+        if not found or math.isnan(value):
+            raise ValueError(
+                f"{option} {pair!r} is not KEY{separator}MS, such as ttft{separator}500"
+            )
         if name not in GOODPUT:
-            raise ValueError(f"--goodput {pair!r}: {name!r} is none of {', '.join(GOODPUT)}")
+            raise ValueError(f"{option} {pair!r}: {name!r} is none of {', '.join(GOODPUT)}")
         if not 0 <= value < math.inf:
-            raise ValueError(f"--goodput {pair!r}: the limit must be 0 or more milliseconds")
+            raise ValueError(f"{option} {pair!r}: the limit must be 0 or more milliseconds")
         if name in objectives:
-            raise ValueError(f"--goodput has {name} twice")
+            raise ValueError(f"{option} has {name} twice")
         objectives[name] = value
     return objectives
 

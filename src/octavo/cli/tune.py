@@ -1,0 +1,428 @@
+"""octavo tune: the settings that keep an SLO for the most requests a second."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.console import on_stderr, plural
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_flags, takes
+from octavo.cli.simulate import _LOAD as LOAD_OPTIONS
+from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION, demand
+
+if TYPE_CHECKING:
+    from octavo.plan.hardware import Device
+    from octavo.plan.slo import Figures, Slo
+    from octavo.plan.subject import Subject
+    from octavo.plan.tune import Choice, Search, Trial, Tuned
+    from octavo.workload.demand import Demand
+
+EXAMPLES = (
+    "octavo tune smollm2 --trace azure.csv --slo ttft=500,tpot=50 --trace-duration 60 --confirm",
+    "octavo tune llama-3-8b --device h100 --trace azure.csv --slo ttft=500,tpot=25 --plot tune.png",
+    "octavo tune config.json --device h100 --trace mooncake.jsonl --slo e2el=9000 --lossless",
+)
+
+
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@takes(engine=(ENGINE_OPTIONS, _given), load=(LOAD_OPTIONS, demand))
+def command(
+    model: Model,
+    engine: dict[str, Any],
+    load: Demand,
+    slo: Annotated[
+        str,
+        typer.Option(
+            metavar="LIMITS",
+            help="What a good request keeps, in ms: ttft=500,tpot=50 (also e2el).",
+            show_default=False,
+        ),
+    ],
+    device: Annotated[
+        str,
+        typer.Option(metavar="DEVICE", help="machine (this one, measured), or a GPU such as h100."),
+    ] = "machine",
+    attainment: Annotated[
+        float,
+        typer.Option(
+            "--slo-attainment", metavar="X", help="The share of requests that must be good."
+        ),
+    ] = 0.99,
+    lossless: Annotated[
+        bool,
+        typer.Option("--lossless", help="Round neither weights nor cache further."),
+    ] = False,
+    trials: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="How much to simulate, in runs of the whole load."),
+    ] = 40,
+    max_seconds: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, help="Stop after so long.", show_default="no limit"),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw the frontier: .svg, .png or .pdf."),
+    ] = None,
+    confirm: Annotated[
+        bool,
+        typer.Option(
+            "--confirm",
+            help="Replay the load on the live engine with the best settings, in real time, and "
+            "compare.",
+        ),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
+) -> None:
+    """Search the settings that keep an SLO for the most requests a second, by simulation.
+
+    Searched: sequences and tokens of a step, memory and numbers of the KV cache, quantization.
+    Engine options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
+    """
+    from octavo.engine.load import EngineConfig
+    from octavo.plan import hardware, tune, tune_plot
+    from octavo.plan.slo import Slo
+    from octavo.plan.subject import Subject
+    from octavo.quant.plot import check_suffix
+    from octavo.workload.metrics import parse_slo
+
+    try:
+        promise = Slo(parse_slo(slo), attainment)
+        base = EngineConfig(**engine)
+        if base.speculation is not None:
+            raise ValueError("--speculative-config cannot be simulated")
+        if confirm and device != "machine":
+            raise ValueError(f"--confirm runs on this machine, and --device is {device}")
+        on = hardware.device(device, on_stderr)
+        if plot is not None:
+            check_suffix(plot)
+        samples, notices = load.timed(len, strict=True)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    subject = Subject.find(model)
+    if confirm and subject.stored is None:
+        raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")
+    memory, tokens = (
+        (base.memory_utilization, EngineConfig().max_num_batched_tokens)
+        if on.measured
+        else (GPU_MEMORY_UTILIZATION, GPU_MAX_NUM_BATCHED_TOKENS)
+    )
+    try:
+        space = tune.space(subject, on, engine, memory=memory, tokens=tokens, lossless=lossless)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    with on_stderr() as show:
+        search = tune.Search(
+            subject, on, samples, promise, space, base,
+            trials=trials, seconds=max_seconds or math.inf, seed=load.seed, report=show,
+        )  # fmt: skip
+        tuned = search.search()
+        speeds = search.sustained(tuned.best)
+    result = as_dict(model, subject, on, promise, search, tuned, speeds, notices)
+    if plot is not None:
+        tune_plot.draw(
+            tuned, speeds, search.arrival_rate, promise, f"{subject.name} on {on.name}", plot
+        )
+    if confirm:
+        from octavo.plan.confirm import confirmed
+
+        with on_stderr() as show:
+            measured = confirmed(model, tuned.best.config, samples, promise, load.seed, show)
+        result["confirmed"] = comparison(tuned.best.figures, measured)
+    if as_json:
+        typer.echo(json.dumps(result, indent=2))
+    else:
+        typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
+
+
+# --- what was found ------------------------------------------------------------------------------
+
+
+def serve_command(model: str, trial: Trial) -> str:
+    """The line that starts a server with a trial's settings."""
+    return shlex.join(["octavo", "serve", model, *engine_flags(trial.config)])
+
+
+def as_dict(
+    model: str,
+    subject: Subject,
+    device: Device,
+    slo: Slo,
+    search: Search,
+    tuned: Tuned,
+    speeds: Sequence[tuple[float, Figures]],
+    notices: Sequence[str],
+) -> dict[str, Any]:
+    from octavo.plan.tune import met
+
+    best = tuned.best
+    return {
+        "model": subject.name,
+        "device": device.name,
+        "measured": device.measured,
+        "slo": {f"{name}_ms": limit for name, limit in slo.limits.items()}
+        | {"attainment": slo.attainment},
+        "met": met(best.figures, slo),
+        "serve_command": serve_command(model, best),
+        "predicted": best.figures.as_dict(),
+        "settings": settings(best),
+        "default": None if tuned.default is None else trial_dict(tuned.default, slo),
+        "frontier": [trial_dict(trial, slo) for trial in tuned.frontier],
+        "tried": [trial_dict(trial, slo) for trial in tuned.trials],
+        "impossible": [
+            settings_of(choice) | {"why": why} for choice, why in tuned.impossible.items()
+        ],
+        "sustained": sustained(speeds, slo),
+        "speeds": [
+            {
+                "speed": speed,
+                "arriving": speed * search.arrival_rate,
+                "met": met(figures, slo),
+                **figures.as_dict(),
+            }
+            for speed, figures in speeds
+        ],
+        "short_trials": tuned.short_trials,
+        "cost": tuned.cost,
+        "stopped": tuned.stopped,
+        "notices": list(notices),
+    }
+
+
+def sustained(speeds: Sequence[tuple[float, Figures]], slo: Slo) -> float | None:
+    """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
+    from octavo.plan.tune import met
+
+    kept = None
+    for speed, figures in speeds:
+        if not met(figures, slo):
+            break
+        kept = speed
+    return kept
+
+
+def settings(trial: Trial) -> dict[str, Any]:
+    return {
+        "max_num_seqs": trial.config.max_num_seqs,
+        "max_num_batched_tokens": trial.config.max_num_batched_tokens,
+        "num_blocks": trial.plan.num_blocks,
+        "kv_cache_memory_bytes": trial.plan.kv_cache_bytes,
+        "kv_cache_dtype": trial.config.kv_cache_dtype,
+        "quantization": trial.config.quantization,
+        "weight_bytes": trial.plan.weight_bytes,
+    }
+
+
+def settings_of(choice: Choice) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return asdict(choice)
+
+
+def trial_dict(trial: Trial, slo: Slo) -> dict[str, Any]:
+    figures = trial.figures
+    return (
+        settings(trial)
+        | figures.as_dict()
+        | {
+            "preemptions": trial.preemptions,
+            "saturated": trial.saturated,
+            "pressure": figures.pressure(slo) if figures.completed else None,
+        }
+    )
+
+
+def comparison(predicted: Figures, measured: Figures) -> dict[str, Any]:
+    """The live engine's figures, and by how much of them the prediction differs."""
+    pairs = {
+        name: (getattr(predicted, attribute), getattr(measured, attribute))
+        for name, attribute in (
+            ("request_goodput", "goodput"),
+            ("request_throughput", "request_throughput"),
+            ("output_throughput", "output_throughput"),
+        )
+    }
+    for name in predicted.latencies:
+        for which in ("p50", "p99"):
+            pairs[f"{name}_ms_{which}"] = (
+                getattr(predicted.latencies[name], which),
+                getattr(measured.latencies[name], which),
+            )
+    return {
+        "measured": measured.as_dict(),
+        "error": {
+            name: (guess - real) / real if real and math.isfinite(guess) else None
+            for name, (guess, real) in pairs.items()
+        },
+        "pairs": pairs,
+    }
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+_MOST_ROWS = 12  # of a table
+
+
+def as_text(
+    model: str,
+    subject: Subject,
+    device: Device,
+    slo: Slo,
+    search: Search,
+    tuned: Tuned,
+    speeds: Sequence[tuple[float, Figures]],
+    result: Mapping[str, Any],
+) -> str:
+    best, default = tuned.best, tuned.default
+    samples = search.samples
+    seconds = max(sample.arrival or 0.0 for sample in samples)
+    limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.limits.items())
+    lines = [
+        *result["notices"],
+        f"{subject.name} on {device.name}: {plural(len(samples), 'request')} in {seconds:.0f} s; "
+        f"a good one keeps {limits}",
+        "",
+        *_verdict(tuned, slo),
+        *_sustained_lines(speeds, search.arrival_rate, slo),
+        "",
+        "best, then the engine's defaults, then what no other beats in throughput and latency",
+        *_table([best, *([default] if default else []), *_spread(tuned.frontier)], slo),
+        "",
+        f"searched: {len(tuned.trials)} settings under the whole load, {tuned.short_trials} under "
+        f"a part of it; {len(tuned.impossible)} cannot be"
+        + (f"; ended because {tuned.stopped}" if tuned.stopped else ""),
+        "not searched: speculation",
+        *_notes(subject, device, best),
+        "",
+        serve_command(model, best),
+    ]
+    if "confirmed" in result:
+        lines += ["", *_confirmed_lines(result["confirmed"])]
+    return "\n".join(lines)
+
+
+def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
+    from octavo.plan.tune import met
+
+    figures = tuned.best.figures
+    share = f"{100 * figures.attainment:.4g} % of the requests are good"
+    asked = f"{100 * slo.attainment:g} % asked for"
+    lines = []
+    if met(figures, slo):
+        lines.append(
+            f"the SLO is kept: {share} ({asked}), {figures.goodput:.4g} good requests/s, "
+            f"{figures.output_throughput:.4g} tokens/s"
+        )
+    else:
+        lines.append(
+            f"no setting keeps the SLO: with the best {share} ({asked}), "
+            f"{figures.goodput:.4g} good requests/s"
+        )
+        for name, limit in slo.limits.items():
+            p99 = figures.latencies[name].p99
+            if p99 > limit:
+                lines.append(
+                    f"  {name.upper()} fails by {p99 - limit:.4g} ms: the 99th percentile is "
+                    f"{p99:.4g} ms, the limit {limit:g} ms"
+                )
+        if refused := figures.requests - figures.completed:
+            lines.append(f"  {plural(refused, 'request')} not served: {tuned.best.refusal}")
+    if all(trial.saturated for trial in tuned.trials):
+        lines.append(
+            "  the load is beyond saturation with every setting that was tried: requests come "
+            "faster than they can be served"
+        )
+    default = tuned.default
+    if default is None:
+        lines.append("the engine's default settings do not fit this device")
+    elif default.choice == tuned.best.choice:
+        lines.append("these are the engine's defaults: no setting that was tried is better")
+    else:
+        kept = "keep it, too" if met(default.figures, slo) else "do not keep it"
+        lines.append(
+            f"the engine's defaults {kept}: {100 * default.figures.attainment:.4g} % are good, "
+            f"{default.figures.goodput:.4g} a second"
+        )
+    return lines
+
+
+def _sustained_lines(speeds: Sequence[tuple[float, Figures]], rate: float, slo: Slo) -> list[str]:
+    if not speeds:
+        return ["all requests come at once: there is no rate of arrival to vary"]
+    kept = sustained(speeds, slo)
+    if kept is None:
+        return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
+    edge = "" if kept < speeds[-1][0] else " at least"
+    return [
+        f"with the best the SLO holds up to{edge} {kept:.2g} times this load, "
+        f"{kept * rate:.3g} requests/s"
+    ]
+
+
+def _spread(trials: Sequence[Trial]) -> list[Trial]:
+    """Some of them, first and last among them."""
+    if len(trials) <= _MOST_ROWS:
+        return list(trials)
+    step = (len(trials) - 1) / (_MOST_ROWS - 1)
+    return [trials[round(step * index)] for index in range(_MOST_ROWS)]
+
+
+def _table(trials: Sequence[Trial], slo: Slo) -> list[str]:
+    names = list(slo.limits)
+    lines = [
+        f"{'seqs':>6}{'tokens':>8}{'blocks':>9}{'kv':>6}{'weights':>9}{'good':>9}{'good/s':>9}"
+        f"{'tokens/s':>10}" + "".join(f"{f'{n.upper()} p50':>11}{'p99 ms':>9}" for n in names)
+    ]
+    for trial in trials:
+        config, figures = trial.config, trial.figures
+        lines.append(
+            f"{config.max_num_seqs:>6}{config.max_num_batched_tokens:>8}"
+            f"{trial.plan.num_blocks:>9}{config.kv_cache_dtype.replace('auto', 'bf16'):>6}"
+            f"{config.quantization or 'as is':>9}{100 * figures.attainment:>7.1f} %"
+            f"{figures.goodput:>9.4g}{figures.output_throughput:>10.4g}"
+            + "".join(
+                f"{figures.latencies[n].p50:>11.4g}{figures.latencies[n].p99:>9.4g}" for n in names
+            )
+        )
+    return lines
+
+
+def _notes(subject: Subject, device: Device, best: Trial) -> list[str]:
+    lines = []
+    if best.choice.loss:
+        lines.append(
+            "the best rounds numbers further than they are stored, which changes answers: see what "
+            "it costs with octavo fidelity, or search with --lossless"
+        )
+    if not device.measured:
+        assumed = f"; {device.assumption}" if device.assumption else ""
+        lines.append(
+            f"{device.name}: {device.standing}{assumed}. Octavo serves on CPUs: there the line "
+            "below is what to ask of an engine with the same settings"
+        )
+    if subject.stored is None:
+        lines.append(
+            f"{subject.name} is a shape without weights: the line below is for a checkpoint of it"
+        )
+    return lines
+
+
+def _confirmed_lines(confirmed: Mapping[str, Any]) -> list[str]:
+    lines = [
+        "on the live engine, the same load in real time",
+        f"{'':<20}{'predicted':>11}{'measured':>11}{'error':>9}",
+    ]
+    for name, (guess, real) in confirmed["pairs"].items():
+        error = confirmed["error"][name]
+        shown = "" if error is None else f"{100 * error:+.1f} %"
+        lines.append(f"{name.replace('_', ' '):<20}{guess:>11.4g}{real:>11.4g}{shown:>9}")
+    return lines

@@ -6,7 +6,7 @@ Real engine and simulated engine run the same loop; their clocks and executors d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRec
 from octavo.workload.datasets import Sample, draws
 from octavo.workload.metrics import Record
 
+_STOP = 0  # a token that ends an answer
 QUEUE_FULL = "queue full"  # why a request was refused that might have been served later
 
 
@@ -92,6 +93,13 @@ def _begin(engine: Engine, sample: Sample, index: int, start: float, seed: int) 
     arrival = _arrival(sample)
     record = Record(index, False, arrival, sample.prompt_len, 0)
     params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
+    if sample.max_tokens is not None:  # a scripted sampler stops as soon as it may
+        params = replace(
+            params,
+            max_tokens=max(sample.max_tokens, sample.output_len),
+            min_tokens=sample.output_len - 1,
+            stop_token_ids=(_STOP,),
+        )
     prompt = prompt_token_ids(sample, seed, engine.vocab_size)
     request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
     try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Observer
@@ -19,6 +20,8 @@ from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
+from octavo.speculate.scripted import ScriptedDrafter
+from octavo.speculate.speculator import Speculator
 from octavo.workload.datasets import Sample
 
 
@@ -31,6 +34,16 @@ class Setup:
     device: Device
     config: EngineConfig = field(default_factory=EngineConfig)
     quantized: Arithmetic = Arithmetic.INT8  # what multiplies quantized weights
+    # As of SchedulerConfig; reserved memory has no prefix caching.
+    batching: Literal["continuous", "static"] = "continuous"
+    memory: Literal["paged", "reserve"] = "paged"
+    chunked_prefill: bool = True
+    # How often a guess is right, if the configuration speculates: the drafter is a scripted one.
+    acceptance: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.acceptance is None) is not (self.config.speculation is None):
+            raise ValueError("to simulate speculation takes an acceptance rate, and the other way")
 
     def plan(self) -> tuple[CachePlan, KvLayout]:
         """How the device's memory is divided. Raises `DoesNotFit` with the arithmetic."""
@@ -53,9 +66,14 @@ def simulated_engine(setup: Setup) -> Engine:
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        enable_prefix_caching=config.enable_prefix_caching,
+        max_logits_rows=config.max_logits_rows(),
+        max_branches=config.max_branches,
+        enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        batching=setup.batching,
+        memory=setup.memory,
+        chunked_prefill=setup.chunked_prefill,
     )
     compute = program(setup.subject.program.config, plan.max_model_len)
     # As the engine's kernels: a cache of codes is multiplied as quantized weights are.
@@ -72,13 +90,25 @@ def simulated_engine(setup: Setup) -> Engine:
         attention=setup.quantized if codes else Arithmetic.BF16,
     )
     vocab_size = compute.config.vocab_size
+    sampler, clock = ScriptedSampler(vocab_size, stop_rate=1.0), VirtualClock()
+    speculator, speculation = None, config.speculation
+    if speculation is not None and setup.acceptance is not None:
+        speculator = Speculator(
+            ScriptedDrafter(sampler, setup.acceptance),
+            vocab_size,
+            speculation.num_speculative_tokens,
+            rejection=speculation.rejection,
+            longest=speculation.longest,
+            now=clock.now,
+        )
     return Engine(
         executor,
         Scheduler(limits, layout, plan.num_blocks),
-        ScriptedSampler(vocab_size),
-        VirtualClock(),
+        sampler,
+        clock,
         vocab_size=vocab_size,
         seed=config.seed or 0,
+        speculator=speculator,
     )
 
 
@@ -98,14 +128,25 @@ def simulate(
     samples: Sequence[Sample],
     *,
     seed: int = 0,
+    max_tokens: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
     observers: Sequence[Observer] = (),
 ) -> Simulation:
     """The samples, in order of arrival, put through the engine. ``seed`` makes their tokens.
 
-    Raises `DoesNotFit`.
+    ``max_tokens`` is what each request allows for its answer, at which longer ones are cut; None:
+    what the context leaves. It matters where memory is reserved, and no more than an answer is
+    ever written. Raises `DoesNotFit`.
     """
     engine = simulated_engine(setup)
+    if max_tokens is not None:
+        samples = [replace(s, output_len=min(s.output_len, max_tokens)) for s in samples]
+    if setup.memory == "reserve":
+        context = engine.scheduler.config.max_model_len
+        samples = [
+            replace(s, max_tokens=min(max_tokens or context, context - s.prompt_len))
+            for s in samples
+        ]
     engine.observers += observers
     series = Series(max((sample.arrival or 0.0 for sample in samples), default=0.0))
     done = replay(engine, samples, seed=seed, progress=progress, watch=series.observe)

@@ -13,7 +13,7 @@ from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
 _MASK = (1 << 64) - 1
 
 
-def _mix(value: int) -> int:
+def mix(value: int) -> int:
     """SplitMix64's finalizer (Steele, Lea, Flood: "Fast splittable pseudorandom number
     generators", 2014): 64 bits in, 64 well mixed bits out."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK
@@ -30,7 +30,7 @@ class ScriptedState:
     def __init__(self, params: SamplingParams, stop_token_ids: frozenset[int], choice: int) -> None:
         self.num_generated = 0
         self.seed = params.seed or 0
-        self.stream = _mix(self.seed & _MASK) ^ _mix(choice)
+        self.stream = mix(self.seed & _MASK) ^ mix(choice)
         self.stop_token_ids = stop_token_ids
         self.min_tokens = params.min_tokens
         self.logprobs = params.logprobs
@@ -44,10 +44,14 @@ class ScriptedState:
         self.num_generated -= count
 
     def fork(self, choice: int) -> ScriptedState:
+        copy = self.copy()
+        copy.stream = mix(self.seed & _MASK) ^ mix(choice)
+        return copy
+
+    def copy(self) -> ScriptedState:
         copy = object.__new__(ScriptedState)
         for name in ScriptedState.__slots__:
             setattr(copy, name, getattr(self, name))
-        copy.stream = _mix(self.seed & _MASK) ^ _mix(choice)
         return copy
 
 
@@ -90,6 +94,15 @@ class ScriptedSampler:
                 asked = True
                 logprobs.append(self._uniform(token_ids[-1], state.logprobs))
         return Sampled(token_ids, logprobs if asked else None, {})
+
+    def coming(self, state: ScriptedState, count: int) -> list[int]:
+        """The tokens that the state's next draws will give."""
+        ahead = state.copy()
+        tokens = []
+        for _ in range(count):
+            tokens.append(self._token(ahead))
+            ahead.num_generated += 1
+        return tokens
 
     def probabilities(
         self,
@@ -134,7 +147,7 @@ class ScriptedSampler:
         return [self._uniform(token_id, top) for token_id in token_ids]
 
     def _token(self, state: ScriptedState) -> int:
-        random = _mix(state.stream + state.num_generated)
+        random = mix(state.stream + state.num_generated)
         if (
             random >> 32 < self._stop_below
             and state.stop_token_ids

@@ -30,13 +30,18 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One request. ``text`` takes the place of ``parts``; ``arrival`` is in seconds, for traces."""
+    """One request. ``text`` takes the place of ``parts``; ``arrival`` is in seconds, for traces.
+
+    ``max_tokens`` is what the request allows for an answer that ends by itself after ``output_len``
+    tokens; None: just these.
+    """
 
     prompt_len: int
     output_len: int
     parts: tuple[Part, ...] = ()
     text: str | None = None
     arrival: float | None = None
+    max_tokens: int | None = None
 
 
 class DatasetError(ValueError):

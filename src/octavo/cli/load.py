@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from octavo.cli.options import option
+
+if TYPE_CHECKING:
+    from octavo.workload.datasets import Sample
+    from octavo.workload.demand import Demand
 
 DATASET, TRAFFIC = "Dataset", "Traffic"
 
@@ -151,3 +155,61 @@ _AS_THEY_ARE = (
     "prefix_repetition_num_prefixes", "disable_shuffle", "no_oversample", "request_rate",
     "burstiness", "max_concurrency",
 )  # fmt: skip
+
+
+# --- of simulations ------------------------------------------------------------------------------
+
+_OF_TEXTS = {
+    "custom_output_len": 256, "sharegpt_output_len": None, "disable_shuffle": False,
+    "no_oversample": False,
+}  # fmt: skip
+
+SIMULATED_OPTIONS = [
+    option(
+        "trace", Path | None, None,
+        "Recorded arrivals: an Azure or Mooncake trace, or what octavo bench serve "
+        "--save-detailed wrote.", DATASET, metavar="FILE", show_default="synthetic requests",
+    ),
+    *(
+        parameter
+        for parameter in DATASET_OPTIONS + TRAFFIC_OPTIONS
+        if parameter.name not in (*_OF_TEXTS, "dataset_name", "dataset_path")
+    ),
+    option(
+        "dataset_name", str | None, None,
+        "random, prefix_repetition; of a trace: azure, mooncake, result.", DATASET,
+        show_default="random; of a trace what its first line says",
+    ),
+    option("dataset_path", Path | None, None, "The same as --trace.", DATASET, metavar="FILE"),
+]  # fmt: skip
+
+
+def demand(values: Mapping[str, Any]) -> Demand:
+    """What `SIMULATED_OPTIONS` say. Raises `ValueError` for values that do not go together."""
+    from octavo.workload.demand import TEXTS, Demand
+
+    given = dict(values) | _OF_TEXTS
+    trace = given.pop("trace")
+    if trace is not None and given["dataset_path"] is not None:
+        raise ValueError("--trace and --dataset-path are two names of one thing: give one")
+    path = given["dataset_path"] = trace or given["dataset_path"]
+    if given["dataset_name"] is None:
+        given["dataset_name"] = "random" if path is None else "trace"
+    if given["dataset_name"] in TEXTS:
+        raise ValueError(
+            f"--dataset-name {given['dataset_name']} has texts, whose tokens a tokenizer would "
+            "have to count: give what octavo bench serve --save-detailed wrote of them as --trace"
+        )
+    built = Demand(**demand_settings(given))
+    built.check()
+    return built
+
+
+def samples(demand: Demand) -> tuple[list[Sample], list[str]]:
+    """The requests of a simulation with their arrivals, and notices. Raises `SettingsError`."""
+    from octavo.engine.load import SettingsError
+
+    try:
+        return demand.timed(len, strict=True)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None

@@ -3,129 +3,280 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from octavo.cli.console import now_and_then, on_stderr
-from octavo.cli.load import DATASET_OPTIONS, TRAFFIC_OPTIONS, demand_settings
+from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import ENGINE_OPTIONS, engine_config, option, takes
+from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
 from octavo.cli.serve import QUEUE_OPTIONS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
+    from octavo.engine.engine import Observer
     from octavo.engine.load import EngineConfig
+    from octavo.plan.hardware import Device
     from octavo.workload.demand import Demand
 
 EXAMPLES = (
     "octavo simulate --trace azure.csv --model llama-3-8b --device h100",
     "octavo simulate --model llama-3-8b --device h100 --request-rate 20 --goodput ttft:500 tpot:50",
-    "octavo simulate --trace mooncake.jsonl --model config.json --device h100 --json",
+    "octavo simulate --trace mooncake.jsonl --model llama-3-8b --device h100 --max-input-len 8000",
+    "octavo simulate --model smollm2 --request-rate 4 --num-prompts 200 --batching static",
+    "octavo simulate --trace azure.csv --model llama-3-8b --device h100 --plot load.svg --json",
 )
 
 DEFAULT_GOODPUT = ("ttft:500", "tpot:50")
-# Where EngineConfig's defaults are for the cores beside which a server runs: of a GPU all memory is
-# the engine's, and steps are short enough to take more tokens.
+# EngineConfig's defaults are for a machine whose cores and memory do other things, too. A GPU is
+# the engine's alone, and its steps are short enough for more tokens.
 GPU_MEMORY_UTILIZATION = 0.9
 GPU_MAX_NUM_BATCHED_TOKENS = 2048
 
 _NOT_SIMULATED = ("threads", "isa", "quantization", "speculative_config", "max_logprobs", "seed")
-_OWN_ENGINE = [
+_ENGINE_OPTIONS = [
     parameter
     for parameter in ENGINE_OPTIONS + QUEUE_OPTIONS
     if parameter.name not in _NOT_SIMULATED
 ]
-_TEXTS_ONLY = (
-    "custom_output_len", "sharegpt_output_len", "disable_shuffle", "no_oversample",
-)  # fmt: skip
-_LOAD = [
+
+_TECHNIQUE = "What each technique brings"
+TECHNIQUE_OPTIONS = [
     option(
-        "trace", Path | None, None,
-        "Recorded arrivals: an Azure or Mooncake trace, or a detailed result of octavo bench "
-        "serve.", "Dataset", metavar="FILE", show_default="synthetic requests",
+        "batching", str, "continuous",
+        "static: the next batch is let in when the last of this one has ended.", _TECHNIQUE,
+        metavar="KIND",
     ),
-    *(
-        parameter
-        for parameter in DATASET_OPTIONS + TRAFFIC_OPTIONS
-        if parameter.name not in _TEXTS_ONLY
+    option(
+        "memory", str, "paged",
+        "reserve: room for a request's longest answer is set aside when it is let in.",
+        _TECHNIQUE, metavar="KIND",
+    ),
+    option(
+        "max_tokens", int | None, None,
+        "What each request allows for its answer; longer ones are cut.", _TECHNIQUE, min=1,
+        show_default="what the context leaves",
+    ),
+    option(
+        "enable_chunked_prefill", bool, True, "Put a long prompt through in parts.", _TECHNIQUE
+    ),
+    option(
+        "speculative_acceptance", float | None, None,
+        "Speculate, with guesses that are right so often, 0 to 1; guessing takes no time.",
+        _TECHNIQUE, show_default="no speculation",
+    ),
+    option(
+        "num_speculative_tokens", int | None, None, "Tokens of a draft.", _TECHNIQUE, min=1,
+        show_default="what pays most",
     ),
 ]  # fmt: skip
 
 
-def demand(values: Mapping[str, Any]) -> Demand:
-    """Raises `ValueError` for values that do not go together."""
-    from octavo.workload.demand import TEXTS, Demand
-
-    given = dict(values) | dict.fromkeys(_TEXTS_ONLY[:2]) | dict.fromkeys(_TEXTS_ONLY[2:], False)
-    given["custom_output_len"] = 256
-    trace = given.pop("trace")
-    if trace is not None:
-        if given["dataset_path"] is not None:
-            raise ValueError("--trace and --dataset-path are two names of one thing: give one")
-        given["dataset_path"] = trace
-        if given["dataset_name"] == "random":
-            given["dataset_name"] = "trace"
-    if given["dataset_name"] in TEXTS:
-        raise ValueError(
-            f"--dataset-name {given['dataset_name']} has texts, whose tokens only a tokenizer "
-            "could count: octavo bench serve --save-detailed writes a result that has them counted"
-        )
-    built = Demand(**demand_settings(given))
-    built.check()
-    return built
+def techniques(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises `ValueError` for what is no such technique."""
+    for name, kinds in (("batching", ("continuous", "static")), ("memory", ("paged", "reserve"))):
+        if values[name] not in kinds:
+            raise ValueError(f"--{name} {values[name]!r} is neither {kinds[0]} nor {kinds[1]}")
+    rate = values["speculative_acceptance"]
+    if rate is not None and not 0 <= rate <= 1:  # nan neither
+        raise ValueError(f"--speculative-acceptance is from 0 to 1, not {rate:g}")
+    if rate is None and values["num_speculative_tokens"] is not None:
+        raise ValueError("--num-speculative-tokens needs --speculative-acceptance")
+    return dict(values)
 
 
 @takes(
-    engine=(_OWN_ENGINE, lambda given: {k: v for k, v in given.items() if v is not None}),
-    load=(_LOAD, demand),
+    engine=(_ENGINE_OPTIONS, lambda given: {k: v for k, v in given.items() if v is not None}),
+    load=(SIMULATED_OPTIONS, demand),
+    technique=(TECHNIQUE_OPTIONS, techniques),
+    goodput=([GOODPUT_OPTION], lambda given: list(given["goodput"])),
 )
 def command(
     engine: dict[str, Any],
     load: Demand,
+    technique: dict[str, Any],
+    goodput: list[str],
     model: Annotated[
         str,
         typer.Option(
-            help="A preset, a config.json, a model's folder or file, a name that octavo pull "
-            "knows. Weights are not needed.",
+            metavar="MODEL",
+            help="A preset (llama-3-8b), a config.json, a model's folder or file, or a name that "
+            "octavo pull knows. No weights are needed.",
             show_default=False,
         ),
     ],
-    device: Annotated[str, typer.Option(metavar="DEVICE", help="")] = "machine",
+    more: Annotated[
+        list[str] | None,
+        typer.Argument(help="Further values of --goodput.", metavar="KEY:MS", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, "
+            "f32.",
+            show_default="as the file has them, else bf16",
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
+        ),
+    ] = None,
+    embedding_format: Annotated[
+        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
+    ] = "bf16",
+    arithmetic: Annotated[
+        str,
+        typer.Option(
+            metavar="UNIT",
+            help="What multiplies quantized weights: int8 (as Octavo does) or bf16 (as weight-only "
+            "kernels do).",
+        ),
+    ] = "int8",
+    price: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Of the device an hour: adds what a million tokens cost."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw it over time: .svg, .png or .pdf."),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Steps and requests for ui.perfetto.dev or chrome://tracing (JSON).",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
 ) -> None:
-    """Simulate a load: the engine's own scheduler and cache, with a cost model for arithmetic.
+    """Simulate a load on a model and a device.
 
-    A simulated second is no real one.
+    The engine's own scheduler, cache and limits run it; only the arithmetic is replaced, by what a
+    cost model says that it takes. Same options, same result, to the last digit.
     """
+    from octavo.engine.load import SettingsError
+    from octavo.execute.cost import Arithmetic
     from octavo.plan import hardware, report, schemes
-    from octavo.plan.quantization import as_stored, in_scheme
-    from octavo.plan.simulation import Setup, simulate
+    from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.subject import Subject
+    from octavo.plan.timeline import Timeline
     from octavo.workload.metrics import parse_goodput
 
+    if arithmetic not in ("int8", "bf16"):
+        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
+    if price is not None and not 0 < price < 1e9:  # nan neither
+        raise typer.BadParameter(f"--price {price:g} is not above 0 and below 10⁹ an hour")
     try:
+        words = [word for text in goodput + (more or []) for word in text.replace(",", " ").split()]
+        slo = parse_goodput(words or DEFAULT_GOODPUT)
+        chosen = chosen_scheme(format, bits, group_size, False)
+        edges = schemes.scheme(embedding_format)
         on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    for path, suffix in ((plot, None), (timeline, ".json")):
+        if path is not None:
+            _check_file(path, suffix)
+    asked, notices = samples(load)
     subject = Subject.find(model)
-    bf16 = schemes.scheme("bf16")
-    stored = as_stored(subject) or in_scheme(subject, bf16, bf16)
-    if not on.measured:
-        engine.setdefault("memory_utilization", GPU_MEMORY_UTILIZATION)
-        engine.setdefault("max_num_batched_tokens", GPU_MAX_NUM_BATCHED_TOKENS)
-    config: EngineConfig = engine_config(engine)
-    samples, notices = load.timed(lambda text: len(text), strict=True)
-    setup = Setup(subject, stored, on, config)
-    with on_stderr() as show:
-        tell = now_and_then(show)
-        simulation = simulate(
-            setup,
-            samples,
-            seed=load.seed,
-            progress=lambda count: tell(f"{count} of {len(samples)} requests have ended"),
+    config, notes = configure(engine, technique, on, subject.program.config.context_length)
+    notices += notes
+    setup = Setup(
+        subject,
+        weights_on(on, subject, chosen, edges),
+        on,
+        config,
+        Arithmetic(arithmetic),
+        batching=technique["batching"],
+        memory=technique["memory"],
+        chunked_prefill=technique["enable_chunked_prefill"],
+        acceptance=technique["speculative_acceptance"],
+    )
+    seen = Timeline() if timeline is not None else None
+    observers: list[Observer] = [] if seen is None else [seen]
+    try:
+        with on_stderr() as show:
+            tell = now_and_then(show)
+            simulation = simulate(
+                setup,
+                asked,
+                seed=load.seed,
+                max_tokens=technique["max_tokens"],
+                max_concurrency=load.max_concurrency,
+                observers=observers,
+                progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
+            )
+    except ValueError as error:  # what the engine's rooms refuse
+        raise SettingsError(str(error)) from None
+    result = report.figures(simulation, slo, price) | {"notices": notices}
+    if plot is not None:
+        from octavo.plan.simulation_plot import draw
+
+        draw(result, plot)
+    if seen is not None and timeline is not None:
+        timeline.write_text(json.dumps(seen.trace(simulation)))
+    if as_json:
+        typer.echo(json.dumps(result))
+    else:
+        typer.echo(report.text(result))
+
+
+def configure(
+    given: Mapping[str, Any], technique: Mapping[str, Any], device: Device, context: int
+) -> tuple[EngineConfig, list[str]]:
+    """The engine's settings, with a GPU's defaults where it is one, and notices. Raises
+    `SettingsError`.
+    """
+    from octavo.engine.load import SettingsError
+
+    values = dict(given)
+    notices = []
+    if not device.measured:
+        values.setdefault("memory_utilization", GPU_MEMORY_UTILIZATION)
+        values.setdefault("max_num_batched_tokens", GPU_MAX_NUM_BATCHED_TOKENS)
+    if not technique["enable_chunked_prefill"] and "max_num_batched_tokens" not in given:
+        values["max_num_batched_tokens"] = values.get("max_model_len", context)
+        notices.append(
+            "without chunked prefill a step takes the longest prompt: "
+            f"--max-num-batched-tokens {values['max_num_batched_tokens']}"
         )
-    goodput = parse_goodput(DEFAULT_GOODPUT)
-    result = report.figures(simulation, goodput)
-    typer.echo(json.dumps(result | {"notices": notices}))
+    if technique["memory"] == "reserve":
+        if values.get("enable_prefix_caching"):
+            raise SettingsError("--memory reserve: what is reserved for one sequence is not shared")
+        values["enable_prefix_caching"] = False
+    if technique["speculative_acceptance"] is not None:
+        # Which method it is matters to nobody: the drafter is a scripted one.
+        values["speculative_config"] = {
+            "method": "ngram",
+            "num_speculative_tokens": technique["num_speculative_tokens"],
+        }
+    try:
+        return engine_config(values), notices
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+
+
+def _check_file(path: Path, suffix: str | None) -> None:
+    """Before anything is computed. Raises `SettingsError`."""
+    from octavo.engine.load import SettingsError
+    from octavo.quant.plot import PlotError, check_suffix
+
+    try:
+        if suffix is None:
+            check_suffix(path)
+        elif path.suffix != suffix:
+            raise PlotError(f"{path}: a timeline is a file of {suffix}")
+    except PlotError as error:
+        raise SettingsError(str(error)) from None
+    if not path.parent.is_dir():
+        raise SettingsError(f"{path}: there is no folder {path.parent}")

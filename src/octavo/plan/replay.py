@@ -41,11 +41,13 @@ def replay(
     samples: Sequence[Sample],
     *,
     seed: int = 0,
+    max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
     watch: Callable[[Engine, float], None] = lambda engine, now: None,
 ) -> Replay:
-    """Every sample at its ``arrival`` (in order), until all have ended. ``progress`` is told how
-    many have, ``watch`` of every step's end.
+    """Every sample at its ``arrival`` (in order), until all have ended. Of these at most
+    ``max_concurrency`` are with the engine at a time; others wait to be sent. ``progress`` is told
+    how many have ended, ``watch`` of every step's end.
     """
     clock = engine.clock
     start = clock.now()
@@ -54,9 +56,13 @@ def replay(
     records: list[Record] = []
     arrived = 0
     idle = 0.0
+    most = max_concurrency or len(samples)
+    room_since = 0.0  # for one more to be sent
     while True:
-        while arrived < len(samples) and _arrival(samples[arrived]) <= clock.now() - start:
-            record = _begin(engine, samples[arrived], arrived, start, seed)
+        now = clock.now() - start
+        while arrived < len(samples) and _arrival(samples[arrived]) <= now and len(live) < most:
+            sent = max(_arrival(samples[arrived]), room_since)
+            record = _begin(engine, samples[arrived], arrived, start, sent, seed)
             arrived += 1
             if record.reason:
                 records.append(record)
@@ -78,6 +84,8 @@ def replay(
                 last[delta.request_id] = now
             if delta.record is not None:
                 _end(record, delta.record, start)
+                if len(live) == most:
+                    room_since = now
                 records.append(live.pop(delta.request_id))
                 progress(len(records))
         watch(engine, clock.now() - start)
@@ -89,9 +97,10 @@ def _arrival(sample: Sample) -> float:
     return sample.arrival or 0.0
 
 
-def _begin(engine: Engine, sample: Sample, index: int, start: float, seed: int) -> Record:
-    arrival = _arrival(sample)
-    record = Record(index, False, arrival, sample.prompt_len, 0)
+def _begin(
+    engine: Engine, sample: Sample, index: int, start: float, sent: float, seed: int
+) -> Record:
+    record = Record(index, False, sent, sample.prompt_len, 0, queue_time=sent - _arrival(sample))
     params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
     if sample.max_tokens is not None:  # a scripted sampler stops as soon as it may
         params = replace(
@@ -103,7 +112,7 @@ def _begin(engine: Engine, sample: Sample, index: int, start: float, seed: int) 
     prompt = prompt_token_ids(sample, seed, engine.vocab_size)
     request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
     try:
-        engine.add_request(request, start + arrival)
+        engine.add_request(request, start + sent)
     except AdmissionError as error:
         record.reason = QUEUE_FULL if error.retryable else "rejected"
         record.detail = str(error)

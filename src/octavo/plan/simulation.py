@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from octavo.checkpoint.base import WeightFormat
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Observer
-from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, plan_cache
+from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError, plan_cache
 from octavo.execute.cost import Arithmetic, CostExecutor
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic
+from octavo.plan.quantization import Stored, arithmetic, as_stored, held, in_scheme
 from octavo.plan.replay import Replay, replay
+from octavo.plan.schemes import GGUF, Scheme
 from octavo.plan.series import Series
 from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
@@ -53,6 +55,28 @@ class Setup:
             raise DoesNotFit(f"the memory of {self.device.name} is not known")
         compute = self.subject.program
         return plan_cache(self.config, compute, layout, self.stored.bytes, memory), layout
+
+
+def weights_on(
+    device: Device, subject: Subject, scheme: Scheme | None = None, edges: Scheme | None = None
+) -> Stored:
+    """The weights as the device would hold them: in ``scheme``, embedding and head in ``edges``;
+    without, as the file has them or, where there is only a shape, in BF16. On this machine it is
+    the engine's own packed copies that are counted. Raises `SettingsError`.
+    """
+    bf16 = GGUF[WeightFormat.BF16]
+    stored = as_stored(subject) if scheme is None else None
+    if stored is None:
+        try:
+            stored = in_scheme(subject, scheme or bf16, edges or bf16)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+    if not device.measured:
+        return stored
+    sizes = held(subject, stored)
+    if sizes is None:
+        raise SettingsError(f"the engine cannot hold weights in {stored.name} on this machine")
+    return stored._replace(sizes=sizes)
 
 
 def simulated_engine(setup: Setup) -> Engine:
@@ -129,6 +153,7 @@ def simulate(
     *,
     seed: int = 0,
     max_tokens: int | None = None,
+    max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
     observers: Sequence[Observer] = (),
 ) -> Simulation:
@@ -149,6 +174,13 @@ def simulate(
         ]
     engine.observers += observers
     series = Series(max((sample.arrival or 0.0 for sample in samples), default=0.0))
-    done = replay(engine, samples, seed=seed, progress=progress, watch=series.observe)
+    done = replay(
+        engine,
+        samples,
+        seed=seed,
+        max_concurrency=max_concurrency,
+        progress=progress,
+        watch=series.observe,
+    )
     series.sample(engine, done.duration)
     return Simulation(setup, engine, samples, done, series)

@@ -91,7 +91,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         tokens.axvline(result["last_arrival"] / unit, color=_GREY, linestyle=":", linewidth=1)
         ttft.annotate(
             "last arrival", (result["last_arrival"] / unit, 1), (-3, -2),
-            xycoords=("data", "axes fraction"), textcoords="offset points", ha="right", va="top", fontsize=8.5, color=_GREY,
+            xycoords=("data", "axes fraction"), textcoords="offset points",
+            ha="right", va="top", fontsize=8.5, color=_GREY,
         )  # fmt: skip
     verdict = "BEYOND SATURATION" if result["saturated"] else "not saturated"
     figure.suptitle(

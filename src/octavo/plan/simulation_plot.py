@@ -90,9 +90,9 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
     if last_arrival_inside(result):
         tokens.axvline(result["last_arrival"] / unit, color=_GREY, linestyle=":", linewidth=1)
         ttft.annotate(
-            "last arrival", (result["last_arrival"] / unit, 1), (-3, -2),
+            "last arrival", (result["last_arrival"] / unit, 1), (4, -2),
             xycoords=("data", "axes fraction"), textcoords="offset points",
-            ha="right", va="top", fontsize=8.5, color=_GREY,
+            ha="left", va="top", fontsize=8.5, color=_GREY,
         )  # fmt: skip
     verdict = "BEYOND SATURATION" if result["saturated"] else "not saturated"
     figure.suptitle(

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import on_stderr, plural
+from octavo.cli.load import SIMULATED_OPTIONS, demand
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_flags, takes
-from octavo.cli.simulate import _LOAD as LOAD_OPTIONS
-from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION, demand
+from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
 
 if TYPE_CHECKING:
     from octavo.plan.hardware import Device
@@ -34,7 +34,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@takes(engine=(ENGINE_OPTIONS, _given), load=(LOAD_OPTIONS, demand))
+@takes(engine=(ENGINE_OPTIONS, _given), load=(SIMULATED_OPTIONS, demand))
 def command(
     model: Model,
     engine: dict[str, Any],

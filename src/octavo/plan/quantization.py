@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.checkpoint.base import Weight, WeightFormat
+from octavo.checkpoint.rounding import BLOCK, FLOATS, QUANTIZATIONS
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.program import (
@@ -77,6 +78,32 @@ def as_stored(subject: Subject) -> Stored | None:
         None,
         {role: weight.group for role, weight in weights.items()},
     )
+
+
+def as_rounded(subject: Subject, name: str) -> Stored:
+    """As ``--quantization`` int8 or int4 leaves a float checkpoint (checkpoint/rounding.py), its
+    scales in 16 bits. Raises `ValueError` for weights that are quantized already.
+    """
+    layers, heads = QUANTIZATIONS[name]
+    before = as_stored(subject) or in_scheme(
+        subject, GGUF[WeightFormat.BF16], GGUF[WeightFormat.BF16]
+    )
+    formats, sizes, groups = dict(before.formats), dict(before.sizes), dict(before.groups)
+    for role, shape in subject.program.weights.items():
+        if len(shape) < 2:
+            continue
+        if formats[role] not in FLOATS:
+            raise ValueError(f"{name} is for float weights, and {role} is {formats[role].name}")
+        rows, columns = prod(shape[:-1]), shape[-1]
+        if columns % BLOCK or role.endswith("ffn_gate_inp"):
+            continue
+        rounding = layers if part(role) == "layers" else heads
+        bits = 8 if rounding.format is WeightFormat.I8 else 4
+        group = min(rounding.group, columns)
+        of_group = 16 if rounding.symmetric else 16 + bits  # a scale, and a zero
+        formats[role], groups[role] = rounding.format, group
+        sizes[role] = -(-rows * (columns * bits + -(-columns // group) * of_group) // 8)
+    return Stored(f"{name}, rounded", formats, sizes, None, groups)
 
 
 def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:

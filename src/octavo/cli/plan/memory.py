@@ -1,0 +1,495 @@
+"""octavo plan memory: what weights and KV cache take, where that fits, and what would."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.console import on_stderr, plural
+from octavo.cli.options import Model, amount, length
+from octavo.cli.plan.quantization import chosen_scheme
+
+if TYPE_CHECKING:
+    from octavo.plan.memory import Alternative, Load, Need, Place
+    from octavo.plan.quantization import Stored
+    from octavo.plan.schemes import Scheme
+    from octavo.plan.subject import Subject
+
+EXAMPLES = (
+    "octavo plan memory llama-2-7b --context 4096 --users 32 --kv-dtype fp16",
+    "octavo plan memory llama-3.1-70b --context 32K --users 8 --device h100",
+    "octavo plan memory smollm2 --quantization int4 --kv-dtype int8 --json",
+)
+
+
+def command(
+    model: Model,
+    context: Annotated[
+        str | None,
+        typer.Option(
+            parser=length,
+            metavar="TOKENS",
+            help="Of each user, prompt and answer.",
+            show_default="the model's context",
+        ),
+    ] = None,
+    users: Annotated[
+        str,
+        typer.Option("--users", "--batch-size", "-b", metavar="N", help="Sequences held at once."),
+    ] = "1",
+    kv_dtype: Annotated[
+        str,
+        typer.Option(
+            "--kv-dtype",
+            "--kv-cache-dtype",
+            metavar="DTYPE",
+            help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4.",
+        ),
+    ] = "auto",
+    format: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            "--quantization",
+            "-q",
+            metavar="FORMAT",
+            help="Of the weights: int8 or int4 (rounded while loading), a GGUF format (q4_k, …), "
+            "gptq, awq, compressed-tensors, bf16, f32.",
+            show_default="as stored, else bf16",
+        ),
+    ] = None,
+    bits: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
+        ),
+    ] = None,
+    asymmetric: Annotated[
+        bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")
+    ] = False,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Answer for this one: machine, a GPU (h100, rtx-4090, …), or figures with a "
+            "capacity in GiB, as memory=48,bf16=470,capacity=64.",
+            show_default="this machine, beside common GPUs",
+        ),
+    ] = None,
+    draft_model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="Beside it, with a cache of its own (speculation)."),
+    ] = None,
+    block_size: Annotated[
+        int, typer.Option(metavar="N", help="Tokens in a KV cache block, a multiple of 16.", min=16)
+    ] = 16,
+    max_num_batched_tokens: Annotated[
+        str | None,
+        typer.Option(
+            parser=amount, metavar="TOKENS", help="Most tokens in a step.", show_default="512"
+        ),
+    ] = None,
+    memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-utilization",
+            "--gpu-memory-utilization",
+            metavar="X",
+            help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
+            show_default="0.9",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, in bytes.")
+    ] = False,
+) -> None:
+    """Say what a model takes of memory for so many users, and where it fits.
+
+    The KV cache as a product with every factor, weights by part, the engine's work space; beside
+    this machine and common GPUs; and what would fit where it does not. MODEL may also be a preset
+    (llama-3-8b, …) or a config.json: no weights are needed.
+    """
+    from octavo.engine.load import EngineConfig, SettingsError
+    from octavo.kv.layout import KvDtype
+    from octavo.plan import memory
+    from octavo.plan.subject import Subject
+
+    utilization = memory.UTILIZATION if memory_utilization is None else memory_utilization
+    if not 0.0 < utilization <= 1.0:
+        raise typer.BadParameter(f"--memory-utilization is {utilization:g}, outside 0 to 1")
+    number = _users(users)
+    try:
+        dtype = KvDtype.of(kv_dtype)
+    except ValueError:
+        raise typer.BadParameter(
+            f"--kv-dtype {kv_dtype!r} is not what Octavo's cache can hold; "
+            f"auto, {', '.join(KvDtype)} are"
+        ) from None
+    try:
+        config = EngineConfig(block_size=block_size)
+        if max_num_batched_tokens is not None:
+            config = replace(config, max_num_batched_tokens=int(max_num_batched_tokens))
+        rounding = format.lower() if format and format.lower() in ("int8", "int4") else None
+        scheme = chosen_scheme(None if rounding else format, bits, group_size, asymmetric)
+        if rounding and scheme:
+            raise ValueError(f"--bits, --group-size and --asymmetric are not for {rounding}")
+        places = _places(device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    subject = Subject.find(model)
+    most = subject.program.config.context_length
+    tokens = most if context is None else int(context)
+    if tokens > most:
+        raise SettingsError(f"--context {tokens} is more than the model's context of {most} tokens")
+    try:
+        stored = _stored(subject, rounding, scheme)
+        draft = None
+        if draft_model is not None:
+            beside = Subject.find(draft_model)
+            draft = memory.Draft(beside, _stored(beside, None, None))
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
+    load = memory.Load(subject, stored, tokens, number, dtype, config, draft)
+    found = [memory.need(load, place, utilization) for place in places]
+    asked, need = places[0], found[0]
+    instead = []
+    if need is None or not need.fits:
+        instead = memory.alternatives(load, memory.narrower(load), asked, utilization)
+    if as_json:
+        facts = as_dict(load, places, found, instead, utilization)
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        typer.echo(as_text(load, places, found, instead, utilization, model))
+
+
+def _users(text: str) -> int:
+    from octavo.plan.memory import MOST_USERS
+
+    plain = text.strip()
+    number = int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 12 else 0
+    if not 1 <= number <= MOST_USERS:
+        raise typer.BadParameter(f"--users {text[:40]!r} is not a number from 1 to {MOST_USERS:,}")
+    return number
+
+
+def _places(device: str | None) -> list[Place]:
+    """What is asked about, then the rest. Raises `ValueError` for what is not known."""
+    from octavo.bench.limits import cpu_model
+    from octavo.engine.memory import available_memory
+    from octavo.plan import hardware
+    from octavo.plan.memory import Place
+
+    here = Place(f"this machine ({cpu_model()})", available_memory(), here=True)
+    gpus = [
+        Place(gpu.name, gpu.memory_bytes)
+        for gpu in hardware.PUBLISHED.values()
+        if gpu.memory_bytes is not None
+    ]
+    if device is None or device == "machine":
+        return [here, *gpus]
+    chosen = hardware.device(device, on_stderr)
+    if chosen.memory_bytes is None:
+        raise ValueError(f"--device {device!r} says nothing of how much it holds: add capacity=GiB")
+    place = Place(chosen.name, chosen.memory_bytes)
+    return [place, here, *(gpu for gpu in gpus if gpu != place)]
+
+
+def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> Stored:
+    """Raises `ValueError` where a weight cannot be stored so."""
+    from octavo.plan import quantization, schemes
+
+    if rounding is not None:
+        return quantization.as_rounded(subject, rounding)
+    bf16 = schemes.scheme("bf16")
+    if scheme is not None:
+        return quantization.in_scheme(subject, scheme, bf16)
+    return quantization.as_stored(subject) or quantization.in_scheme(subject, bf16, bf16)
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def as_dict(
+    load: Load,
+    places: list[Place],
+    needs: list[Need | None],
+    instead: list[Alternative],
+    utilization: float,
+) -> dict[str, Any]:
+    from octavo.plan import memory
+
+    cache, subject = load.cache, load.subject
+    config = subject.program.config
+    return {
+        "model": subject.name,
+        "parameters": subject.parameters,
+        "active_parameters": memory.active_parameters(subject),
+        "context": load.context,
+        "users": load.users,
+        "verdict": verdict(load, places[0], needs[0]),
+        "fits": needs[0] is not None and needs[0].fits,
+        "kv_dtype": load.dtype,
+        "kv_bytes": cache.bytes,
+        "factors": cache.factors,
+        "steps": cache.steps,
+        "kv_number_bytes": cache.numbers,
+        "kv_scale_bytes": cache.scales,
+        "kv_padding_bytes": cache.padding,
+        "kv_bytes_per_token": cache.bytes_per_token,
+        "kv_bytes_without_windows": cache.without_windows,
+        "block_size": cache.block_size,
+        "kv_paged_bytes": cache.paged_bytes,
+        "kv_by_kind": [
+            kind._asdict()
+            | {"bytes": cache.kind_bytes(kind), "paged_bytes": cache.kind_paged_bytes(kind)}
+            for kind in cache.kinds
+        ],
+        "attention": [sharing._asdict() for sharing in memory.sharings(config, cache)],
+        "weights": {
+            "format": load.stored.name,
+            "bytes": load.stored.bytes,
+            "parts": [part._asdict() for part in memory.weight_parts(subject, load.stored)],
+        },
+        "work_bytes": load.work_bytes,
+        "draft_model": None if load.draft is None else _draft_dict(load),
+        "memory_utilization": utilization,
+        "devices": [_place_dict(place, need) for place, need in zip(places, needs, strict=True)],
+        "alternatives": [_alternative_dict(each) for each in instead],
+    }
+
+
+def _draft_dict(load: Load) -> dict[str, Any]:
+    assert load.draft is not None
+    cache = load.draft_cache
+    assert cache is not None
+    return {
+        "model": load.draft.subject.name,
+        "weight_bytes": load.draft.stored.bytes,
+        "context": cache.context,
+        "kv_bytes": cache.bytes,
+    }
+
+
+def _place_dict(place: Place, need: Need | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {
+        "name": place.name,
+        "memory_bytes": place.memory_bytes,
+        "measured": place.here,
+        "fits": need is not None and need.fits,
+    }
+    if need is None:
+        return facts
+    return facts | {
+        "weight_bytes": need.weight_bytes,
+        "work_bytes": need.work_bytes,
+        "kv_bytes": need.kv_bytes,
+        "bytes": need.bytes,
+        "kv_budget_bytes": need.budget,
+        "sequences": need.sequences,
+        "longest_context": need.context,
+    }
+
+
+def _alternative_dict(each: Alternative) -> dict[str, Any]:
+    return {
+        "changed": each.changed,
+        "format": each.load.stored.name,
+        "kv_dtype": each.load.dtype,
+        "context": each.load.context,
+        "users": each.load.users,
+        "weight_bytes": each.need.weight_bytes,
+        "kv_bytes": each.need.kv_bytes,
+        "bytes": each.need.bytes,
+    }
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def verdict(load: Load, place: Place, need: Need | None) -> str:
+    """In a line: whether it fits there, and by how much."""
+    if need is None:
+        return f"{place.name}: the engine cannot hold {load.stored.name} there."
+    free = _size(place.memory_bytes)
+    takes = (
+        f"{_size(need.weight_bytes)} of weights, {_size(need.work_bytes)} of work space, "
+        f"{_size(need.kv_bytes)} of KV cache"
+    )
+    if need.fits:
+        return (
+            f"Fits on {place.name}: {takes} = {_size(need.bytes)} of {free}; "
+            f"{plural(need.sequences, 'sequence')} of {load.context:,} tokens would."
+        )
+    if need.budget <= 0:
+        return f"Does not fit on {place.name}: {takes}; the weights alone leave nothing of {free}."
+    return (
+        f"Does not fit on {place.name}: {takes}, and {_size(need.budget)} of {free} are there for "
+        f"the cache: {plural(need.sequences, 'sequence')} of {load.context:,} tokens."
+    )
+
+
+def as_text(
+    load: Load,
+    places: list[Place],
+    needs: list[Need | None],
+    instead: list[Alternative],
+    utilization: float,
+    model: str,
+) -> str:
+    from octavo.plan import memory
+
+    subject = load.subject
+    active = memory.active_parameters(subject)
+    used = f", {active:,} active" if active != subject.parameters else ""
+    lines = [
+        f"{subject.name}: {subject.program.config.family}, {subject.parameters:,} parameters{used}",
+        verdict(load, places[0], needs[0]),
+        *_smallest(places, needs),
+        "",
+        f"KV cache, {plural(load.users, 'user')} of {load.context:,} tokens in {load.dtype}",
+        *_kv_lines(load),
+        "",
+        f"weights, {load.stored.name}",
+        *_weight_lines(load),
+        "",
+        *_place_lines(load, places, needs, utilization),
+    ]
+    if instead:
+        lines += ["", *_instead_lines(places[0], instead)]
+    elif needs[0] is None or not needs[0].fits:
+        lines += ["", f"Nothing narrower, shorter or for fewer users fits on {places[0].name}."]
+    elif places[0].here and subject.stored is not None:
+        lines += ["", _serve_line(load, needs[0], model)]
+    return "\n".join(lines)
+
+
+def _smallest(places: list[Place], needs: list[Need | None]) -> list[str]:
+    """The smallest other device that holds it."""
+    fitting = [
+        place
+        for place, need in zip(places[1:], needs[1:], strict=True)
+        if need is not None and need.fits and not place.here
+    ]
+    if not fitting:
+        return ["None of the GPUs below holds it."]
+    least = min(fitting, key=lambda place: place.memory_bytes)
+    return [f"The smallest of the GPUs below that holds it: {least.name}."]
+
+
+def _kv_lines(load: Load) -> list[str]:
+    from octavo.plan import memory
+
+    cache = load.cache
+    lines = [f"  {line}" for step in cache.steps for line in _folded(step)]
+    lines.append(
+        f"  = {_size(cache.bytes)}; {cache.bytes_per_token:,} bytes for each token of a user"
+    )
+    if cache.bytes != cache.without_windows:
+        lines.append(f"  (without windows it would be {_size(cache.without_windows)})")
+    if len(cache.kinds) > 1:
+        lines.append(f"  {'layers':<26}{'bytes':>18}{'in whole blocks':>18}")
+        for kind in cache.kinds:
+            name = f"{kind.layers} with " + (
+                "no window" if kind.window is None else f"a window of {kind.window:,}"
+            )
+            lines.append(
+                f"  {name:<26}{cache.kind_bytes(kind):>18,}{cache.kind_paged_bytes(kind):>18,}"
+            )
+    lines.append(
+        f"  in whole blocks of {cache.block_size} tokens, as the engine holds it: "
+        f"{cache.paged_bytes:,} bytes"
+    )
+    lines += [
+        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {_size(sharing.bytes)}"
+        + (" (this model)" if sharing.own else "")
+        for sharing in memory.sharings(load.subject.program.config, cache)
+    ]
+    if load.draft_cache is not None and load.draft is not None:
+        lines.append(
+            f"  the draft model's ({load.draft.subject.name}): {_size(load.draft_cache.bytes)}"
+        )
+    return lines
+
+
+def _folded(step: str) -> list[str]:
+    """In two lines where it would not fit in one of 98 columns."""
+    left, equals, right = step.rpartition(" = ")
+    return [step] if len(step) <= 98 or not equals else [left, f"  = {right}"]
+
+
+def _weight_lines(load: Load) -> list[str]:
+    from octavo.plan import memory
+
+    parts = memory.weight_parts(load.subject, load.stored)
+    rows = [(part.name, part.numbers, part.bytes, " ".join(part.formats)) for part in parts]
+    rows.append(("all", load.subject.parameters, load.stored.bytes, ""))
+    if load.draft is not None:
+        subject, stored = load.draft
+        rows.append(("draft model", subject.parameters, stored.bytes, stored.name))
+    return [
+        f"  {name:<18}{count:>17,} × {size / count:<9.6g} = {size:>17,} bytes"
+        f"  {_size(size):>9}  {formats}".rstrip()
+        for name, count, size, formats in rows
+    ]
+
+
+def _place_lines(
+    load: Load, places: list[Place], needs: list[Need | None], utilization: float
+) -> list[str]:
+    lines = [
+        f"{'':<18}{'memory':>11}{'takes':>11}{'for cache':>11}{'fits':>6}"
+        f"{f'sequences of {load.context:,}':>22}{f'context of {load.users:,}':>18}"
+    ]
+    for place, need in zip(places, needs, strict=True):
+        name = "this machine" if place.here else place.name
+        if need is None:
+            lines.append(f"{name:<18}{_size(place.memory_bytes):>11}  no kernel takes this format")
+            continue
+        context = f"{need.context:,}" if need.context else "-"
+        lines.append(
+            f"{name:<18}{_size(place.memory_bytes):>11}{_size(need.bytes):>11}"
+            f"{_size(max(need.budget, 0)):>11}{'yes' if need.fits else 'no':>6}"
+            f"{need.sequences:>22,}{context:>18}"
+        )
+    return [
+        *lines,
+        "Of GPUs the memory is what their drivers show as total, published, not measured; of this",
+        "machine what is available now, and weights as Octavo repacks them. For the cache: "
+        f"{100 * utilization:g} % of",
+        f"what weights and work space ({_size(load.work_bytes)} of activations and logits) leave.",
+    ]
+
+
+def _instead_lines(place: Place, instead: list[Alternative]) -> list[str]:
+    lines = [
+        f"What would fit on {place.name}, the nearest first:",
+        f"  {'weights':<34}{'KV':>6}{'context':>12}{'users':>10}{'takes':>12}",
+    ]
+    for each in instead:
+        load = each.load
+        lines.append(
+            f"  {load.stored.name:<34}{load.dtype:>6}{load.context:>12,}{load.users:>10,}"
+            f"{_size(each.need.bytes):>12}"
+        )
+    return lines
+
+
+def _serve_line(load: Load, need: Need | None, model: str) -> str:
+    assert need is not None
+    parts = [f"octavo serve {model} --max-model-len {load.context}"]
+    parts.append(f"--kv-cache-dtype {load.dtype} --kv-cache-memory-bytes {need.kv_bytes}")
+    return "To have it so: " + " ".join(parts)
+
+
+def _size(count: float) -> str:
+    """Of three or four digits, in binary units."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = next((power for power in range(4) if abs(count) < 1000 << 10 * power), 4)
+    return f"{count / (1 << 10 * power):.4g} {units[power]}"

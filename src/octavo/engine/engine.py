@@ -53,7 +53,8 @@ class EngineStats:
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
     prefix_hits: int = 0  # prompt tokens found there
     last_step_tokens: int = 0
-    last_step_seconds: float = 0.0
+    last_step_seconds: float = 0.0  # scheduling to delivery
+    step_seconds: float = 0.0  # of all steps
     decode_passes: int = 0  # times a sequence that decodes went through the model
     drafts: int = 0  # of these, with drafts to be checked
     draft_tokens: int = 0
@@ -322,7 +323,8 @@ class Engine:
         stats.steps += 1
         stats.last_step_tokens = scheduled.batch.num_tokens
         stats.computed_tokens += scheduled.batch.num_tokens
-        stats.last_step_seconds = now - started
+        stats.last_step_seconds = self.clock.now() - started
+        stats.step_seconds += stats.last_step_seconds
         return deltas
 
     def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:

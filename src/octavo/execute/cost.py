@@ -6,7 +6,9 @@ duration of them. The engine on top of it, with a virtual clock, is the simulato
 the cache are the real ones.
 
 The duration is a roofline an op: the longer of its memory time and its arithmetic time
-(Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead.
+(Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead. Where a
+machine has been calibrated for a model (plan/calibration.py), the knee between the two is soft,
+attention has rates of its own, and rows and prompts have overheads, too.
 """
 
 from __future__ import annotations
@@ -50,20 +52,41 @@ class Arithmetic(StrEnum):
     FP32 = "fp32"
 
 
+SHARPEST = 16.0  # knee but the infinite
+
+
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What a machine does in a second. The default is infinitely fast."""
+    """What a machine does in a second. The default is infinitely fast.
+
+    ``knee`` is how far reading and arithmetic overlap: of an op's two times a and b,
+    (a^knee + b^knee)^(1/knee) passes. Infinite, it is the longer (a roofline); 1, their sum. What
+    is given for attention holds there instead.
+    """
 
     bytes_per_second: float = inf  # memory, read or written
     ops_per_second: float = inf  # in fp32; a multiply-add is two
     step_overhead: float = 0.0  # seconds
     int8_ops_per_second: float | None = None  # None: as fp32
     bf16_ops_per_second: float | None = None
+    knee: float = inf
+    kv_bytes_per_second: float | None = None  # None: as other bytes
+    attention_ops_per_second: float | None = None  # None: as its arithmetic's
+    attention_knee: float = inf
+    row_overhead: float = 0.0  # seconds a row that wants logits: sampling, text, delivery
+    chunk_overhead: float = 0.0  # seconds a chunk of a prompt, of two tokens or more
 
     def __post_init__(self) -> None:
-        peaks = [self.peak(arithmetic) for arithmetic in Arithmetic]
-        if min(self.bytes_per_second, *peaks) <= 0 or self.step_overhead < 0:
-            raise ValueError(f"rates must be positive and the overhead not negative: {self}")
+        rates = [self.bytes_per_second, *(self.peak(arithmetic) for arithmetic in Arithmetic)]
+        of_attention = self.kv_bytes_per_second, self.attention_ops_per_second
+        rates += [rate for rate in of_attention if rate is not None]
+        overheads = self.step_overhead, self.row_overhead, self.chunk_overhead
+        if not (min(rates) > 0 and min(overheads) >= 0):
+            raise ValueError(f"rates must be positive and overheads not negative: {self}")
+        if not all(
+            knee == inf or 1 <= knee <= SHARPEST for knee in (self.knee, self.attention_knee)
+        ):
+            raise ValueError(f"a knee is neither infinite nor from 1 to {SHARPEST}: {self}")
 
     def peak(self, arithmetic: Arithmetic) -> float:
         """Operations a second."""
@@ -74,8 +97,33 @@ class Rates:
         return self.ops_per_second if own is None else own
 
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
-        """The roofline's time for so many bytes and operations."""
-        return max(moved / self.bytes_per_second, computed / self.peak(arithmetic))
+        """For so many bytes and operations of an op other than attention."""
+        return _overlapped(
+            moved / self.bytes_per_second, computed / self.peak(arithmetic), self.knee
+        )
+
+    def attention_seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
+        """The same for attention."""
+        bandwidth, peak = self.kv_bytes_per_second, self.attention_ops_per_second
+        return _overlapped(
+            moved / (self.bytes_per_second if bandwidth is None else bandwidth),
+            computed / (self.peak(arithmetic) if peak is None else peak),
+            self.attention_knee,
+        )
+
+    def overhead(self, rows: int, chunks: int) -> float:
+        """Seconds of a step that no op takes."""
+        return self.step_overhead + rows * self.row_overhead + chunks * self.chunk_overhead
+
+
+def _overlapped(reading: float, computing: float, knee: float) -> float:
+    """Of numbers, or with a finite knee also of arrays of them."""
+    if knee == inf:
+        return max(reading, computing)
+    if knee == 1.0:
+        return reading + computing
+    total: float = (reading**knee + computing**knee) ** (1 / knee)
+    return total
 
 
 class OpCost(NamedTuple):
@@ -85,13 +133,15 @@ class OpCost(NamedTuple):
     kv_bytes: int
     ops: int
     arithmetic: Arithmetic
+    attention: bool = False
 
     @property
     def bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes
 
     def seconds(self, rates: Rates) -> float:
-        return rates.seconds(self.bytes, self.ops, self.arithmetic)
+        of = rates.attention_seconds if self.attention else rates.seconds
+        return of(self.bytes, self.ops, self.arithmetic)
 
 
 class StepCost(NamedTuple):
@@ -182,8 +232,22 @@ class CostModel:
         attention = [(self._attend(spans, window), n) for window, n in self._windows.items()]
         _, kv_bytes, more_ops, more_seconds = _total(attention, rates)
         kv_bytes += self.copied_bytes(batch)
-        seconds += more_seconds + rates.step_overhead
+        rows = len(batch.logits_rows)
+        seconds += more_seconds + rates.overhead(
+            rows, _chunks(spans) if rates.chunk_overhead else 0
+        )
         return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
+
+    def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
+        """The cost of each different op and how many there are of it, in the same order for every
+        batch.
+        """
+        tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        spans = _spans(batch)
+        return [
+            *((term.cost(tokens, rows), n) for term, n in self._alike.items()),
+            *((self._attend(spans, window), n) for window, n in self._windows.items()),
+        ]
 
     def _dense_cost(self, tokens: int, rows: int, rates: Rates) -> StepCost:
         """Of all ops but attention."""
@@ -198,7 +262,7 @@ class CostModel:
         first = 0 if window is None else np.maximum(0, starts - window + 1)
         # What is seen is read once, and the new is written.
         moved = int((ends - first + ends - starts).sum()) * self._kv_token_bytes
-        return OpCost(0, moved, int(keys.sum()) * self._attention_ops, self._attention)
+        return OpCost(0, moved, int(keys.sum()) * self._attention_ops, self._attention, True)
 
     def _elements(self, role: str) -> int:
         return int(np.prod(self.program.weights[role], dtype=np.int64))
@@ -311,6 +375,16 @@ def _spans(batch: Batch) -> _Spans:
     offsets = batch.seq_offsets
     starts = batch.positions[offsets[:-1]].astype(np.int64)
     return starts, starts + np.diff(offsets)
+
+
+def chunks_of(batch: Batch) -> int:
+    """Spans of two tokens or more."""
+    return _chunks(_spans(batch))
+
+
+def _chunks(spans: _Spans) -> int:
+    starts, ends = spans
+    return int(np.count_nonzero(ends - starts > 1))
 
 
 def _visible(position: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from math import prod
 from pathlib import Path
 
@@ -11,10 +12,10 @@ import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
-from octavo.checkpoint.pull import resolve
+from octavo.checkpoint.pull import KNOWN, resolve
 from octavo.model.families import program
 from octavo.model.program import Program
-from octavo.plan.presets import PRESETS, Preset
+from octavo.plan.presets import PRESETS, Preset, preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +51,24 @@ class Subject:
 
         Raises `CheckpointError`.
         """
-        if model in PRESETS:
-            return cls.of_folder(Preset(model))
         path = Path(model).expanduser()
+        if model not in KNOWN and not (model and path.exists()) and (name := preset(model)):
+            return cls.of_folder(Preset(name))
         if path.suffix == ".json" and path.name != CONFIG:
             raise CheckpointError(f"{path}: give a model's {CONFIG}")
         if path.name == CONFIG:
             return cls.of_config(path)
         if (path / CONFIG).is_file() and not any(path.glob("*.safetensors")):
             return cls.of_config(path / CONFIG)
+        plain = "/" not in model and path.suffix != ".gguf" and not path.exists()
+        if plain and model not in KNOWN:
+            names = (*PRESETS, *KNOWN)
+            near = get_close_matches(model.lower(), names, n=1)
+            raise CheckpointError(
+                f"unknown model {model!r}{f': did you mean {near[0]}?' if near else ';'} known "
+                f"presets are {', '.join(PRESETS)}; else give a known name ({', '.join(KNOWN)}), a "
+                f"{CONFIG}, a GGUF file or folder, or a Hugging Face id"
+            )
         return cls.of(octavo.checkpoint.load(resolve(model)))
 
     @property

@@ -4,6 +4,8 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <limits>
+#include <numeric>
 #include <stdexcept>
 
 #include "formats.h"
@@ -433,6 +435,7 @@ void Runtime::check_region(Region &region, Program &program) {
             if (hidden_width_ == 0)
                 hidden_ = Memory(size_t(config_.max_logits_rows * step.width) * sizeof(float));
             hidden_width_ = step.width;
+            program.keeps = true;
         } else if constexpr (std::is_same_v<Step, RouteStep>) {
             check_routing(step.routing);
             value(step.logits, routings_[size_t(step.routing)].experts(), "router's logits");
@@ -638,6 +641,110 @@ void Runtime::compute_logits(int64_t first) {
         if (profiling_)
             region.seconds += std::chrono::duration<double>(end - start).count();
     }
+}
+
+// Drafts
+
+void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const {
+    check_range("sequences to draft for", batch.sequences, 0,
+                std::min(config_.max_tokens, config_.max_logits_rows));
+    if (programs.empty())
+        refuse("no program to draft with");
+    for (const int64_t index : programs) {
+        const Program &program = programs_[checked_program(index)];
+        if (program.cached || program.input_width == 0 ||
+            program.input_width != programs_[size_t(programs[0])].input_width ||
+            (program.keeps && hidden_width_ != program.input_width))
+            refuse("drafting with a program of other rows, or of sequences");
+        check_range("tokens that logits stand for", batch.num_ids, program.outputs,
+                    program.outputs);
+    }
+    for (int64_t i = 0; i < batch.num_ids; ++i)
+        check_range("token", batch.ids[i], 0, config_.vocab_size - 1);
+    for (int64_t i = 0; i < batch.sequences; ++i) {
+        check_range("token", batch.tokens[i], 0, config_.vocab_size - 1);
+        check_range("tokens to draft", batch.most[i], 0, batch.depth);
+    }
+}
+
+void Runtime::draft(const std::vector<int64_t> &programs, const DraftBatch &batch) {
+    validate(programs, batch);
+    std::fill_n(batch.drafted, batch.sequences * batch.depth, -1);
+    std::fill_n(batch.chances, batch.sequences * batch.depth, 0.0f);
+    const int64_t width = programs_[size_t(programs[0])].input_width;
+    const size_t row_bytes = size_t(width) * sizeof(float);
+    std::vector<int64_t> going; // sequences
+    std::vector<int32_t> tokens, wanted;
+    std::vector<float> rows, products;
+    for (int64_t i = 0; i < batch.sequences; ++i) {
+        if (batch.most[i] == 0)
+            continue;
+        wanted.push_back(int32_t(going.size()));
+        going.push_back(i);
+        tokens.push_back(batch.tokens[i]);
+        products.push_back(1.0f);
+        rows.insert(rows.end(), batch.rows + i * width, batch.rows + (i + 1) * width);
+    }
+    for (int64_t at = 0; at < batch.depth && !going.empty(); ++at) {
+        const int64_t program = programs[size_t(std::min(at, int64_t(programs.size()) - 1))];
+        StepBatch one{};
+        one.token_ids = tokens.data();
+        one.rows = rows.data();
+        one.tokens = one.logits = int64_t(going.size());
+        one.logits_rows = wanted.data();
+        step(one, program);
+        const float *kept = program_->keeps ? hidden() : nullptr;
+        size_t left = 0; // that go on, moved to the front
+        for (int64_t first = 0; first < one.tokens; first += config_.logits_slice) {
+            if (first > 0)
+                compute_logits(first);
+            const int64_t count = logits_rows();
+            for (int64_t r = 0; r < count; ++r) {
+                const auto from = size_t(first + r);
+                const auto [best, chance] = likeliest(logits() + r * outputs(), outputs());
+                if (best < 0)
+                    continue;
+                const int64_t sequence = going[from];
+                const int64_t place = sequence * batch.depth + at;
+                batch.drafted[place] = batch.ids[best];
+                batch.chances[place] = chance;
+                const float product = products[from] * chance;
+                if (at + 1 == batch.most[sequence] || product <= batch.least)
+                    continue;
+                if (kept != nullptr)
+                    std::memcpy(rows.data() + left * size_t(width), kept + from * size_t(width),
+                                row_bytes);
+                else if (left != from)
+                    std::memcpy(rows.data() + left * size_t(width),
+                                rows.data() + from * size_t(width), row_bytes);
+                going[left] = sequence;
+                tokens[left] = batch.ids[best];
+                products[left] = product;
+                ++left;
+            }
+        }
+        going.resize(left);
+        tokens.resize(left);
+        products.resize(left);
+        wanted.resize(left);
+    }
+}
+
+// The place of the greatest logit, of equals the first, and its probability; none (-1) where one is
+// no number.
+std::pair<int64_t, float> Runtime::likeliest(const float *logits, int64_t count) {
+    const int64_t blocks = (count + kScanBlock - 1) / kScanBlock;
+    scan_.resize(size_t(blocks));
+    if (!tier_.scan.maxima(logits, count, scan_.data()))
+        return {-1, 0.0f};
+    const int64_t block = std::max_element(scan_.begin(), scan_.end()) - scan_.begin();
+    const float greatest = scan_[size_t(block)];
+    int64_t best = block * kScanBlock;
+    while (logits[best] != greatest)
+        ++best;
+    tier_.scan.exponentials(logits, count, greatest, 1.0f, -std::numeric_limits<float>::infinity(),
+                            nullptr, scan_.data());
+    return {best, 1.0f / std::accumulate(scan_.begin(), scan_.end(), 0.0f)};
 }
 
 // Adds the times of the jobs to their regions'. Regions done without meeting share their job's time

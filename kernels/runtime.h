@@ -6,6 +6,7 @@
 #include <chrono>
 #include <deque>
 #include <string>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -210,6 +211,7 @@ struct Program {
     std::vector<Region> regions;
     bool embeds = false;     // its tokens have ids
     bool cached = false;     // … and are of sequences, which have a place in the KV cache
+    bool keeps = false;      // it puts rows by for the caller
     int64_t input_width = 0; // its tokens bring rows of this width; 0: none
     int64_t outputs = 0;     // logits a row
 };
@@ -228,6 +230,20 @@ struct StepBatch {
     int64_t logits;
     const int32_t *copies; // [copies][2]
     int64_t num_copies;
+};
+
+// Rows to guess tokens from, and room for what is guessed; nothing is trusted.
+struct DraftBatch {
+    const float *rows;     // [sequences, width]
+    const int32_t *tokens; // the last one of each sequence
+    const int32_t *most;   // tokens to guess for each, at most `depth`
+    int64_t sequences;
+    int64_t depth;
+    float least;        // a draft less probable than this, as a whole, ends
+    const int32_t *ids; // the tokens that logits stand for
+    int64_t num_ids;
+    int32_t *drafted; // [sequences, depth]; -1: none
+    float *chances;   // [sequences, depth]; of each token, those before it given
 };
 
 class Runtime {
@@ -276,6 +292,11 @@ class Runtime {
 
     // Throws std::invalid_argument naming what is wrong with the batch; nothing has run then.
     void step(const StepBatch &batch, int64_t program);
+    // Guesses tokens one behind another, each the likeliest by the logits of programs[i] (of the
+    // last one from there on), which takes rows and has no attention, from a row and the token
+    // before. A program that puts its rows by has the next one go on from them. Throws
+    // std::invalid_argument for what does not fit together; nothing has run then.
+    void draft(const std::vector<int64_t> &programs, const DraftBatch &batch);
     // Logits [rows, outputs] of as many of the wanted rows, from `first` on, as a slice holds;
     // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
     // not want, or that is not the first of a panel (kernels/linear.h).
@@ -328,6 +349,8 @@ class Runtime {
     size_t checked_program(int64_t index) const;
     void validate(const StepBatch &batch, const Program &program) const;
     void validate_sequences(const StepBatch &batch) const;
+    void validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const;
+    std::pair<int64_t, float> likeliest(const float *logits, int64_t count);
     void check_region(Region &region, Program &program);
     void plan_jobs();
     void copy_blocks(int64_t begin, int64_t end);
@@ -444,6 +467,7 @@ class Runtime {
     int64_t first_logits_ = 0; // the row that logits_ begins with
     Memory hidden_;
     int64_t hidden_width_ = 0;
+    std::vector<float> scan_; // of blocks of a row of logits
     Memory arena_;
     PagedAttention attention_;
 

@@ -8,7 +8,9 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
+#include <numeric>
 
 #include "runtime.h"
 
@@ -79,6 +81,35 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
         runtime.step(batch, index);
     }
     return logits(runtime);
+}
+
+// Tokens [sequences, depth] and their probabilities.
+nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const FloatRows &rows,
+                const Ints<1> &tokens, const Ints<1> &most, float least, const Ints<1> &ids) {
+    const size_t sequences = rows.shape(0);
+    check_size("token_ids", tokens.size(), sequences);
+    check_size("most", most.size(), sequences);
+    for (const int64_t program : programs)
+        check_size("rows[0]", rows.shape(1), size_t(runtime.program(program).input_width));
+    const int32_t deepest = std::accumulate(most.data(), most.data() + sequences, 0,
+                                            [](int32_t a, int32_t b) { return std::max(a, b); });
+    const size_t shape[2] = {sequences, size_t(deepest)};
+    auto *drafted = new int32_t[shape[0] * shape[1]];
+    const nb::capsule drafted_owner(drafted,
+                                    [](void *p) noexcept { delete[] static_cast<int32_t *>(p); });
+    auto *chances = new float[shape[0] * shape[1]];
+    const nb::capsule chances_owner(chances,
+                                    [](void *p) noexcept { delete[] static_cast<float *>(p); });
+    const DraftBatch batch{rows.data(), tokens.data(), most.data(), int64_t(sequences),
+                           deepest,     least,         ids.data(),  int64_t(ids.size()),
+                           drafted,     chances};
+    {
+        nb::gil_scoped_release release;
+        runtime.draft(programs, batch);
+    }
+    return nb::make_tuple(
+        nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(drafted, 2, shape, drafted_owner),
+        nb::ndarray<nb::numpy, float, nb::ndim<2>>(chances, 2, shape, chances_owner));
 }
 
 // Copies blocks between the arena and `rows`, a block a row.
@@ -249,6 +280,8 @@ void bind_runtime(nb::module_ &m) {
              "seq_offsets"_a.noconvert(), "seq_slots"_a.noconvert(), "block_tables"_a.noconvert(),
              "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,
              "rows"_a.noconvert().none())
+        .def("draft", &draft, "programs"_a, "rows"_a.noconvert(), "token_ids"_a.noconvert(),
+             "most"_a.noconvert(), "least"_a, "ids"_a.noconvert())
         .def("hidden",
              [](Runtime &runtime) {
                  return rows_of(runtime, runtime.hidden(), runtime.wanted_rows(),

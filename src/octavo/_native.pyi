@@ -300,6 +300,15 @@ class Runtime:
         program: int,
         rows: npt.NDArray[np.float32] | None,
     ) -> npt.NDArray[np.float32]: ...
+    def draft(
+        self,
+        programs: Sequence[int],
+        rows: npt.NDArray[np.float32],
+        token_ids: npt.NDArray[np.int32],
+        most: npt.NDArray[np.int32],
+        least: float,
+        ids: npt.NDArray[np.int32],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
     def hidden(self) -> npt.NDArray[np.float32]: ...
     def logits(self, first: int) -> npt.NDArray[np.float32]: ...
     def transfer(

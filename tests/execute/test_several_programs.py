@@ -215,6 +215,92 @@ def test_rows_may_go_through_attention() -> None:
     assert np.array_equal(result.logits, expected)
 
 
+@pytest.mark.parametrize("slice", [8, 640])
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_draft_is_what_its_steps_say_one_by_one(isa: str, slice: int) -> None:
+    """Of many sequences at once, each as if it were alone; the first program once, then the other,
+    which goes on from its own rows and the token before.
+    """
+    config = tiny.config()
+    tested = driver(config, WeightFormat.Q8_0, isa, threads=2, logits_slice=slice)
+    executor = tested.executor
+    head = residual_head(config, Activation.SILU, 23)
+    weights = head_weights(config, 23)
+    first = executor.add_program(head, weights)
+    ops = (head.ops[0], Embed("token_embd", "e", 1.0), Add("x", "e", "x"), *head.ops[1:])
+    shapes = head.weights | {"token_embd": (config.vocab_size, config.hidden_size)}
+    goes_on = Program(config, ops, head.widths | {"e": config.hidden_size}, shapes)
+    again = executor.add_program(goes_on, keep_hidden=True)
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(21, config.hidden_size)).astype(np.float32)
+    tokens = rng.integers(0, config.vocab_size, 21).astype(np.int32)
+    ids = np.sort(rng.permutation(config.vocab_size)[:23]).astype(np.int32)
+    most = rng.integers(0, 6, 21).astype(np.int32)
+    least = 0.02
+    found, chances = executor.draft_rows([first, again], rows, tokens, most, ids, least)
+    assert found.shape == chances.shape == (21, 5)
+    ended = 0
+    for index in range(21):
+        row, token, product = rows[index : index + 1], tokens[index], 1.0
+        expected: list[int] = []
+        while len(expected) < most[index] and product > least:
+            result = executor.execute_rows(again if expected else first, row, np.array([token]))
+            assert result.logits is not None
+            values = result.logits[0].astype(np.float64)
+            chance = 1 / np.exp(values - values.max()).sum()
+            assert chances[index, len(expected)] == pytest.approx(chance, rel=1e-4)
+            product *= chance
+            token = ids[values.argmax()]
+            expected.append(int(token))
+            row = row if result.hidden is None else result.hidden.copy()
+        assert found[index].tolist() == expected + [-1] * (5 - len(expected))
+        ended += len(expected) < most[index]
+    assert 0 < ended < 21
+
+
+def test_no_token_is_drafted_from_what_is_no_number() -> None:
+    config = tiny.config()
+    executor = Driver(tiny.checkpoint(config)).executor
+    head = residual_head(config, Activation.SILU, 23)
+    number = executor.add_program(head, head_weights(config, 23))
+    rows = np.ones((2, 64), np.float32)
+    rows[0, 5] = np.nan
+    most, ids = np.array([2, 2], np.int32), np.arange(23, dtype=np.int32)
+    found, _ = executor.draft_rows([number], rows, most, most, ids, 0.0)
+    assert found[0].tolist() == [-1, -1]
+    assert (found[1] >= 0).all()
+
+
+def test_drafts_that_do_not_fit_are_refused() -> None:
+    config = tiny.config()
+    executor = Driver(tiny.checkpoint(config)).executor
+    number = executor.add_program(
+        residual_head(config, Activation.SILU, 23), head_weights(config, 23)
+    )
+    rows, ids = np.ones((2, 64), np.float32), np.arange(23, dtype=np.int32)
+    two = np.array([1, 2], np.int32)
+    many = np.ones((641, 64), np.float32)
+    ones = np.ones(641, np.int32)
+    draft = partial(executor.draft_rows, least=0.0)
+    for bad, message in (
+        (partial(draft, [number], rows[:, :63].copy(), two, two, ids), r"rows\[0\] has 63 entries"),
+        (partial(draft, [number], rows, two[:1], two, ids), "token_ids has 1 entries, not 2"),
+        (partial(draft, [number], rows, two, two[:1], ids), "most has 1 entries, not 2"),
+        (partial(draft, [number], rows, two - 2, two, ids), "token is -1"),
+        (partial(draft, [number], rows, two, two - 2, ids), "tokens to draft is -1"),
+        (partial(draft, [number], rows, two, two, ids[:-1]), "stand for is 22, outside 23 to 23"),
+        (partial(draft, [number], rows, two, two, ids + 60), "token is 70"),
+        (partial(draft, [number], many, ones, ones, ids), "sequences to draft for is 641"),
+        (partial(draft, [], rows, two, two, ids), "no program to draft with"),
+        (partial(draft, [0], rows, two, two, ids), r"rows\[0\] has 64 entries, not 0"),
+        (partial(draft, [7], rows, two, two, ids), "program is 7"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad()
+    found, _ = draft([number], rows, two, two, ids)
+    assert (found >= 0).tolist() == [[True, False], [True, True]]
+
+
 def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     config = tiny.config()
     tested = Driver(tiny.checkpoint(config))

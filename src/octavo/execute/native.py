@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -280,6 +280,26 @@ class NativeExecutor:
         tokens = none if token_ids is None else token_ids
         batch = Batch(tokens, none, none, none, tables, wanted, copies)
         return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
+
+    def draft_rows(
+        self,
+        programs: Sequence[int],
+        rows: Float32,
+        token_ids: Int32,
+        most: Int32,
+        ids: Int32,
+        least: float,
+    ) -> tuple[Int32, Float32]:
+        """Tokens guessed one behind another from ``rows`` [S, width] and ``token_ids`` [S], up to
+        ``most`` [S] of them, and their probabilities, each given those before: [S, longest], the
+        rest -1. Each is the likeliest by an added program, which has an `Input` and no attention
+        and whose logits stand for the tokens ``ids``: the first by the first of ``programs`` and so
+        on, more by the last. One that keeps hidden rows has the next go on from them. A draft whose
+        probability as a whole is down to ``least`` ends.
+
+        Raises `ValueError` naming what does not fit together, before anything is computed.
+        """
+        return self._open.draft(programs, rows, token_ids, most, least, ids)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         data = np.empty((len(blocks), self.layout.block_bytes), np.uint8)

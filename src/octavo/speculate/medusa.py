@@ -194,13 +194,51 @@ class MedusaDrafter:
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
-        guesses: dict[int, Guess] = {}  # by index
+        drafts = [NO_DRAFT] * len(decoding)
+        plain: list[int] = []  # indices
+        others: dict[int, Guess] = {}  # by index
         for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
             row, size = self._rows.get(seq, (None, 0))
-            if count and row is not None and size == len(seq.token_ids):
+            if not count or row is None or size != len(seq.token_ids):
+                continue
+            if _plain(seq):
+                plain.append(index)
+            else:
                 most = min(count, self._count)
-                guesses[index] = Guess.begin(seq, most, probabilities=self._rejection, row=row)
-        going = list(guesses.values())
+                others[index] = Guess.begin(seq, most, probabilities=self._rejection, row=row)
+        if plain:
+            self._likeliest(decoding, counts, plain, drafts)
+        if others:
+            self._drawn(list(others.values()))
+        for index, guess in others.items():
+            drafts[index] = guess.draft()
+        return drafts
+
+    def _likeliest(
+        self,
+        decoding: Sequence[Seq],
+        counts: Sequence[int],
+        which: list[int],
+        drafts: list[Draft],
+    ) -> None:
+        """Drafts of those whose likeliest token is drawn: in one call."""
+        tokens, chances = self._executor.draft_rows(
+            self._programs,
+            np.stack([self._rows[decoding[index]][0] for index in which]),
+            np.array([decoding[index].token_ids[-1] for index in which], np.int32),
+            np.array([min(counts[index], self._count) for index in which], np.int32),
+            self._token_map,
+            _UNLIKELY,
+        )
+        lengths = (tokens >= 0).sum(axis=1).tolist()
+        for index, row, length, (chance, *_) in zip(
+            which, tokens.tolist(), lengths, chances.tolist(), strict=True
+        ):
+            if length:
+                drafts[index] = Draft(row[:length], int(_CLASSES * chance))
+
+    def _drawn(self, going: list[Guess]) -> None:
+        """Makes guesses longer, a token at a time: each is drawn as the target will."""
         depth = 0
         while going:
             rows = np.stack([guess.row for guess in going if guess.row is not None])
@@ -211,10 +249,6 @@ class MedusaDrafter:
             going = draw_next(self._sampler, result, going, self._draw)
             going = [guess for guess in going if guess.chance > _UNLIKELY]
             depth += 1
-        return [
-            guesses[index].draft() if index in guesses else NO_DRAFT
-            for index in range(len(decoding))
-        ]
 
     def compute(self, head: int, rows: Float32, tokens: Sequence[int]) -> StepResult:
         """Logits [sequences, token_map] and, of a recurrent head, the hidden rows that it goes on
@@ -230,25 +264,16 @@ class MedusaDrafter:
     ) -> list[int]:
         """As `drawn`, from logits [rows, token_map]; the other tokens cannot be drawn."""
         assert logits is not None
-        best = logits.argmax(axis=1)
-        top = logits[np.arange(len(best)), best]
-        chances = 1 / np.exp(logits - top[:, None]).sum(axis=1)
+        chances = 1 / np.exp(logits - logits.max(axis=1, keepdims=True)).sum(axis=1)
         for guess, chance in zip(guesses, chances.tolist(), strict=True):
             if not guess.token_ids:
                 guess.evidence = int(_CLASSES * chance)
             guess.chance *= chance
-        tokens: list[int] = self._token_map[best].tolist()
-        # Over the whole vocabulary only where that may give another token: it takes its time.
-        others = [row for row, guess in enumerate(guesses) if not _plain(guess)]
-        if others:
-            if len(self._whole) < len(others):
-                self._whole = np.full((len(others), self._vocab_size), -np.inf, np.float32)
-            whole = self._whole[: len(others)]
-            whole[:, self._token_map] = logits[others]
-            drawing = [guesses[row] for row in others]
-            for row, token in zip(others, drawn(sampler, whole, drawing), strict=True):
-                tokens[row] = token
-        return tokens
+        if len(self._whole) < len(guesses):
+            self._whole = np.full((len(guesses), self._vocab_size), -np.inf, np.float32)
+        whole = self._whole[: len(guesses)]
+        whole[:, self._token_map] = logits
+        return drawn(sampler, whole, guesses)
 
     def end(self, seq: Seq) -> None:
         self._rows.pop(seq, None)
@@ -257,9 +282,9 @@ class MedusaDrafter:
         self._rows.clear()
 
 
-def _plain(guess: Guess) -> bool:
+def _plain(seq: Seq) -> bool:
     """Whether the likeliest token is drawn, whatever came before."""
-    params = guess.seq.owner.request.params
+    params = seq.owner.request.params
     return (
         params.temperature < MIN_TEMPERATURE
         and params.presence_penalty == params.frequency_penalty == 0.0

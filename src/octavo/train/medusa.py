@@ -295,17 +295,20 @@ class _Model:
         rows = self.guesses(self.row(here), lambda at: self.tokens[here + 1 + at])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             outs = [out.float() for out in rows]
+        places = torch.arange(len(here))
         for at, out in enumerate(outs):
             known = self.left[here] >= at + 2
             wanted = torch.where(known, self.number[self.tokens[here + 2 + at]], -100)
-            logits = self.logits(out)
-            hard = functional.cross_entropy(logits, wanted, ignore_index=-100, reduction="sum")
-            hard = hard / (wanted >= 0).sum().clamp(min=1)
             with torch.no_grad():
-                own = functional.softmax(self.logits(self.row(here + 1 + at)), -1)
-            cross = -(own * functional.log_softmax(logits, -1)).sum(-1)
-            soft = (cross * known).sum() / known.sum().clamp(min=1)
-            loss = loss + recipe.decay**at * ((1 - recipe.soft) * hard + recipe.soft * soft)
+                # Both cross-entropies are one, against a sum of distributions.
+                target = functional.softmax(self.logits(self.row(here + 1 + at)), -1)
+                target *= (recipe.soft * known / known.sum().clamp(min=1))[:, None]
+                hits = wanted >= 0
+                target[places[hits], wanted[hits]] += (1 - recipe.soft) / max(1, int(hits.sum()))
+                mass = target.sum(-1)
+            logits = self.logits(out)
+            cross = (mass * logits.logsumexp(-1)).sum() - (target * logits).sum()
+            loss = loss + recipe.decay**at * cross
         return loss
 
     def guess(self, hidden: npt.NDArray[np.float16], drawn: Int) -> Int:

@@ -94,7 +94,8 @@ def load(
 def detect(path: Path) -> Format:
     for number, line in numbered_lines(path):
         if line.startswith("{"):
-            return "result" if '"start_times"' in line or '"num_prompts"' in line else "mooncake"
+            ours = line == "{" or '"num_prompts"' in line or '"start_times"' in line
+            return "result" if ours else "mooncake"
         if "timestamp" in line.lower() and "," in line:
             return "azure"
         raise DatasetError(

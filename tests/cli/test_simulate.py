@@ -1,0 +1,270 @@
+"""`octavo simulate`: its loads, its result, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import octavo
+from octavo.cli import app, main
+from octavo.cli.simulate import DEFAULT_GOODPUT
+
+ON = ("--model", "llama-3-8b", "--device", "h100")
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+AZURE = HEADER + "".join(
+    f"2023-11-16 18:15:{second:02}.5000000,{100 + 7 * second},{5 + second}\n"
+    for second in range(20)
+)
+
+
+def run(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["simulate", *ON, *arguments])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def figures(*arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("--json", *arguments).stdout)
+    return found
+
+
+def refused(*arguments: str, capsys: Any, monkeypatch: Any) -> str:
+    """The line on standard error of a command that does not run."""
+    monkeypatch.setattr(sys, "argv", ["octavo", "simulate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code not in (0, None)
+    out, err = capsys.readouterr()
+    assert not out
+    message = err + (ended.value.code if isinstance(ended.value.code, str) else "")
+    assert "internal error" not in message
+    return " ".join(message.replace("│", " ").split())
+
+
+@pytest.fixture
+def azure(tmp_path: Path) -> Path:
+    path = tmp_path / "azure.csv"
+    path.write_text(AZURE)
+    return path
+
+
+def test_the_fields_that_programs_read(azure: Path) -> None:
+    found = figures("--trace", str(azure))
+    assert found["requests"] == found["completed"] == 20
+    assert found["total_output_tokens"] == sum(range(5, 25))
+    assert found["output_throughput"] == found["total_output_tokens"] / found["duration"]
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms"):
+        assert 0 < found[name]["p50"] <= found[name]["p90"] <= found[name]["p99"]
+    assert found["slo"] == {"ttft_ms": 500, "tpot_ms": 50}
+    assert DEFAULT_GOODPUT == ("ttft:500", "tpot:50")
+    assert found["request_goodput"] == pytest.approx(20 / found["duration"])
+    assert 0 < found["kv_waste"] < 0.1
+    assert found["saturated"] is False
+    assert found["last_arrival"] == 19.0
+    assert found["notices"] == ["trace azure.csv: 20 requests, read as azure"]
+
+
+def test_goodput_is_said_as_in_bench_serve(azure: Path) -> None:
+    both = figures("--trace", str(azure), "--goodput", "ttft:0.001", "tpot:50")
+    assert both["slo"] == {"ttft_ms": 0.001, "tpot_ms": 50}
+    assert both["request_goodput"] == 0
+    assert figures("--trace", str(azure), "--goodput", "e2el:1e9")["good"] == 20
+
+
+def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
+    found = figures("--trace", str(azure), "--trace-start", "5", "--trace-duration", "10",
+                    "--trace-speedup", "2", "--max-output-len", "8")  # fmt: skip
+    assert (found["requests"], found["last_arrival"]) == (10, 4.5)
+    assert found["total_output_tokens"] == 10 * 8
+    assert any("answers cut to 8 tokens" in notice for notice in found["notices"])
+
+
+def test_what_bench_serve_wrote_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    detailed = {
+        "num_prompts": 3, "start_times": [0.5, 1.0, 2.5], "input_lens": [10, 20, 30],
+        "output_lens": [4, 0, 6], "errors": ["", "HTTP 503: full", ""],
+    }  # fmt: skip
+    path.write_text(json.dumps(detailed, indent=2))
+    assert figures("--trace", str(path))["requests"] == 2
+    path.write_text(json.dumps(detailed))
+    found = figures("--trace", str(path))
+    assert (found["requests"], found["last_arrival"]) == (2, 2.0)
+    assert (found["total_input_tokens"], found["total_output_tokens"]) == (40, 10)
+    assert found["notices"][1] == "1 requests that failed have no answer's length: left out"
+
+
+def test_synthetic_requests_share_their_prefixes() -> None:
+    found = figures("--dataset-name", "prefix_repetition", "--num-prompts", "20",
+                    "--request-rate", "10", "--prefix-repetition-num-prefixes", "2",
+                    "--prefix-repetition-output-len", "8")  # fmt: skip
+    assert found["requests"] == 20
+    assert found["prefix_hits"] == 18 * 256
+    off = figures("--dataset-name", "prefix_repetition", "--num-prompts", "20",
+                  "--request-rate", "10", "--prefix-repetition-num-prefixes", "2",
+                  "--prefix-repetition-output-len", "8", "--no-enable-prefix-caching")  # fmt: skip
+    assert off["prefix_hits"] == 0
+    assert off["tokens_per_step"] > found["tokens_per_step"]
+
+
+def test_techniques_are_switched_from_the_command() -> None:
+    load = ("--num-prompts", "40", "--random-input-len", "200", "--random-output-len", "50",
+            "--random-range-ratio", "0.9", "--max-num-seqs", "8")  # fmt: skip
+    plain, static, reserved, whole, guessed = (
+        figures(*load, *technique)
+        for technique in (
+            (), ("--batching", "static"), ("--memory", "reserve", "--max-tokens", "200"),
+            ("--no-enable-chunked-prefill",),
+            ("--speculative-acceptance", "0.9", "--num-speculative-tokens", "3"),
+        )
+    )  # fmt: skip
+    assert static["output_throughput"] < 0.8 * plain["output_throughput"]
+    assert reserved["kv_waste"] > 0.3 > 0.06 > plain["kv_waste"]
+    assert reserved["settings"]["enable_prefix_caching"] is False
+    assert whole["settings"]["max_num_batched_tokens"] == 8192
+    assert guessed["output_throughput"] > 1.5 * plain["output_throughput"]
+    assert guessed["speculation"]["tokens_per_pass"] > 2.5
+
+
+def test_people_see_what_was_assumed_and_what_came_of_it(azure: Path) -> None:
+    shown = run("--trace", str(azure), "--price", "2").output
+    for part in (
+        "figures as published or given, not measured", "20 of 20 served", "goodput",
+        "within TTFT 500 ms, TPOT 50 ms: 100.0 % of all", "saturated     no", "to the first token",
+        "waste", "preemptions", "at 2 an hour", "continuous batching, paged memory",
+    ):  # fmt: skip
+        assert part in shown, shown
+
+
+def test_pictures_and_timelines_are_files(azure: Path, tmp_path: Path) -> None:
+    plot, timeline = tmp_path / "p.svg", tmp_path / "t.json"
+    run("--trace", str(azure), "--plot", str(plot), "--timeline", str(timeline))
+    drawn = plot.read_text()
+    assert "<svg" in drawn
+    events = json.loads(timeline.read_text())["traceEvents"]
+    assert sum(event["name"].startswith("request ") for event in events) == 20
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+
+
+def test_the_same_to_the_last_digit_whatever_the_hash_seed(tmp_path: Path) -> None:
+    """Shared prefixes, preemptions and speculation, in processes that hash differently."""
+    trace = tmp_path / "mooncake.jsonl"
+    trace.write_text("".join(
+        json.dumps({"timestamp": 20 * i, "input_length": 1100 + i, "output_length": 30 + i % 7,
+                    "hash_ids": [i % 3, 10 + i % 5, 100 + i]}) + "\n"
+        for i in range(60)
+    ))  # fmt: skip
+    code = "import sys; from octavo.cli import main; main()"
+    command = [sys.executable, "-c", code, "simulate", *ON, "--trace", str(trace), "--json",
+               "--kv-cache-memory", "600MiB", "--max-model-len", "2048",
+               "--speculative-acceptance", "0.6"]  # fmt: skip
+    outputs = []
+    for seed in ("1", "2"):
+        path = str(Path(octavo.__file__).parents[1])
+        environment = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+    found = json.loads(outputs[0])
+    assert found["prefix_hits"] > 0
+    assert found["preemptions"] > 0
+    assert found["speculation"]["accepted_tokens"] > 0
+
+
+def test_another_seed_is_another_load() -> None:
+    load = ("--num-prompts", "30", "--request-rate", "20", "--random-output-len", "20")
+    assert figures(*load)["ttft_ms"] == figures(*load)["ttft_ms"]
+    assert figures(*load)["ttft_ms"] != figures(*load, "--seed", "1")["ttft_ms"]
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("", "is empty"),
+        (HEADER, "has no request"),
+        (HEADER + "2023-11-16 18:15:46,-3,5\n", ":2: ContextTokens is '-3', not a length"),
+        (HEADER + "2023-11-16 18:15:46,3,nan\n", ":2: GeneratedTokens is 'nan', not a length"),
+        (HEADER + "yesterday,3,5\n", ":2: 'yesterday' is not a time"),
+        (
+            HEADER + "2023-11-16 18:15:46,3,5\n2023-11-16 18:15:44.5,3,5\n",
+            ":3: TIMESTAMP is 1.5 s before the request above: the trace is not in order of time",
+        ),
+        ('{"timestamp": 5, "input_length": -1}\n', ":1: input_length is -1, not a length"),
+        (
+            '{"timestamp": NaN, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n',
+            ":1: timestamp is nan, not milliseconds",
+        ),
+        (
+            '{"timestamp": 9, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n'
+            '{"timestamp": 5, "input_length": 1, "output_length": 1, "hash_ids": [1]}\n',
+            ":2: timestamp is 0.004 s before the request above",
+        ),
+        ('{"num_prompts": 4, "duration": 3}', "has no list start_times: write it with --save-det"),
+        (
+            '{"num_prompts": 1, "start_times": [Infinity], "input_lens": [1], "output_lens": [1], '
+            '"errors": [""]}',
+            "start_times[0] is inf, not seconds",
+        ),
+        (
+            '{"num_prompts": 1, "start_times": [0], "input_lens": [-1], "output_lens": [1], '
+            '"errors": [""]}',
+            "input_lens[0] is -1, not a length",
+        ),
+        ("a,b\n", "neither an Azure trace"),
+    ],
+)
+def test_a_wrong_trace_is_named_by_line_and_field(
+    text: str, about: str, tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    said = refused(*ON, "--trace", str(path), capsys=capsys, monkeypatch=monkeypatch)
+    assert said.startswith("octavo: ")
+    assert about in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "about"),
+    [
+        (("--model", "llama-3-8b", "--device", "abacus"), "abacus"),
+        (("--model", "llama-3-8b", "--device", "t4"), "available - 14.96 GiB weights"),
+        (("--model", "no-such-model", "--device", "h100"), "no-such-model"),
+        ((*ON, "--trace", "missing.csv"), "missing.csv: No such file"),
+        ((*ON, "--max-model-len", "9000"), "max_model_len 9000 is more than the model's context"),
+        ((*ON, "--goodput", "ttft:-1"), "0 or more milliseconds"),
+        ((*ON, "--goodput", "ttft"), "is not KEY:MS"),
+        ((*ON, "--batching", "dynamic"), "neither continuous nor static"),
+        ((*ON, "--memory", "none"), "neither paged nor reserve"),
+        ((*ON, "--memory", "reserve", "--enable-prefix-caching"), "is not shared"),
+        ((*ON, "--speculative-acceptance", "1.5"), "from 0 to 1, not 1.5"),
+        ((*ON, "--speculative-acceptance", "nan"), "from 0 to 1, not nan"),
+        ((*ON, "--num-speculative-tokens", "4"), "needs --speculative-acceptance"),
+        ((*ON, "--speculative-acceptance", "1", "--num-speculative-tokens", "65"), "from 1 to 64"),
+        ((*ON, "--format", "q9"), "q9"),
+        ((*ON, "--request-rate", "0"), "--request-rate must be above 0"),
+        ((*ON, "--dataset-name", "sharegpt", "--trace", "x.json"), "--save-detailed"),
+        ((*ON, "--dataset-name", "nonsense"), "is none of"),
+        ((*ON, "--trace", "a", "--dataset-path", "b"), "two names of one thing"),
+        ((*ON, "--plot", "x.gif"), "a plot is a file of .svg, .png, .pdf"),
+        ((*ON, "--timeline", "x.txt"), "a timeline is a file of .json"),
+        ((*ON, "--timeline", "/no/such/folder/x.json"), "there is no folder"),
+        ((*ON, "--price", "-1"), "not above 0"),
+        ((*ON, "--max-num-seqs", "4096"), "max_num_batched_tokens 2048 is below max_num_seqs"),
+        (
+            (*ON, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
+            "max_num_batched_tokens 4096 is below max_model_len 8192",
+        ),
+    ],
+)
+def test_what_cannot_be_simulated_is_refused_by_name(
+    arguments: tuple[str, ...], about: str, capsys: Any, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert about in refused(*arguments, capsys=capsys, monkeypatch=monkeypatch)

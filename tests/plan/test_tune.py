@@ -53,6 +53,7 @@ AXES: dict[str, tuple[int | float | str, ...]] = {
     "memory": (0.5,),
     "kv_cache_dtype": ("auto", "int8"),
     "quantization": ("none", "int8"),
+    "speculation": ("off",),
 }
 RATES = (5, 80, 400)
 DEFAULT = Choice(32, 64, 0.5, "auto", "none")
@@ -154,6 +155,34 @@ def test_the_budget_is_kept(subject: Subject) -> None:
     assert tuned.stopped is not None
     assert tuned.default is not None
     assert tuned.short_trials > 4
+
+
+def test_speculation_is_searched_where_guesses_are_right_so_often(subject: Subject) -> None:
+    """With guesses that are always right it pays, and with such that never are it does not."""
+    axes = AXES | {
+        "kv_cache_dtype": ("auto",),
+        "quantization": ("none",),
+        "speculation": ("off", tune.AS_IT_PAYS, "4"),
+    }
+    best = {}
+    for rate in (0.0, 1.0):
+        search = Search(
+            subject, TOY, load(30, 40), SLO, Space(axes, DEFAULT), EngineConfig(), acceptance=rate
+        )
+        best[rate] = search.search().best
+    assert best[1.0].choice.speculation != "off"
+    assert best[1.0].config.speculation is not None
+    assert best[1.0].config.speculation.method == "ngram"
+    assert best[0.0].choice.speculation != "4"
+    assert best[1.0].figures.goodput > best[0.0].figures.goodput
+
+
+def test_what_rounding_brings_is_told_apart(found: dict[float, tuple[Search, Tuned]]) -> None:
+    search, tuned = found[400]
+    assert tuned.best.choice.loss
+    assert tuned.exact is not None
+    assert tuned.exact.choice.loss == 0
+    assert search.merit(tuned.exact) < search.merit(tuned.best)
 
 
 def test_the_load_that_is_sustained(found: dict[float, tuple[Search, Tuned]]) -> None:
@@ -376,6 +405,11 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
         (["--slo", "ttft=5", "--plot", "a.txt"], "a plot is a file of"),
         (["--slo", "ttft=5", "--max-num-seqs", "64", "--max-num-batched-tokens", "8"], "8"),
         (["--slo", "ttft=5", "--trials", "0"], "--trials"),
+        (["--slo", "ttft=5", "--speculative-acceptance", "1.5"], "from 0 to 1, not 1.5"),
+        (
+            ["--slo", "ttft=5", "--speculative-config", '{"method": "ngram"}'],
+            "how often its guesses are right",
+        ),
     ],
 )
 def test_bad_use_is_named(config: Path, trace: Path, args: list[str], said: str) -> None:

@@ -61,6 +61,14 @@ def command(
         bool,
         typer.Option("--lossless", help="Round neither weights nor cache further."),
     ] = False,
+    speculative_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Search speculation, too, with guesses that are right so often, 0 to 1.",
+            show_default="speculation is not searched",
+        ),
+    ] = None,
     trials: Annotated[
         int,
         typer.Option(metavar="N", min=1, help="How much to simulate, in runs of the whole load."),
@@ -85,7 +93,8 @@ def command(
 ) -> None:
     """Search the settings that keep an SLO for the most requests a second, by simulation.
 
-    Searched: sequences and tokens of a step, memory and numbers of the KV cache, quantization.
+    Searched: sequences and tokens of a step, memory and numbers of the KV cache, quantization, and
+    speculation if you say how often guesses are right.
     Engine options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
     """
     from octavo.engine.load import EngineConfig
@@ -98,8 +107,19 @@ def command(
     try:
         promise = Slo(parse_slo(slo), attainment)
         base = EngineConfig(**engine)
-        if base.speculation is not None:
-            raise ValueError("--speculative-config cannot be simulated")
+        rate = speculative_acceptance
+        if rate is not None and not 0 <= rate <= 1:  # nan neither
+            raise ValueError(f"--speculative-acceptance is from 0 to 1, not {rate:g}")
+        if base.speculation is not None and rate is None:
+            raise ValueError(
+                "--speculative-config: how often its guesses are right, --speculative-acceptance "
+                "has to say"
+            )
+        if confirm and rate is not None:
+            raise ValueError(
+                "--confirm replays prompts of random tokens, which no drafter guesses as often as "
+                "--speculative-acceptance says: leave one of them out"
+            )
         if confirm and device != "machine":
             raise ValueError(f"--confirm runs on this machine, and --device is {device}")
         on = hardware.device(device, on_stderr)
@@ -117,13 +137,16 @@ def command(
         else (GPU_MEMORY_UTILIZATION, GPU_MAX_NUM_BATCHED_TOKENS)
     )
     try:
-        space = tune.space(subject, on, engine, memory=memory, tokens=tokens, lossless=lossless)
+        space = tune.space(
+            subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     with on_stderr() as show:
         search = tune.Search(
             subject, on, samples, promise, space, base,
-            trials=trials, seconds=max_seconds or math.inf, seed=load.seed, report=show,
+            trials=trials, seconds=max_seconds or math.inf, seed=load.seed, acceptance=rate,
+            report=show,
         )  # fmt: skip
         tuned = search.search()
         speeds = search.sustained(tuned.best)
@@ -175,6 +198,9 @@ def as_dict(
         "serve_command": serve_command(model, best),
         "predicted": best.figures.as_dict(),
         "settings": settings(best),
+        "without_rounding": None
+        if tuned.exact is None
+        else trial_dict(tuned.exact, slo) | {"serve_command": serve_command(model, tuned.exact)},
         "default": None if tuned.default is None else trial_dict(tuned.default, slo),
         "frontier": [trial_dict(trial, slo) for trial in tuned.frontier],
         "tried": [trial_dict(trial, slo) for trial in tuned.trials],
@@ -218,6 +244,7 @@ def settings(trial: Trial) -> dict[str, Any]:
         "kv_cache_memory_bytes": trial.plan.kv_cache_bytes,
         "kv_cache_dtype": trial.config.kv_cache_dtype,
         "quantization": trial.config.quantization,
+        "speculation": trial.choice.speculation,
         "weight_bytes": trial.plan.weight_bytes,
     }
 
@@ -282,7 +309,7 @@ def as_text(
     speeds: Sequence[tuple[float, Figures]],
     result: Mapping[str, Any],
 ) -> str:
-    best, default = tuned.best, tuned.default
+    best = tuned.best
     samples = search.samples
     seconds = max(sample.arrival or 0.0 for sample in samples)
     limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.limits.items())
@@ -294,14 +321,22 @@ def as_text(
         *_verdict(tuned, slo),
         *_sustained_lines(speeds, search.arrival_rate, slo),
         "",
-        "best, then the engine's defaults, then what no other beats in throughput and latency",
-        *_table([best, *([default] if default else []), *_spread(tuned.frontier)], slo),
+        *_table(tuned, slo),
         "",
         f"searched: {len(tuned.trials)} settings under the whole load, {tuned.short_trials} under "
         f"a part of it; {len(tuned.impossible)} cannot be"
         + (f"; ended because {tuned.stopped}" if tuned.stopped else ""),
-        "not searched: speculation",
+        *(
+            ["not searched: speculation (how often is a guess right? --speculative-acceptance)"]
+            if search.acceptance is None
+            else []
+        ),
         *_notes(subject, device, best),
+        *(
+            ["", "without rounding:", serve_command(model, tuned.exact)]
+            if best.choice.loss and tuned.exact is not None
+            else []
+        ),
         "",
         serve_command(model, best),
     ]
@@ -331,8 +366,8 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
             p99 = figures.latencies[name].p99
             if p99 > limit:
                 lines.append(
-                    f"  {name.upper()} fails by {p99 - limit:.4g} ms: the 99th percentile is "
-                    f"{p99:.4g} ms, the limit {limit:g} ms"
+                    f"  {name.upper()} fails by {_ms(p99 - limit)} ms: the 99th percentile is "
+                    f"{_ms(p99)} ms, the limit {limit:g} ms"
                 )
         if refused := figures.requests - figures.completed:
             lines.append(f"  {plural(refused, 'request')} not served: {tuned.best.refusal}")
@@ -376,24 +411,44 @@ def _spread(trials: Sequence[Trial]) -> list[Trial]:
     return [trials[round(step * index)] for index in range(_MOST_ROWS)]
 
 
-def _table(trials: Sequence[Trial], slo: Slo) -> list[str]:
+def _table(tuned: Tuned, slo: Slo) -> list[str]:
+    """The best and what it is compared with, then the frontier."""
     names = list(slo.limits)
-    lines = [
-        f"{'seqs':>6}{'tokens':>8}{'blocks':>9}{'kv':>6}{'weights':>9}{'good':>9}{'good/s':>9}"
-        f"{'tokens/s':>10}" + "".join(f"{f'{n.upper()} p50':>11}{'p99 ms':>9}" for n in names)
-    ]
-    for trial in trials:
+    speculates = any(trial.choice.speculation != "off" for trial in tuned.trials)
+    head = (
+        f"{'':<18}{'seqs':>5}{'tokens':>8}{'blocks':>9}{'kv':>6}{'weights':>9}"
+        + (f"{'drafts':>12}" if speculates else "")
+        + f"{'good':>9}{'a second':>10}{'tokens/s':>10}"
+        + "".join(f"{f'{n.upper()} p50':>11}{'p99 ms':>10}" for n in names)
+    )
+
+    def row(label: str, trial: Trial) -> str:
         config, figures = trial.config, trial.figures
-        lines.append(
-            f"{config.max_num_seqs:>6}{config.max_num_batched_tokens:>8}"
+        return (
+            f"{label:<18}{config.max_num_seqs:>5}{config.max_num_batched_tokens:>8}"
             f"{trial.plan.num_blocks:>9}{config.kv_cache_dtype.replace('auto', 'bf16'):>6}"
-            f"{config.quantization or 'as is':>9}{100 * figures.attainment:>7.1f} %"
-            f"{figures.goodput:>9.4g}{figures.output_throughput:>10.4g}"
+            f"{config.quantization or 'as is':>9}"
+            + (f"{trial.choice.speculation:>12}" if speculates else "")
+            + f"{100 * figures.attainment:>7.4g} %{figures.goodput:>10.4g}"
+            f"{figures.output_throughput:>10.4g}"
             + "".join(
-                f"{figures.latencies[n].p50:>11.4g}{figures.latencies[n].p99:>9.4g}" for n in names
+                f"{_ms(figures.latencies[n].p50):>11}{_ms(figures.latencies[n].p99):>10}"
+                for n in names
             )
         )
+
+    lines = [head, row("best", tuned.best)]
+    if tuned.exact is not None and tuned.exact is not tuned.best:
+        lines.append(row("without rounding", tuned.exact))
+    if tuned.default is not None and tuned.default is not tuned.best:
+        lines.append(row("engine's defaults", tuned.default))
+    lines.append("frontier: what no other beats in tokens a second and in every latency")
+    lines += [row("", trial) for trial in _spread(tuned.frontier)]
     return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f}" if 1000 <= value < math.inf else f"{value:.4g}"
 
 
 def _notes(subject: Subject, device: Device, best: Trial) -> list[str]:

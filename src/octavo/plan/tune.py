@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
@@ -35,14 +35,17 @@ from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored, as_stored, held, in_scheme
 from octavo.plan.saturation import saturation
 from octavo.plan.schemes import scheme
-from octavo.plan.simulation import Setup, simulate
+from octavo.plan.simulation import Setup, simulate, weights_on
 from octavo.plan.slo import Figures, Slo
 from octavo.plan.subject import Subject, part
+from octavo.speculate.config import SpeculativeConfig
 from octavo.workload.datasets import Sample
 
+AS_IT_PAYS = "as it pays"
 KEEP = 4  # of so many settings one goes on to a stretch so many times as long
 SHORTEST = 48  # requests of a stretch
 GOODPUT_GRAIN, LATENCY_GRAIN = math.log(1.01), math.log(1.05)
+ROUNDS = ("kv_cache_dtype", "quantization")  # the settings that round numbers
 LOSS = {"auto": 0, "bf16": 0, "fp16": 0, None: 0, "int8": 1, "int4": 2}  # of rounding
 
 
@@ -55,6 +58,7 @@ class Choice:
     memory: float  # share of what weights and work space leave that is KV cache
     kv_cache_dtype: str
     quantization: str  # "none": as stored
+    speculation: str = "off"  # "as it pays", or tokens of a draft
 
     @property
     def loss(self) -> int:
@@ -80,13 +84,18 @@ class Space:
                 raise ValueError(f"the default {axis.name} is none of {values}")
 
     def coarse(self) -> Iterator[Choice]:
-        """The ends of each axis, and the default; of memory, which seldom matters, the default."""
-        some = [
-            [value for value in values if value in (values[0], values[-1], self._default(name))]
-            if name != "memory"
-            else [self._default(name)]
-            for name, values in self.axes.items()
-        ]
+        """The ends of each axis, and the default; of memory, which seldom matters, the default; of
+        speculation the first two.
+        """
+        some = []
+        for name, values in self.axes.items():
+            default = self._default(name)
+            kept = {values[0], values[-1], default}
+            if name == "memory":
+                kept = {default}
+            elif name == "speculation":
+                kept = {*values[:2], default}
+            some.append([value for value in values if value in kept])
         for values in product(*some):
             yield self._choice(values)
 
@@ -137,6 +146,7 @@ class Tuned:
     best: Trial
     default: Trial | None  # None: the engine's defaults do not fit
     trials: list[Trial]
+    exact: Trial | None  # the best of those that round no number further; None: none was tried
     impossible: dict[Choice, str]  # why a choice cannot be
     short_trials: int  # under a stretch of the load
     cost: float  # in trials of the whole load
@@ -151,7 +161,8 @@ class Search:
     """The one search: settings of ``base`` that are not searched stay as they are.
 
     ``trials``: how much to simulate, in runs of the whole load; ``seconds``: how long (then the
-    answer depends on this machine's pace). Raises `DoesNotFit` if nothing does.
+    answer depends on this machine's pace); ``acceptance``: how often a guess is right, where the
+    space has speculation. Raises `DoesNotFit` if nothing fits.
     """
 
     def __init__(
@@ -166,10 +177,12 @@ class Search:
         trials: float = 40,
         seconds: float = math.inf,
         seed: int = 0,
+        acceptance: float | None = None,
         report: Report = lambda _: None,
     ) -> None:
         self.subject, self.device, self.samples, self.slo = subject, device, samples, slo
         self.space, self.base, self.seed, self.report = space, base, seed, report
+        self.acceptance = acceptance
         self._allowed, self._deadline = trials, time.monotonic() + seconds
         self._weights: dict[str, Stored] = {}
         self._setups: dict[Choice, tuple[Setup, CachePlan] | str] = {}
@@ -225,8 +238,15 @@ class Search:
             memory_utilization=choice.memory,
             kv_cache_dtype=choice.kv_cache_dtype,
             quantization=quantization,
+            speculative_config=self._speculation(choice),
         )
-        setup = Setup(self.subject, self._weights[choice.quantization], self.device, config)
+        setup = Setup(
+            self.subject,
+            self._weights[choice.quantization],
+            self.device,
+            config,
+            acceptance=None if choice.speculation == "off" else self.acceptance,
+        )
         plan, _ = setup.plan()
         # By its size the cache has as many blocks wherever it is started; a share would not.
         pinned = replace(
@@ -236,6 +256,14 @@ class Search:
         )
         setup = replace(setup, config=pinned)
         return setup, setup.plan()[0]
+
+    def _speculation(self, choice: Choice) -> SpeculativeConfig | None:
+        """With the method of ``base``, or n-grams."""
+        if choice.speculation == "off":
+            return None
+        count = None if choice.speculation == AS_IT_PAYS else int(choice.speculation)
+        method = self.base.speculation or SpeculativeConfig(method="ngram")
+        return replace(method, num_speculative_tokens=count)
 
     def run(self, choice: Choice, samples: Sequence[Sample]) -> Trial | None:
         """The samples put through the engine of that choice; None where it cannot be."""
@@ -295,12 +323,16 @@ class Search:
             self.try_whole(choice)
         if not self._whole:
             raise ValueError("no trial could be made: allow more with --trials or --max-seconds")
-        self._descend()
+        self._descend(self.space.axes)
+        best = max(self._whole.values(), key=self.merit)
+        if best.choice.loss:  # then what can be had without is of interest, too
+            self._descend([name for name in self.space.axes if name not in ROUNDS], exact=True)
         trials = list(self._whole.values())
         return Tuned(
             max(trials, key=self.merit),
             default,
             trials,
+            max((trial for trial in trials if not trial.choice.loss), key=self.merit, default=None),
             {choice: why for choice, why in self._setups.items() if isinstance(why, str)},
             self.short_trials,
             self.cost,
@@ -343,12 +375,16 @@ class Search:
             candidates = [trial.choice for trial in tried[: -(-len(tried) // KEEP)]]
         return candidates
 
-    def _descend(self) -> None:
-        best = max(self._whole.values(), key=self.merit)
+    def _descend(self, names: Iterable[str], *, exact: bool = False) -> None:
+        """From the best, along these axes; ``exact``: from the best that rounds no number."""
+        start = [trial for trial in self._whole.values() if not (exact and trial.choice.loss)]
+        if not start:
+            return
+        best = max(start, key=self.merit)
         improved = True
         while improved:
             improved = False
-            for name in self.space.axes:
+            for name in names:
                 for by in (-1, 1):
                     while (near := self.space.step(best.choice, name, by)) is not None:
                         trial = self.try_whole(near)
@@ -406,6 +442,8 @@ def describe(choice: Choice) -> str:
     ]
     if choice.quantization != "none":
         parts.append(choice.quantization)
+    if choice.speculation != "off":
+        parts.append(f"drafts {choice.speculation}")
     return ", ".join(parts)
 
 
@@ -464,9 +502,11 @@ def space(
     memory: float,
     tokens: int,
     lossless: bool = False,
+    acceptance: float | None = None,
 ) -> Space:
     """All settings that this model can be served with there. ``given``: those of `EngineConfig`
-    that are not to be searched; ``memory`` and ``tokens``: the defaults of that device.
+    that are not to be searched; ``memory`` and ``tokens``: the defaults of that device; speculation
+    is searched where an ``acceptance`` is given, the method of ``given`` or n-grams.
     """
     measured = device.measured
     seqs = _powers(4, 256 if measured else 1024)
@@ -477,7 +517,10 @@ def space(
         "memory": (0.25, 0.5, 0.9),
         "kv_cache_dtype": ("auto", "int8", "int4"),
         "quantization": quantizations(subject),
+        "speculation": ("off",),
     }
+    if acceptance is not None:
+        axes["speculation"] = ("off", AS_IT_PAYS, "1", "2", "4", "8")
     if lossless:
         axes |= {"kv_cache_dtype": ("auto",), "quantization": ("none",)}
     default: dict[str, int | float | str] = {
@@ -486,6 +529,7 @@ def space(
         "memory": memory,
         "kv_cache_dtype": "auto",
         "quantization": "none",
+        "speculation": "off",
     }
     renamed = {"memory_utilization": "memory"}
     for name, value in given.items():
@@ -528,18 +572,18 @@ def quantizations(subject: Subject) -> tuple[str, ...]:
 
 
 def weights(subject: Subject, quantization: str | None, device: Device) -> Stored:
-    """The weights as they would be read there: on this machine the engine's own copies, elsewhere
-    as stored. Without a file: bf16. Raises `ValueError` for what the engine cannot hold.
+    """As `weights_on` has them, rounded as `octavo serve --quantization` does. Raises `ValueError`
+    for what the engine cannot hold.
     """
+    if quantization is None:
+        return weights_on(device, subject)
     bf16 = scheme("bf16")
-    stored = as_stored(subject) or in_scheme(subject, bf16, bf16)
-    if quantization is not None:
-        stored = _rounded(subject, stored, quantization)
+    stored = _rounded(subject, as_stored(subject) or in_scheme(subject, bf16, bf16), quantization)
     if not device.measured:
         return stored
     sizes = held(subject, stored)
     if sizes is None:
-        raise ValueError(f"the engine cannot hold the weights ({stored.name})")
+        raise ValueError(f"the engine cannot hold the weights in {quantization}")
     return stored._replace(sizes=sizes)
 
 

@@ -24,7 +24,8 @@ def draw(
     path: Path,
 ) -> None:
     """A panel for each latency of the SLO: its 99th percentile over output tokens a second, a point
-    a setting, those that no other beats joined. Last: the share of good requests over the rate at
+    a setting, those that no other beats joined; and the best setting under the load at other
+    speeds. Last: the share of good requests over the rate at
     which they come, with the best setting; ``rate``: at speed 1. The file's suffix says what kind
     it is.
     """
@@ -64,6 +65,16 @@ def draw(
             *zip(*edge, strict=True), "o-", color="#222222", markersize=5, linewidth=1.2,
             label="frontier",
         )  # fmt: skip
+        other = [
+            (figures.output_throughput, figures.latencies[name].p99)
+            for _, figures in speeds
+            if figures.completed
+        ]
+        if other:
+            axes.plot(
+                *zip(*other, strict=True), ".-", color=_BEST, markersize=5, linewidth=0.8,
+                alpha=0.6, label="best, at other loads",
+            )  # fmt: skip
         if tuned.default is not None and id(tuned.default) in points:
             axes.plot(
                 *points[id(tuned.default)], "D", color="#e07b00", markersize=7,
@@ -74,12 +85,13 @@ def draw(
         limit = slo.limits[name]
         axes.axhline(limit, color=_LIMIT, linestyle="--", linewidth=1.2, label="limit")
         axes.set_yscale("log")
-        latencies = [limit, *(y for _, y in points.values() if y > 0)]
+        everything = [*points.values(), *other]
+        latencies = [limit, *(y for _, y in everything if y > 0)]
         axes.set_ylim(min(latencies) / 1.5, max(latencies) * 1.5)
         axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.set_xlim(0, 1.1 * max((x for x, _ in points.values()), default=1.0))
+        axes.set_xlim(0, 1.1 * max((x for x, _ in everything), default=1.0))
         axes.set_xlabel("output tokens a second")
         axes.set_title(f"{name.upper()}, 99th percentile, ms", loc="left", fontsize=11)
     panels[0].legend(loc="best", fontsize=9, framealpha=0.95, edgecolor="none")

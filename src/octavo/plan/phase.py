@@ -129,14 +129,23 @@ def crossing(model: CostModel, context: int, rates: Rates) -> int | None:
 
 def decode_batch(sequences: int, context: int) -> Batch:
     """A token each of sequences that have ``context`` tokens in the cache."""
-    positions = np.full(sequences, context, np.int32)
-    return _batch(positions, np.arange(sequences + 1), np.arange(sequences))
+    return mixed_batch(sequences, context, 0)
 
 
-def prefill_batch(tokens: int, start: int = 0) -> Batch:
-    """A prompt after ``start`` tokens in the cache, of which the last row wants logits."""
-    positions = np.arange(start, start + tokens)
-    return _batch(positions, np.array([0, tokens]), np.array([tokens - 1]))
+def prefill_batch(tokens: int) -> Batch:
+    """A prompt, of which the last row wants logits."""
+    return mixed_batch(0, 0, tokens)
+
+
+def mixed_batch(sequences: int, context: int, tokens: int, start: int = 0) -> Batch:
+    """Sequences that decode with ``context`` tokens in the cache, and ``tokens`` of a prompt after
+    its first ``start``.
+    """
+    positions = np.concatenate([np.full(sequences, context), np.arange(start, start + tokens)])
+    count = sequences + (tokens > 0)
+    offsets = np.arange(count + 1)
+    offsets[sequences + 1 :] += tokens - 1
+    return _batch(positions, offsets, offsets[1:] - 1)
 
 
 def chunked(prompt: int, most: int) -> list[Batch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from octavo.cli.plan import memory, quantization, roofline
+from octavo.cli.plan import batching, memory, quantization, roofline
 
 HELP = "Plan what a model takes and gives: bytes, and the tokens a second they allow."
-COMMANDS: tuple[ModuleType, ...] = (memory, roofline, quantization)
+COMMANDS: tuple[ModuleType, ...] = (memory, roofline, batching, quantization)

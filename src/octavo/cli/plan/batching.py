@@ -1,0 +1,486 @@
+"""octavo plan batching: continuous batching's throughput, from step time, arrivals and lengths."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from octavo.cli.console import on_stderr
+from octavo.cli.options import length
+from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
+from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
+
+if TYPE_CHECKING:
+    from octavo.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
+    from octavo.plan.lengths import Lengths
+
+EXAMPLES = (
+    "octavo plan batching --step-ms 20 --per-sequence-ms 0.1 --max-num-seqs 32 --request-rate 5",
+    "octavo plan batching llama-3-8b --device h100 --input-len lognormal:1000,1 --request-rate 8",
+    "octavo plan batching llama-3-8b --device h100 --trace azure.csv",
+)
+
+_DIST = "A number, uniform:LOW-HIGH, geometric:MEAN, exponential:MEAN or lognormal:MEAN,CV."
+
+
+def command(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A preset, a config.json, a model's folder or file, or a name that octavo pull "
+            "knows: step times are predicted.",
+            show_default="none: step times are given",
+        ),
+    ] = None,
+    step_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="A step: this, whatever runs, and …")
+    ] = None,
+    per_sequence_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="… for each sequence that decodes.", show_default="0"),
+    ] = None,
+    per_prompt_token_ms: Annotated[
+        float | None,
+        typer.Option(metavar="MS", help="… for each token of a prompt.", show_default="0"),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(metavar="DEVICE", help=DEVICE_HELP, show_default="machine")
+    ] = None,
+    format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT",
+            help="Of the layers: a GGUF one, gptq, awq, compressed-tensors, bf16, f32.",
+            show_default="as the file has them, else bf16",
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4.",
+            show_default="auto",
+        ),
+    ] = None,
+    input_len: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTHS", help=f"Of prompts. {_DIST}", show_default="512"),
+    ] = None,
+    output_len: Annotated[
+        str | None,
+        typer.Option(metavar="LENGTHS", help="Of answers, the same.", show_default="geometric:128"),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Lengths and rate of recorded requests."),
+    ] = None,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Requests a second, as a Poisson process.",
+            show_default="the trace's; else only saturation is computed",
+        ),
+    ] = None,
+    max_num_seqs: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Most sequences in a step.")
+    ] = 256,
+    max_num_batched_tokens: Annotated[
+        str | None,
+        typer.Option(
+            parser=length,
+            metavar="TOKENS",
+            help="Most tokens in a step.",
+            show_default="512; of a GPU 2048",
+        ),
+    ] = None,
+    memory_utilization: Annotated[
+        float | None,
+        typer.Option(
+            "--memory-utilization",
+            "--gpu-memory-utilization",
+            metavar="X",
+            help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
+            show_default="0.5; of a GPU 0.9",
+        ),
+    ] = None,
+    static_batch: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Sequences of a static batch.",
+            show_default="as many as run continuously",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, in tokens and seconds.")
+    ] = False,
+) -> None:  # fmt: skip
+    """Work out what continuous batching makes of a load, step by step.
+
+    From the time of a step, the most sequences that run together, the rate of arrivals and the
+    lengths of prompts and answers: what saturates, what runs and waits below that, and static
+    batching beside it. Sums, not a simulation: octavo simulate runs the engine itself.
+    """
+    from octavo.plan.batching import batching
+
+    given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
+                  "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
+    of_model = {"--device": device, "--format": format, "--kv-cache-dtype": kv_cache_dtype,
+                "--memory-utilization": memory_utilization}  # fmt: skip
+    if (model is None) is (step_ms is None):
+        raise typer.BadParameter("give either MODEL or --step-ms: the time of a step is of one")
+    for flag, value in (given_step if model else of_model).items():
+        if value is not None:
+            raise typer.BadParameter(f"{flag} does not go with {'MODEL' if model else '--step-ms'}")
+    load, notices = _load(trace, input_len, output_len, request_rate)
+    tokens = None if max_num_batched_tokens is None else int(max_num_batched_tokens)
+    step: LinearStep | ModelStep
+    if model is None:
+        step, how = _linear(given_step)
+        limits = _limits(max_num_seqs, tokens or 512, math.inf)
+    else:
+        step, limits, how = _model(
+            model, device or "machine", format, kv_cache_dtype or "auto", memory_utilization,
+            load, max_num_seqs, tokens,
+        )  # fmt: skip
+    try:
+        found = batching(step, load, limits, static_batch)
+    except ValueError as error:
+        raise _refused(str(error)) from None
+    if as_json:
+        typer.echo(json.dumps(as_dict(found, how, notices), indent=2))
+    else:
+        typer.echo("\n".join([*notices, *as_lines(found, how)]))
+
+
+def _refused(message: str) -> Exception:
+    from octavo.engine.load import SettingsError
+
+    return SettingsError(message)
+
+
+def _load(
+    trace: Path | None, input_len: str | None, output_len: str | None, rate: float | None
+) -> tuple[Load, list[str]]:
+    from octavo.plan import lengths
+    from octavo.plan.batching import Load
+
+    if rate is not None and not 0 < rate < 1e9:  # nan neither
+        raise typer.BadParameter(f"--request-rate must be above 0 and below 10⁹, not {rate:g}")
+    if trace is None:
+        found = []
+        for flag, text in (
+            ("--input-len", input_len or "512"),
+            ("--output-len", output_len or "geometric:128"),
+        ):
+            try:
+                found.append(lengths.parse(text))
+            except ValueError as error:
+                raise typer.BadParameter(f"{flag} {error}") from None
+        return Load(found[0], found[1], rate or 0.0), []
+    for flag, given in (("--input-len", input_len), ("--output-len", output_len)):
+        if given is not None:
+            raise typer.BadParameter(f"{flag} does not go with --trace, which has lengths")
+    return _of_trace(trace, rate)
+
+
+def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
+    """Lengths as they occur together; the rate is of the time between the first and the last."""
+    from octavo.plan.batching import Load
+    from octavo.plan.lengths import LONGEST, Lengths
+    from octavo.workload import traces
+    from octavo.workload.datasets import DatasetError
+
+    try:
+        samples, notices = traces.load(path, None, traces.Window(), strict=True)
+    except DatasetError as error:
+        raise _refused(str(error)) from None
+    prompts = [sample.prompt_len for sample in samples]
+    outputs = [sample.output_len for sample in samples]
+    if max(*prompts, *outputs) > LONGEST:
+        raise _refused(f"{path}: a request has more than {LONGEST:,} tokens")
+    span = (samples[-1].arrival or 0.0) - (samples[0].arrival or 0.0)
+    if rate is None and span <= 0:
+        raise _refused(f"{path}: all requests come at once, which is no rate: give --request-rate")
+    pairs = zip(prompts, outputs, strict=True)
+    return Load(
+        Lengths.observed(prompts, "as in the trace"),
+        Lengths.observed(outputs, "as in the trace"),
+        (len(samples) - 1) / span if rate is None else rate,
+        sum(prompt * output for prompt, output in pairs) / len(samples),
+    ), notices
+
+
+def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]:
+    from octavo.plan.batching import LinearStep
+
+    values = {flag: value or 0.0 for flag, value in given.items()}
+    for flag, value in values.items():
+        least = flag == "--step-ms"
+        if not (0 < value < 1e9 if least else 0 <= value < 1e9):  # nan neither
+            word = "above 0" if least else "0 or more"
+            raise typer.BadParameter(f"{flag} must be {word} and below 10⁹ ms, not {value:g}")
+    constant, sequence, token = values.values()
+    words = [f"{constant:g} ms"]
+    if sequence:
+        words.append(f"{sequence:g} ms × sequences that decode")
+    if token:
+        words.append(f"{token:g} ms × tokens of prompts")
+    return LinearStep(constant / 1e3, sequence / 1e3, token / 1e3), {
+        "step": " + ".join(words),
+        "cache": None,
+    }
+
+
+def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
+    from octavo.plan.batching import Limits
+
+    try:
+        return Limits(max_num_seqs, tokens, cached)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def _model(
+    model: str, device: str, format: str | None, kv_cache_dtype: str,
+    memory_utilization: float | None, load: Load, max_num_seqs: int, tokens: int | None,
+) -> tuple[ModelStep, Limits, dict[str, Any]]:  # fmt: skip
+    """Step times of the cost model, and the cache that the engine would have there."""
+    from octavo.engine.load import EngineConfig
+    from octavo.kv.cache import peak_blocks
+    from octavo.plan import hardware, schemes
+    from octavo.plan import quantization as formats
+    from octavo.plan.batching import ModelStep, held_tokens
+    from octavo.plan.simulation import Setup
+    from octavo.plan.subject import Subject
+
+    try:
+        on = hardware.device(device, on_stderr)
+        chosen = chosen_scheme(format, None, None, False)
+        if tokens is None:
+            tokens = 512 if on.measured else GPU_MAX_NUM_BATCHED_TOKENS
+        if memory_utilization is None:
+            memory_utilization = 0.5 if on.measured else GPU_MEMORY_UTILIZATION
+        limits = _limits(max_num_seqs, tokens, math.inf)
+        config = EngineConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=tokens,
+            memory_utilization=memory_utilization,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    subject = Subject.find(model)
+    bf16 = schemes.scheme("bf16")
+    stored = formats.as_stored(subject) if chosen is None else None
+    if stored is None:
+        try:
+            stored = formats.in_scheme(subject, chosen or bf16, bf16)
+        except ValueError as error:
+            raise _refused(str(error)) from None
+    most = subject.program.config.context_length
+    if load.prompts.mean + load.outputs.mean > most:
+        raise _refused(
+            f"a prompt of {load.prompts.mean:,.0f} and an answer of {load.outputs.mean:,.0f} "
+            f"tokens, the means, are more than the model's context of {most:,}"
+        )
+    layout = config.layout_of(subject.program.config)
+    cache, where = None, "the cache is taken to hold all that run: the device's memory is not known"
+    if on.memory_bytes is not None:
+        plan, _ = Setup(subject, stored, on, config).plan()
+        held = held_tokens(load)
+        # Half a block of each sequence is not filled yet, in the mean.
+        blocks = peak_blocks(layout, math.ceil(held + layout.block_size / 2))
+        limits = _limits(max_num_seqs, tokens, plan.num_blocks / blocks)
+        cache = plan.num_blocks
+        where = (
+            f"{plan.num_blocks:,} blocks of cache ÷ {blocks:,} of a sequence of {held:,.0f} tokens "
+            f"= {limits.cached_seqs:,.1f} sequences"
+        )
+    model_of_costs = formats.cost_model(subject, stored, layout)
+    return (
+        ModelStep(model_of_costs, on.predicted(stored.bytes)),
+        limits,
+        {
+            "model": subject.name,
+            "format": stored.name,
+            "device": on.name,
+            "measured": on.measured,
+            "step": f"of {subject.name} ({stored.name}) on {on.name}, {on.standing}",
+            "assumption": on.assumption,
+            "cache": where,
+            "num_blocks": cache,
+        },
+    )
+
+
+# --- JSON ----------------------------------------------------------------------------------------
+
+
+def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[str, Any]:
+    load, saturation, static, spread = found.load, found.saturation, found.static, found.spread
+    fixed = found.fixed_point
+
+    def lengths(of: Lengths) -> dict[str, Any]:
+        return {"text": of.text, "mean": of.mean, "cv": of.cv}
+
+    def finite(value: float) -> float | None:
+        return value if math.isfinite(value) else None
+
+    return {
+        "step_time": how,
+        "notices": notices,
+        "prompts": lengths(load.prompts),
+        "outputs": lengths(load.outputs),
+        "context": load.context,
+        "saturation": {
+            "running": saturation.running,
+            "limited_by": saturation.limit,
+            "steps_per_request": saturation.mix.steps,
+            "step_seconds": saturation.step_seconds,
+            "request_throughput": saturation.requests_per_second,
+            "output_throughput": saturation.tokens_per_second,
+        },
+        "request_rate": load.rate,
+        "utilisation": found.utilisation,
+        "saturated": found.saturated,
+        "fixed_point": None if fixed is None else fixed.running,
+        "step_seconds": found.step_seconds,
+        "running": spread.running,
+        "waiting": finite(spread.waiting),
+        "idle": spread.idle,
+        "full": spread.full,
+        "tokens_in_flight": found.tokens_in_flight,
+        "request_throughput": found.requests_per_second,
+        "output_throughput": found.tokens_per_second,
+        "ttft_seconds": finite(found.ttft_seconds),
+        "tpot_seconds": found.tpot_seconds,
+        "static": {
+            "batch": static.size,
+            "longest_output": static.longest,
+            "batch_seconds": static.seconds,
+            "request_throughput": static.requests_per_second,
+            "output_throughput": static.tokens_per_second,
+        },
+        "continuous_over_static": found.ratio,
+    }
+
+
+# --- for people ----------------------------------------------------------------------------------
+
+
+def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
+    load, mix = found.load, found.saturation.mix
+    lines = [f"a step: {how['step']}"]
+    if how.get("assumption"):
+        lines.append(f"  {how['assumption']}")
+    lines += [
+        "",
+        "a request",
+        f"  prompt    {_mean(load.prompts)}",
+        f"  answer    {_mean(load.outputs)}",
+        f"  steps     {_g(mix.reads)} to read the prompt, the last of which gives a token, and "
+        f"{_g(load.decodes)} for the others",
+        f"  context   {_g(load.context)} tokens in its cache while it decodes, in the mean",
+        "",
+        *_saturation_lines(found, how),
+    ]
+    if load.rate:
+        lines += ["", *(_saturated_lines(found) if found.saturated else _below_lines(found))]
+    return [*lines, "", *_static_lines(found)]
+
+
+def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
+    saturation, limits = found.saturation, found.limits
+    mix = saturation.mix
+    why = {
+        "sequences": f"--max-num-seqs {limits.max_num_seqs}",
+        "cache": how["cache"],
+        "tokens": f"a step of {limits.max_num_batched_tokens:,} tokens is full: prompts bring "
+        f"{_g(mix.load.prompts.mean)} for {_g(mix.load.decodes)} of decode",
+    }[saturation.limit]
+    stays = mix.steps * saturation.step_seconds
+    return [
+        "saturated",
+        f"  running   {_g(saturation.running)} sequences: {why}",
+        f"  a step    {_ms(saturation.step_seconds)}",
+        f"  a request {_g(mix.steps)} steps × {_ms(saturation.step_seconds)} = {_g(stays)} s",
+        f"  at most   {_g(saturation.running)} ÷ {_g(stays)} s = "
+        f"{_g(saturation.requests_per_second)} requests/s × {_g(mix.load.outputs.mean)} tokens = "
+        f"{_g(saturation.tokens_per_second)} tokens/s",
+    ]
+
+
+def _below_lines(found: Batching) -> list[str]:
+    load, spread, fixed = found.load, found.spread, found.fixed_point
+    lines = [
+        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates",
+    ]
+    if fixed is not None:
+        seen = fixed.running + 1
+        lines += [
+            "  Little    running = rate × steps × time of a step, where a request sees the others "
+            "and itself:",
+            f"            {_g(fixed.running)} = {_g(load.rate)}/s × {_g(fixed.steps)} × "
+            f"{_ms(fixed.running / load.rate / fixed.steps)}, a step of {_g(seen)}",
+        ]
+    lines += [
+        f"  running   {_g(spread.running)} in the mean as arrivals are random, with "
+        f"{_g(found.tokens_in_flight)} tokens in their caches",
+        f"            no request {_percent(spread.idle)} of the time, all places taken "
+        f"{_percent(spread.full)}; {_g(spread.waiting)} wait",
+        f"  gives     {_g(found.requests_per_second)} requests/s, {_g(found.tokens_per_second)} "
+        f"tokens/s; TPOT {_ms(found.tpot_seconds)}, TTFT about {_ms(found.ttft_seconds)}",
+    ]
+    return lines
+
+
+def _saturated_lines(found: Batching) -> list[str]:
+    load, most = found.load, found.saturation.requests_per_second
+    grows = load.rate - most
+    return [
+        f"SATURATED at {_g(load.rate)} requests/s: {100 * found.utilisation:.4g} % of what can be "
+        "served",
+        f"  the queue grows by {_g(load.rate)} - {_g(most)} = {_g(grows)} requests a second as "
+        "long as this lasts;",
+        f"  who comes after an hour waits {_g(60 * grows / most)} minutes. TPOT "
+        f"{_ms(found.tpot_seconds)} once it runs",
+    ]
+
+
+def _static_lines(found: Batching) -> list[str]:
+    static, load = found.static, found.load
+    return [
+        f"static batching, {static.size:,} at a time",
+        f"  the longest answer of {static.size:,}: {_g(static.longest)} tokens expected, "
+        f"{static.longest / load.outputs.mean:.3g} × the mean",
+        f"  a batch   {_g(static.seconds)} s for {static.size:,} × {_g(load.outputs.mean)} tokens "
+        f"= {_g(static.requests_per_second)} requests/s, {_g(static.tokens_per_second)} tokens/s",
+        f"continuous ÷ static, both saturated: {found.ratio:.3g} ×",
+    ]
+
+
+def _mean(lengths: Lengths) -> str:
+    if lengths.cv < 1e-9:
+        return f"{lengths.mean:,.0f} tokens"
+    return f"{_g(lengths.mean)} tokens in the mean, cv {lengths.cv:.3g} ({lengths.text})"
+
+
+def _g(value: float) -> str:
+    """Four digits, and thousands with a comma."""
+    if abs(value) < 1e-6:
+        return "0"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{_g(1e3 * seconds)} ms"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share >= 5e-5 else "0 %"

@@ -218,19 +218,10 @@ def plan_cache(
     Raises `DoesNotFit` with the arithmetic.
     """
     model = compute.config
-    rows = config.max_logits_rows(_longest_draft(heads))
-    work = work_bytes(compute, config.max_num_batched_tokens, rows)
-    speculation = config.speculation
-    if speculation is not None and speculation.computes and speculation.rejection:
-        work += 4 * model.vocab_size * min(most_drawn(model.vocab_size), rows)
-    if heads is not None:
-        work += medusa.work_bytes(
-            heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
-        )
+    work = all_work_bytes(config, compute, None if draft is None else draft.program, heads)
     groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
-        work += work_bytes(draft.program, config.max_num_batched_tokens, config.max_num_seqs)
     left = available - weight_bytes - work
     if config.kv_cache_memory_bytes is not None:
         budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
@@ -299,6 +290,30 @@ def plan_cache(
     )
 
 
+def all_work_bytes(
+    config: EngineConfig,
+    compute: Program,
+    draft: Program | None = None,
+    heads: Heads | None = None,
+) -> int:
+    """Bytes of what steps work in, and of what drafting holds beside: a ``draft`` model's steps, or
+    those of ``heads``.
+    """
+    vocab_size = compute.config.vocab_size
+    rows = config.max_logits_rows(_longest_draft(heads))
+    work = work_bytes(compute, config.max_num_batched_tokens, rows)
+    speculation = config.speculation
+    if speculation is not None and speculation.computes and speculation.rejection:
+        work += 4 * vocab_size * min(most_drawn(vocab_size), rows)
+    if heads is not None:
+        work += medusa.work_bytes(
+            heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
+        )
+    if draft is not None:
+        work += work_bytes(draft, config.max_num_batched_tokens, config.max_num_seqs)
+    return work
+
+
 def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
     """Bytes of the largest step's activations and held logits, in 32-bit floats."""
     widths = compute.widths
@@ -364,7 +379,7 @@ def load_engine(
 
 def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
     # The compiled module is needed from here on, not to name the types above.
-    from octavo.execute.native import NativeExecutor, all_held_bytes
+    from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
     from octavo.sample.native import NativeSampler
 
     if isinstance(model, str):
@@ -402,6 +417,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         layer_skip.subset(compute, speculation.layers)  # refuses
     layout = config.layout_of(checkpoint.config)
     weight_bytes = all_held_bytes(weights.values(), str(checkpoint.path), config.isa)
+    weight_bytes += sum(scaled_bytes(compute).values())
     plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(

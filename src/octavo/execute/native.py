@@ -19,7 +19,7 @@ from octavo.execute.cost import Arithmetic, CostModel
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
-from octavo.model.program import Embed, PagedAttention, Program, RopeAndStoreKv
+from octavo.model.program import Embed, PagedAttention, Program, RmsNorm, RopeAndStoreKv
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,18 @@ def all_held_bytes(weights: Iterable[Weight], source: str, isa: str | None = Non
         return sum(held_bytes(weight, isa) for weight in weights)
     except CheckpointError as error:  # which names the tensor
         raise CheckpointError(f"{source}: {error}") from None
+
+
+def scaled_bytes(program: Program) -> dict[str, int]:
+    """Of norms' weights that the executor keeps multiplied by a factor, too, by role: bytes of
+    these copies, one a factor.
+    """
+    copies = {(op.weight, op.scale) for op in program.ops if isinstance(op, RmsNorm)}
+    sizes: dict[str, int] = {}
+    for role, factor in copies:
+        if factor != 1.0:
+            sizes[role] = sizes.get(role, 0) + 4 * program.weights[role][0]
+    return sizes
 
 
 def check_weights(program: Program, weights: Mapping[str, Weight | _Held], source: str) -> None:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.rounding import FLOATS, QUANTIZATIONS
-from octavo.engine.load import EngineConfig, work_bytes
+from octavo.engine.load import EngineConfig, all_work_bytes
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
@@ -383,7 +383,7 @@ class Load:
     context: int  # tokens of each sequence, prompt and output
     users: int
     dtype: KvDtype
-    config: EngineConfig  # of which block size and the budget of a step's tokens matter here
+    config: EngineConfig  # its block size, the limits of a step, and how it drafts
     draft: Draft | None = None
 
     @cached_property
@@ -410,12 +410,8 @@ class Load:
     @cached_property
     def work_bytes(self) -> int:
         """Activations and logits of the engine's largest step."""
-        rows = max(self.users, self.config.max_num_seqs)
-        tokens = self.config.max_num_batched_tokens
-        work = work_bytes(self.subject.program, tokens, rows)
-        if self.draft is not None:
-            work += work_bytes(self.draft.subject.program, tokens, rows)
-        return work
+        draft = None if self.draft is None else self.draft.subject.program
+        return all_work_bytes(self.config, self.subject.program, draft)
 
     def weight_bytes(self, place: Place) -> int | None:
         """The draft model's too; None: the engine cannot hold such a format (here)."""

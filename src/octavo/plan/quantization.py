@@ -108,14 +108,15 @@ def as_rounded(subject: Subject, name: str) -> Stored:
 
 def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
     """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format."""
-    from octavo.execute.native import held_bytes
+    from octavo.execute.native import held_bytes, scaled_bytes
 
-    nothing = np.empty(0, np.uint8)
+    nothing, scaled = np.empty(0, np.uint8), scaled_bytes(subject.program)
     sizes = {}
     try:
         for role, shape in subject.program.weights.items():
             weight = Weight(role, stored.formats[role], shape, nothing, group=stored.groups[role])
             sizes[role] = held_bytes(weight, isa) if len(shape) > 1 else 4 * prod(shape)
+            sizes[role] += scaled.get(role, 0)
     except ValueError:
         return None
     return sizes

@@ -37,7 +37,7 @@ def read(
     """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, for weights that do
     not fit together too, and `ValueError` for another vocabulary than the target's.
     """
-    from octavo.execute.native import all_held_bytes, check_weights
+    from octavo.execute.native import all_held_bytes, check_weights, scaled_bytes
 
     checkpoint = octavo.checkpoint.load(Path(pull.resolve(model)))
     check_vocabulary(checkpoint, target)
@@ -45,6 +45,7 @@ def read(
         checkpoint = rounded(checkpoint, quantization, threads)
     weights = all_held_bytes(checkpoint.weights.values(), str(checkpoint.path), isa)
     compute = program(checkpoint.config)
+    weights += sum(scaled_bytes(compute).values())
     check_weights(compute, checkpoint.weights, str(checkpoint.path))
     return DraftModel(checkpoint, compute, layout_of(checkpoint.config), weights)
 

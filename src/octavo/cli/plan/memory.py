@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -134,8 +135,17 @@ def command(
         ) from None
     try:
         config = EngineConfig(block_size=block_size)
+        # As the engine asks: a token a step for each sequence that runs.
+        budget = max(number, config.max_num_batched_tokens)
         if max_num_batched_tokens is not None:
-            config = replace(config, max_num_batched_tokens=int(max_num_batched_tokens))
+            budget = int(max_num_batched_tokens)
+        if budget < number:
+            raise ValueError(f"--max-num-batched-tokens is {budget}, fewer than the {number} users")
+        seqs = max(number, min(config.max_num_seqs, budget))
+        config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=budget)
+        if draft_model is not None:
+            speculation = {"method": "draft_model", "model": draft_model}
+            config = replace(config, speculative_config=speculation)
         rounding = format.lower() if format and format.lower() in ("int8", "int4") else None
         scheme = chosen_scheme(None if rounding else format, bits, group_size, asymmetric)
         if rounding and scheme:
@@ -166,7 +176,24 @@ def command(
         facts = as_dict(load, places, found, instead, utilization)
         typer.echo(json.dumps(facts, indent=2))
     else:
-        typer.echo(as_text(load, places, found, instead, utilization, model))
+        serve = _serve(model, rounding, load)
+        typer.echo(as_text(load, places, found, instead, utilization, serve))
+
+
+def _serve(model: str, rounding: str | None, load: Load) -> str:
+    """The command, without the size of its cache, whose engine is what is planned."""
+    config, usual = load.config, type(load.config)()
+    flags = ["octavo", "serve", model]
+    if rounding is not None:
+        flags += ["--quantization", rounding]
+    flags += ["--max-model-len", str(load.context), "--kv-cache-dtype", load.dtype]
+    for flag in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        if (value := getattr(config, flag)) != getattr(usual, flag):
+            flags += [f"--{flag.replace('_', '-')}", str(value)]
+    if config.speculation is not None:
+        method = {"method": "draft_model", "model": config.speculation.model}
+        flags += ["--speculative-config", json.dumps(method)]
+    return shlex.join(flags)
 
 
 def _users(text: str) -> int:
@@ -341,7 +368,7 @@ def as_text(
     needs: list[Need | None],
     instead: list[Alternative],
     utilization: float,
-    model: str,
+    serve: str,
 ) -> str:
     from octavo.plan import memory
 
@@ -366,7 +393,7 @@ def as_text(
     elif needs[0] is None or not needs[0].fits:
         lines += ["", f"Nothing narrower, shorter or for fewer users fits on {places[0].name}."]
     elif places[0].here and subject.stored is not None:
-        lines += ["", _serve_line(load, needs[0], model)]
+        lines += ["", f"To have it so: {serve} --kv-cache-memory-bytes {needs[0].kv_bytes}"]
     return "\n".join(lines)
 
 
@@ -479,13 +506,6 @@ def _instead_lines(place: Place, instead: list[Alternative]) -> list[str]:
             f"{_size(each.need.bytes):>12}"
         )
     return lines
-
-
-def _serve_line(load: Load, need: Need | None, model: str) -> str:
-    assert need is not None
-    parts = [f"octavo serve {model} --max-model-len {load.context}"]
-    parts.append(f"--kv-cache-dtype {load.dtype} --kv-cache-memory-bytes {need.kv_bytes}")
-    return "To have it so: " + " ".join(parts)
 
 
 def _size(count: float) -> str:

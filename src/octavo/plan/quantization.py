@@ -143,27 +143,37 @@ class Plan:
     held_decode_tokens_per_second: float | None  # of what the engine's own copy takes
 
 
-def arithmetic(stored: Stored, quantized: Arithmetic) -> dict[str, Arithmetic]:
-    """What multiplies each matrix: ``quantized`` for all that is not a float format."""
+def arithmetic(
+    stored: Stored, quantized: Arithmetic, half: Arithmetic = Arithmetic.FP32
+) -> dict[str, Arithmetic]:
+    """What multiplies each matrix: ``half`` for F16 (`Device.half`), ``quantized`` for all that is
+    not a float format.
+    """
     floats = {
         WeightFormat.F32: Arithmetic.FP32,
-        WeightFormat.F16: Arithmetic.FP32,
+        WeightFormat.F16: half,
         WeightFormat.BF16: Arithmetic.BF16,
     }
     return {role: floats.get(format, quantized) for role, format in stored.formats.items()}
 
 
 def cost_model(
-    subject: Subject, stored: Stored, layout: KvLayout, quantized: Arithmetic = Arithmetic.INT8
+    subject: Subject,
+    stored: Stored,
+    layout: KvLayout,
+    quantized: Arithmetic = Arithmetic.INT8,
+    half: Arithmetic = Arithmetic.FP32,
 ) -> CostModel:
-    """What counts for a model in these formats; ``quantized`` multiplies quantized weights."""
+    """What counts for a model in these formats; ``quantized`` multiplies quantized weights, and
+    ``half`` those in F16.
+    """
     # As the engine's kernels: codes are multiplied as they are where quantized weights are.
     codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
     return CostModel(
         subject.program,
         layout,
         weight_bytes=stored.sizes,
-        arithmetic=arithmetic(stored, quantized),
+        arithmetic=arithmetic(stored, quantized, half),
         attention=quantized if codes else Arithmetic.BF16,
     )
 
@@ -184,8 +194,8 @@ def plan(
     (None: in bf16).
     """
     layout = layout or KvLayout.of(subject.program.config)
-    units = arithmetic(stored, quantized)
-    model = cost_model(subject, stored, layout, quantized)
+    units = arithmetic(stored, quantized, device.half)
+    model = cost_model(subject, stored, layout, quantized, device.half)
     rates = device.rates(stored.bytes)
     matrices = subject.matrices()
     weights = sum(map(prod, matrices.values()))
@@ -195,7 +205,8 @@ def plan(
     if own is not None:
         held_per_weight = sum(own[role] for role in matrices) / weights
         own_rates = device.rates(sum(own.values()))
-        packed = cost_model(subject, stored._replace(sizes=own), layout, quantized)
+        repacked = stored._replace(sizes=own)
+        packed = cost_model(subject, repacked, layout, quantized, device.half)
         held_rate = phase(packed, [decode_batch(1, context)], own_rates).tokens_per_second
     layers_crossing = None
     if not any(isinstance(op, ExpertLinear) for op in subject.program.ops):

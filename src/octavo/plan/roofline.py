@@ -100,7 +100,7 @@ def roofline(
     ``sequences``, and the prefill of a prompt alone of each of ``prompts`` tokens, ``chunk`` of
     them a step (None: all at once). ``quantized`` multiplies quantized weights.
     """
-    model = cost_model(subject, stored, layout, quantized)
+    model = cost_model(subject, stored, layout, quantized, device.half)
     rates = device.rates(stored.bytes)
 
     def point(batches: list[Batch], count: int, context: int, held: int) -> Point:

@@ -110,7 +110,7 @@ def simulated_engine(setup: Setup) -> Engine:
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
         weight_bytes=setup.stored.sizes,
-        arithmetic=arithmetic(setup.stored, setup.quantized),
+        arithmetic=arithmetic(setup.stored, setup.quantized, setup.device.half),
         attention=setup.quantized if codes else Arithmetic.BF16,
     )
     vocab_size = compute.config.vocab_size

@@ -302,7 +302,7 @@ def _model(
             f"{plan.num_blocks:,} blocks of cache ÷ {blocks:,} of a sequence of {held:,.0f} tokens "
             f"= {limits.cached_seqs:,.1f} sequences"
         )
-    model_of_costs = formats.cost_model(subject, stored, layout)
+    model_of_costs = formats.cost_model(subject, stored, layout, half=on.half)
     return (
         ModelStep(model_of_costs, on.predicted(stored.bytes)),
         limits,

@@ -48,11 +48,11 @@ def test_predictions_take_a_share_of_what_is_published() -> None:
     assert taken.bytes_per_second == pytest.approx(0.8 * roof.bytes_per_second)
     for unit in Arithmetic:
         assert taken.peak(unit) == pytest.approx(0.6 * roof.peak(unit))
-    assert "60 %" in gpu.assumption and "80 %" in gpu.assumption
+    assert "60 % of the peak operations and 80 % of the bandwidth" in gpu.assumption
     plain = gpu.assuming(1.0, 1.0)
     assert plain.predicted(0) == roof
     assert plain.assumption == ""
-    with pytest.raises(ValueError, match="--compute-share is 1.5, outside 0 to 1"):
+    with pytest.raises(ValueError, match=r"--compute-share is 1\.5, outside 0 to 1"):
         gpu.assuming(compute=1.5)
     with pytest.raises(ValueError, match="--bandwidth-share is nan"):
         gpu.assuming(bandwidth=float("nan"))

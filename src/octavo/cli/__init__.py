@@ -11,6 +11,7 @@ import typer
 
 from octavo.cli import (
     bench,
+    calibrate,
     chat,
     fidelity,
     generate,
@@ -49,7 +50,20 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 
 
 for _module in (
-    *(serve, chat, generate, speculate, pull, inspect, profile, quantize, fidelity, verify, tune),
+    *(
+        serve,
+        chat,
+        generate,
+        speculate,
+        pull,
+        inspect,
+        calibrate,
+        profile,
+        quantize,
+        fidelity,
+        verify,
+        tune,
+    ),
     simulate,
 ):
     _add(app, _module)

@@ -81,7 +81,7 @@ class Rates:
         of_attention = self.kv_bytes_per_second, self.attention_ops_per_second
         rates += [rate for rate in of_attention if rate is not None]
         overheads = self.step_overhead, self.row_overhead, self.chunk_overhead
-        if not (min(rates) > 0 and min(overheads) >= 0):
+        if not (all(rate > 0 for rate in rates) and all(each >= 0 for each in overheads)):
             raise ValueError(f"rates must be positive and overheads not negative: {self}")
         if not all(
             knee == inf or 1 <= knee <= SHARPEST for knee in (self.knee, self.attention_knee)

@@ -1,0 +1,105 @@
+"""octavo calibrate: what this machine takes for a model's steps."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from octavo.cli.console import now_and_then, on_stderr, plural
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+
+if TYPE_CHECKING:
+    from octavo.engine.load import EngineConfig
+    from octavo.plan.calibration import Calibration
+
+EXAMPLES = (
+    "octavo calibrate smollm2",
+    "octavo calibrate model.gguf --threads 4 --kv-cache-dtype int8",
+    "octavo calibrate smollm2 --json",
+)
+
+
+@takes(engine=(ENGINE_OPTIONS, engine_config))
+def command(
+    model: Model,
+    engine: EngineConfig,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it as one JSON object, in seconds and units.")
+    ] = False,
+) -> None:
+    """Fit the cost model to this machine, in under a minute.
+
+    The engine runs a scripted load; bandwidths, rates and overheads are fitted to its steps'
+    times and stored, for octavo simulate, octavo tune and a server's metrics to predict with. Run
+    it on an otherwise idle machine.
+    """
+    from octavo.checkpoint.pull import resolve
+    from octavo.engine.load import load_engine
+    from octavo.plan.calibration import Calibration
+
+    with on_stderr() as progress:
+        progress("loading the model")
+        loaded = load_engine(resolve(model), engine)
+        try:
+            calibration = Calibration.measure(loaded, progress=now_and_then(progress))
+        finally:
+            loaded.engine.close()
+    path = calibration.save()
+    typer.echo(json.dumps(calibration.as_dict(), indent=2) if as_json else as_text(calibration))
+    typer.echo(f"stored in {path}", err=True)
+
+
+def as_text(calibration: Calibration) -> str:
+    """For people."""
+    from octavo.execute.cost import Arithmetic
+
+    rates, limits, subject = calibration.rates, calibration.limits, calibration.subject
+    kv, attention = rates.kv_bytes_per_second or 0.0, rates.attention_ops_per_second or 0.0
+    share = rates.ops_per_second / limits.ops_per_second
+    lines = [
+        f"{calibration.name} on {subject.cpu}, {plural(subject.threads, 'thread')}, "
+        f"{calibration.tier}, {calibration.date}",
+        f"{calibration.steps} steps in {calibration.seconds:.0f} s",
+        "",
+        f"{'parameter':<42}{'fitted':>10}{'':8}{'limit':>8}{'share':>8}{'±':>6}",
+    ]
+
+    def row(what: str, value: float, unit: str, name: str, limit: float | None = None) -> None:
+        beside = f"{limit:>8.4g}{value / limit:>8.0%}" if limit else " " * 16
+        deviation = calibration.deviations.get(name)
+        spread = "" if deviation is None else f"{deviation:>6.0%}"
+        lines.append(f"  {what:<40}{value:>10.4g} {unit:<7}{beside}{spread}")
+
+    memory = limits.bytes_per_second / 1e9
+    row("reading weights", rates.bytes_per_second / 1e9, "GB/s", "bytes_per_second", memory)
+    for unit in Arithmetic:
+        row(
+            f"matrices, {unit}",
+            rates.peak(unit) / 1e9,
+            "Gop/s",
+            "share_of_peak" if unit is Arithmetic.INT8 else "",
+            limits.peak(unit) / 1e9,
+        )
+    row("knee: 1 adds the two, ∞ takes the longer", rates.knee, "", "knee")
+    row("attention, reading", kv / 1e9, "GB/s", "kv_bytes_per_second", memory)
+    row("attention, computing", attention / 1e9, "Gop/s", "attention_ops_per_second")
+    row("a step", rates.step_overhead * 1e6, "µs", "step_overhead")
+    row("each row of logits", rates.row_overhead * 1e6, "µs", "row_overhead")
+    row("each chunk of a prompt", rates.chunk_overhead * 1e6, "µs", "chunk_overhead")
+    lines += [
+        "",
+        f"{'steps that the fit has not seen':<42}{'steps':>7}{'ms':>10}{'bias':>9}{'error':>8}",
+    ]
+    lines += [
+        f"  {error.kind:<40}{error.steps:>7}{error.seconds * 1e3:>10.2f}{error.bias:>+9.1%}"
+        f"{error.error:>8.1%}"
+        for error in calibration.errors
+    ]
+    lines += [
+        "",
+        f"median error of a step: {calibration.error:.1%} (matrices run at {share:.0%} of the "
+        "peak). Medians; bias: predicted above measured.",
+    ]
+    return "\n".join(lines)

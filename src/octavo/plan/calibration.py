@@ -1,0 +1,213 @@
+"""What this machine takes for a model's steps, measured once and kept beside its limits.
+
+A calibration belongs to a model's shape and formats (not to its numbers, which take no time), to
+the cache's number format, to a machine, a number of threads, a tier and a build of the kernels; for
+anything else there is none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from octavo.bench.limits import Limits, cpu_model, kernel_build
+from octavo.checkpoint.base import WeightFormat
+from octavo.checkpoint.pull import cache_dir
+from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError
+from octavo.execute.cost import Rates
+from octavo.execute.cpu import usable_cpus
+from octavo.execute.native import NativeExecutor
+from octavo.kv.layout import KvLayout
+from octavo.model.program import Program
+from octavo.plan.fitting import KindError, fit
+from octavo.plan.observing import SECONDS, observe
+
+logger = logging.getLogger(__name__)
+
+_MOST_BYTES = 1 << 20  # of a stored file
+
+
+class Subject(NamedTuple):
+    """What a calibration is of."""
+
+    model: str  # digest of shape and formats
+    cpu: str
+    cores: int
+    kernels: str  # build of the native module
+    threads: int
+    isa: str  # as asked for; empty: the best there is
+
+    @classmethod
+    def of(
+        cls,
+        program: Program,
+        formats: Mapping[str, WeightFormat],
+        groups: Mapping[str, int],
+        layout: KvLayout,
+        config: EngineConfig,
+    ) -> Self:
+        """Of a model as `config` would load it here. ``groups``: of grouped formats, by role."""
+        shape = [
+            (role, tuple(shape), formats[role].name, groups.get(role, 0))
+            for role, shape in sorted(program.weights.items())
+        ]
+        model = program.config
+        of_heads = model.num_heads, model.num_kv_heads, model.head_dim
+        windows = [group.window for group in layout.groups]
+        text = repr((shape, of_heads, len(model.layers), windows, layout.dtype, layout.block_size))
+        return cls(
+            hashlib.sha256(text.encode()).hexdigest(),
+            cpu_model(),
+            usable_cpus()[0],
+            kernel_build(),
+            config.threads or usable_cpus()[0],
+            os.environ.get("OCTAVO_ISA", "") if config.isa is None else config.isa,
+        )
+
+    @classmethod
+    def loaded(cls, loaded: LoadedEngine) -> Self:
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        compute = executor.costs.program
+        weights = {role: loaded.checkpoint.weights[role] for role in compute.weights}
+        return cls.of(
+            compute,
+            {role: weight.format for role, weight in weights.items()},
+            {role: weight.group for role, weight in weights.items()},
+            executor.layout,
+            loaded.config,
+        )
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256("\n".join(map(str, self)).encode()).hexdigest()[:16]
+        return cache_dir() / "calibrations" / f"{digest}.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Rates fitted to a model's steps on this machine, and how well they predict."""
+
+    name: str  # the model's
+    subject: Subject
+    tier: str  # instruction set that ran
+    date: str  # ISO 8601
+    steps: int
+    seconds: float  # that measuring took
+    rates: Rates
+    deviations: dict[str, float]  # standard error of each parameter, as a share of it
+    limits: Rates  # the machine's, in the same minute
+    errors: tuple[KindError, ...]  # of steps that a fit has not seen, by kind
+    error: float  # their median over all steps
+
+    @classmethod
+    def measure(
+        cls,
+        loaded: LoadedEngine,
+        *,
+        seconds: float = SECONDS,
+        seed: int = 0,
+        progress: Callable[[str], None] = lambda _: None,
+    ) -> Self:
+        """Run a scripted load on an idle engine and fit to its steps; under a minute.
+
+        Raises `SettingsError` for an engine that speculates or has no prefix cache.
+        """
+        config = loaded.config
+        if config.speculation is not None:
+            raise SettingsError("speculation changes what a step is: calibrate without it")
+        if not config.enable_prefix_caching:
+            raise SettingsError("steps are timed from cached prompts: prefix caching must be on")
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        start = time.perf_counter()
+        progress("measuring the machine's limits")
+        limits = Limits.measure(quick=True, pool=executor.pool)
+        observations = observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
+        progress("fitting")
+        roof = limits.rates(executor.threads, loaded.weight_bytes)
+        try:
+            fitted = fit(executor.costs, observations, roof)
+        except ValueError as error:
+            raise SettingsError(f"cannot be calibrated: {error}") from None
+        return cls(
+            loaded.checkpoint.config.name or loaded.checkpoint.path.name,
+            Subject.loaded(loaded),
+            executor.isa,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            len(observations),
+            time.perf_counter() - start,
+            fitted.rates,
+            fitted.deviations,
+            roof,
+            fitted.errors,
+            fitted.error,
+        )
+
+    # Keeping it
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"subject": self.subject._asdict()}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Raises `ValueError` for what is not `as_dict`'s."""
+        try:
+            values = dict(data)
+            if set(values) != {field.name for field in fields(cls)}:
+                raise ValueError("its fields are others")
+            values["subject"] = Subject(**values["subject"])
+            values["errors"] = tuple(KindError(**error) for error in values["errors"])
+            values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
+            for name in ("rates", "limits"):
+                values[name] = _rates(values[name])
+            if not isfinite(values["error"]) or not isinstance(values["name"], str):
+                raise ValueError("a figure is missing")
+            return cls(**values)
+        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+            raise ValueError(f"not a calibration: {error}") from error
+
+    def save(self) -> Path:
+        """Store it for its subject; returns the file."""
+        path = self.subject.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staged = path.with_suffix(f".{os.getpid()}")
+        staged.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
+        staged.replace(path)
+        return path
+
+    @classmethod
+    def load(cls, subject: Subject) -> Self | None:
+        """What is stored for it; None, with a warning if that is unreadable."""
+        path = subject.path
+        try:
+            with path.open("rb") as file:
+                text = file.read(_MOST_BYTES)
+            calibration = cls.from_dict(json.loads(text))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("the stored calibration is unreadable: %s: %s", path, error)
+            return None
+        return calibration if calibration.subject == subject else None
+
+
+def _rates(values: Any) -> Rates:
+    """Raises `ValueError` for what no measurement can give. A knee may be infinite."""
+    names = [field.name for field in fields(Rates)]
+    if list(values) != names:
+        raise ValueError("the rates' names are others")
+    for name, value in values.items():
+        known = type(value) in (int, float) and (isfinite(value) or name.endswith("knee"))
+        if not known and value is not None:
+            raise ValueError(f"{name} is {value!r}, not a number")
+    return Rates(**values)

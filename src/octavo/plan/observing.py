@@ -1,0 +1,222 @@
+"""Steps of the live engine, timed: a scripted load that shows it all kinds of steps.
+
+Prompts are read in chunks of all sizes, alone and beside others that decode; few and many sequences
+decode, in short and long contexts. To decode, prompts are taken that the prefix cache holds, so
+that little time goes into reading them again. Steps are whole: scheduling, kernels, sampling, text
+and delivery, as a request would see them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import count
+
+import numpy as np
+
+from octavo.engine.engine import Engine, Step
+from octavo.execute.batch import Batch
+from octavo.kv.cache import peak_blocks
+from octavo.plan.fitting import Observation
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request, RequestRecord
+
+SECONDS = 36.0  # of observing, together
+
+_SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+_CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
+_MOST_SHORT, _MOST_LONG = 64, 8
+_FOR_POOLS = 0.35  # of the time, to read the prompts that are decoded from
+_REST = 0.06  # of the time, so that no quota of it runs out within a run
+
+
+class Unobservable(RuntimeError):
+    """The engine could not run the load."""
+
+
+class _Observer:
+    """Puts by the batch of the last step."""
+
+    def __init__(self) -> None:
+        self.batch: Batch | None = None
+        self.failure: str | None = None
+
+    def on_step(self, step: Step) -> None:
+        batch = step.scheduled.batch
+        # The arrays are written over by the next step.
+        self.batch = replace(
+            batch,
+            positions=batch.positions.copy(),
+            seq_offsets=batch.seq_offsets.copy(),
+            logits_rows=batch.logits_rows.copy(),
+        )
+
+    def on_end(self, record: RequestRecord) -> None:
+        self.failure = self.failure or record.error
+
+
+def observe(
+    engine: Engine,
+    *,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Observation]:
+    """Run the load for about ``seconds`` on an engine that has nothing else to do, without
+    speculation and with prefix caching. Raises `Unobservable`.
+    """
+    script = _Script(engine, seconds, seed)
+    try:
+        script.run(progress)
+    finally:
+        script.close()
+    return script.observations
+
+
+class _Script:
+    def __init__(self, engine: Engine, seconds: float, seed: int) -> None:
+        self.engine = engine
+        self.observations: list[Observation] = []
+        self._end = time.perf_counter() + seconds
+        self._seconds = seconds
+        self._random = np.random.default_rng(seed)
+        self._ids = count()
+        self._live: list[str] = []
+        self._observer = _Observer()
+        engine.observers.append(self._observer)
+        limits = engine.scheduler.config
+        self._most_sequences = limits.max_num_seqs
+        self._most_tokens = limits.max_num_batched_tokens
+        self._longest = limits.max_model_len
+
+    def close(self) -> None:
+        self._drain()
+        self.engine.observers.remove(self._observer)
+
+    def run(self, progress: Callable[[str], None]) -> None:
+        for length in (64, 64):  # the first steps find cold caches, and are no observations
+            self._add(self._prompt(length), 4)
+            self._drained()
+        self.observations.clear()
+        progress("reading prompts to decode from")
+        start = time.perf_counter()
+        tokens = min(128, self._most_tokens, self._longest // 2)
+        self._add(self._prompt(tokens), 1)
+        self._drained()
+        affordable = tokens / (time.perf_counter() - start) * _FOR_POOLS * self._seconds
+        short = self._pool(_SHORT, _MOST_SHORT, affordable / 3)
+        long = self._pool(_LONG, _MOST_LONG, affordable / 1.5)
+        self._decode(short, len(short), 10)
+        self._decode(long, len(long), 10)
+        while self._left() > 0:
+            for work in self._round(short, long):
+                work()
+                left = self._left()
+                if left <= 0:
+                    break
+                progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
+                time.sleep(_REST * 0.2)
+
+    def _left(self) -> float:
+        return self._end - time.perf_counter()
+
+    def _round(self, short: list[list[int]], long: list[list[int]]) -> Iterator[Callable[[], None]]:
+        """Every kind of work once, in any order."""
+        works: list[Callable[[], None]] = [lambda: self._mix(short + long)] * 4
+        for sequences in _SEQUENCES:
+            if sequences <= len(short):
+                works.append(lambda n=sequences: self._decode(short, n, 10))  # type: ignore
+            if sequences <= len(long):
+                works.append(lambda n=sequences: self._decode(long, n, 8))  # type: ignore
+        for length in _CHUNKS:
+            if length <= min(self._most_tokens, self._longest // 2):
+                works.append(lambda n=length: self._read(n))  # type: ignore
+        for index in self._random.permutation(len(works)):
+            yield works[index]
+
+    # Kinds of work
+
+    def _decode(self, pool: Sequence[list[int]], sequences: int, steps: int) -> None:
+        for index in self._random.permutation(len(pool))[:sequences]:
+            self._add(pool[index], steps + int(self._random.integers(0, steps)))
+        scheduler = self.engine.scheduler
+        while scheduler.waiting or scheduler.prefilling:
+            self._step()
+        for _ in range(steps):
+            if self.engine.has_work():
+                self._step()
+        self._drain()
+
+    def _read(self, tokens: int) -> None:
+        self._add(self._prompt(tokens), 1)
+        self._drained()
+
+    def _mix(self, pool: Sequence[list[int]]) -> None:
+        """Prompts arrive while others decode."""
+        some = int(self._random.integers(1, min(len(pool), 32) + 1))
+        for index in self._random.permutation(len(pool))[:some]:
+            self._add(pool[index], 24)
+        self._step()
+        for _ in range(4):
+            longest = min(self._most_tokens, self._longest // 2)
+            self._add(self._prompt(int(np.exp(self._random.uniform(2.0, np.log(longest))))), 8)
+            for _ in range(3):
+                if self.engine.has_work():
+                    self._step()
+        self._drain()
+
+    # The engine
+
+    def _step(self) -> None:
+        self._observer.batch = None
+        start = time.perf_counter()
+        self.engine.step()
+        seconds = time.perf_counter() - start
+        if self._observer.failure is not None:
+            raise Unobservable(self._observer.failure)
+        if self._observer.batch is not None:
+            self.observations.append(Observation(self._observer.batch, seconds))
+
+    def _drained(self) -> None:
+        while self.engine.has_work():
+            self._step()
+        self._live.clear()
+
+    def _drain(self) -> None:
+        """End what runs; the steps that deliver it are no observations."""
+        for request_id in self._live:
+            self.engine.abort(request_id)
+        self._live.clear()
+        while self.engine.has_work():
+            self.engine.step()
+
+    def _prompt(self, tokens: int) -> list[int]:
+        ids: list[int] = self._random.integers(0, self.engine.vocab_size, tokens).tolist()
+        return ids
+
+    def _pool(self, lengths: tuple[int, int], most: int, tokens: float) -> list[list[int]]:
+        """Prompts of lengths between the two, evenly in logarithms: no more tokens than given, nor
+        than leave room in the cache; at least one.
+        """
+        kv = self.engine.scheduler.kv
+        low, high = (min(length, self._longest // 2) for length in lengths)
+        pool: list[list[int]] = []
+        room = kv.pool.num_blocks // 3
+        for _ in range(min(most, self._most_sequences)):
+            length = int(np.exp(self._random.uniform(np.log(low), np.log(high))))
+            tokens -= length
+            room -= peak_blocks(kv.layout, length)
+            if pool and (tokens < 0 or room < 0):
+                break
+            pool.append(self._prompt(length))
+        return pool
+
+    def _add(self, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        request_id = f"calibrate-{next(self._ids)}"
+        self.engine.add_request(
+            Request(request_id=request_id, prompt_token_ids=prompt, params=params)
+        )
+        self._live.append(request_id)

@@ -1,0 +1,272 @@
+"""Calibrations: a fit finds what made the times, files come back as they were or not at all."""
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from octavo.checkpoint.base import WeightFormat
+from octavo.engine.load import EngineConfig
+from octavo.execute.batch import Batch
+from octavo.execute.cost import Arithmetic, CostModel, Rates, chunks_of
+from octavo.kv.layout import KvDtype, KvLayout
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
+from octavo.plan.calibration import Calibration, Subject
+from octavo.plan.fitting import KindError, Observation, fit
+
+CONFIG = ModelConfig(
+    family="llama",
+    vocab_size=4096,
+    hidden_size=512,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=1536,
+    context_length=4096,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    attention_scale=0.125,
+    tied_embeddings=True,
+    layers=tuple(Layer(Rope(10000.0, 64, interleaved=True), None) for _ in range(8)),
+)
+PROGRAM, LAYOUT = program(CONFIG), KvLayout.of(CONFIG)
+INT8 = {role: Arithmetic.INT8 for role, shape in PROGRAM.weights.items() if len(shape) == 2}
+COSTS = CostModel(PROGRAM, LAYOUT, arithmetic=INT8, attention=Arithmetic.BF16)
+LIMITS = Rates(50e9, 200e9, int8_ops_per_second=800e9, bf16_ops_per_second=400e9)
+TRUE = Rates(
+    31e9,
+    110e9,
+    700e-6,
+    int8_ops_per_second=440e9,
+    bf16_ops_per_second=220e9,
+    knee=2.2,
+    kv_bytes_per_second=24e9,
+    attention_ops_per_second=130e9,
+    attention_knee=1.0,
+    row_overhead=45e-6,
+    chunk_overhead=220e-6,
+)
+
+
+def batch(spans: list[tuple[int, int, bool]]) -> Batch:
+    """Of each sequence the first position, the tokens, and whether its last row wants logits."""
+    offsets = np.cumsum([0, *(tokens for _, tokens, _ in spans)]).astype(np.int32)
+    positions = np.concatenate([np.arange(start, start + n) for start, n, _ in spans])
+    rows = [offsets[i + 1] - 1 for i, (_, _, wants) in enumerate(spans) if wants]
+    return Batch(
+        np.zeros(len(positions), np.int32),
+        positions.astype(np.int32),
+        offsets,
+        np.arange(len(spans), dtype=np.int32),
+        np.zeros((1, len(spans), 0), np.int32),
+        np.array(rows, np.int32),
+        np.zeros((0, 2), np.int32),
+    )
+
+
+def batches(seed: int = 0) -> list[Batch]:
+    rng = np.random.default_rng(seed)
+    made = []
+    for _ in range(300):
+        decodes = int(rng.choice([0, 1, 2, 4, 8, 16, 32, 64]))
+        context = int(rng.choice([20, 100, 400, 1500]))
+        spans = [(int(rng.integers(1, 2 * context)), 1, True) for _ in range(decodes)]
+        if not decodes or rng.random() < 0.4:
+            length = int(rng.choice([8, 32, 100, 256, 448]))
+            spans.append((int(rng.choice([0, 0, 512])), length, bool(rng.random() < 0.7)))
+        made.append(batch(spans))
+    return made
+
+
+def observed(rates: Rates, noise: float, seed: int = 0) -> list[Observation]:
+    rng = np.random.default_rng(seed)
+    return [
+        Observation(each, COSTS.step(each, rates).seconds * math.exp(rng.normal(0, noise)))
+        for each in batches(seed)
+    ]
+
+
+def test_a_fit_finds_the_parameters() -> None:
+    fitted = fit(COSTS, observed(TRUE, 0.0), LIMITS)
+    for name in (
+        "bytes_per_second", "int8_ops_per_second", "attention_ops_per_second", "step_overhead",
+        "row_overhead", "chunk_overhead", "kv_bytes_per_second",
+    ):  # fmt: skip
+        assert getattr(fitted.rates, name) == pytest.approx(getattr(TRUE, name), rel=0.1), name
+    assert fitted.rates.knee == pytest.approx(TRUE.knee, rel=0.15)
+    assert fitted.error < 0.005
+
+
+@pytest.mark.parametrize("held_up", [0.0, 0.1])
+def test_it_predicts_through_noise_and_interruptions(held_up: float) -> None:
+    """Steps that somebody else held up, by up to four times, do not bend it."""
+    rng = np.random.default_rng(5)
+    seen = [
+        each._replace(seconds=each.seconds * (1 + 3 * rng.random()))
+        if rng.random() < held_up
+        else each
+        for each in observed(TRUE, 0.05, seed=1)
+    ]
+    fitted = fit(COSTS, seen, LIMITS)
+    ratios = [
+        COSTS.step(each, fitted.rates).seconds / COSTS.step(each, TRUE).seconds
+        for each in batches(2)
+    ]
+    assert abs(np.median(ratios) - 1) < 0.02
+    assert np.quantile(np.abs(np.array(ratios) - 1), 0.9) < 0.05
+    assert 0.02 < fitted.error < 0.09  # the noise's own, and it says so
+
+
+def test_another_machine_is_no_matter_of_the_usual() -> None:
+    """Eight times as fast as the machine's limits suggest."""
+    fast = replace(
+        TRUE, bytes_per_second=250e9, int8_ops_per_second=3.5e12, ops_per_second=9e11,
+        bf16_ops_per_second=1.8e12, kv_bytes_per_second=190e9, attention_ops_per_second=1e12,
+    )  # fmt: skip
+    fitted = fit(COSTS, observed(fast, 0.01), LIMITS)
+    assert fitted.error < 0.02
+
+
+def test_errors_are_told_by_kind() -> None:
+    seen = observed(TRUE, 0.02)
+    fitted = fit(COSTS, seen, LIMITS)
+    assert sum(error.steps for error in fitted.errors) == len(seen)
+    kinds = [error.kind for error in fitted.errors]
+    assert "decode, up to 1 token" in kinds
+    assert any(kind.startswith("decode and prompt") for kind in kinds)
+    assert all(abs(error.bias) < 0.05 for error in fitted.errors if error.steps > 8)
+
+
+def test_few_steps_are_refused() -> None:
+    with pytest.raises(ValueError, match="19 steps are too few"):
+        fit(COSTS, observed(TRUE, 0.0)[:19], LIMITS)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.floats(1.0, 16.0), st.floats(1.0, 16.0))
+def test_parts_add_up_to_the_step(seed: int, knee: float, attention_knee: float) -> None:
+    rates = replace(TRUE, knee=knee, attention_knee=attention_knee)
+    for each in batches(seed)[:5]:
+        parts = sum(count * cost.seconds(rates) for cost, count in COSTS.parts(each))
+        overhead = rates.overhead(len(each.logits_rows), chunks_of(each))
+        assert COSTS.step(each, rates).seconds == pytest.approx(parts + overhead, rel=1e-12)
+        ops = sum(cost.seconds(rates) for cost in COSTS.by_op(each))
+        assert ops == pytest.approx(parts, rel=1e-9)
+
+
+@given(st.floats(1.0, 16.0))
+def test_a_knee_lies_between_the_longer_and_the_sum(knee: float) -> None:
+    soft, hard = Rates(2.0, 3.0, knee=knee), Rates(2.0, 3.0)
+    for moved, computed in ((4, 6), (1, 60), (50, 2), (0, 9), (9, 0)):
+        least = hard.seconds(moved, computed, Arithmetic.FP32)
+        most = moved / 2 + computed / 3
+        assert least * (1 - 1e-12) <= soft.seconds(moved, computed, Arithmetic.FP32)
+        assert soft.seconds(moved, computed, Arithmetic.FP32) <= most * (1 + 1e-12)
+
+
+def test_rates_that_no_machine_has_are_refused() -> None:
+    for wrong in (
+        {"knee": 0.5}, {"knee": math.nan}, {"attention_knee": 17.0}, {"kv_bytes_per_second": 0.0},
+        {"row_overhead": -1e-9}, {"chunk_overhead": math.nan}, {"attention_ops_per_second": -1.0},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"rates must be|a knee is"):
+            Rates(**wrong)
+
+
+# --- stored --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    monkeypatch.delenv("OCTAVO_ISA", raising=False)
+
+
+TWO = EngineConfig(threads=2)
+
+
+def subject(config: EngineConfig = TWO, layout: KvLayout = LAYOUT) -> Subject:
+    formats = dict.fromkeys(PROGRAM.weights, WeightFormat.Q8_0)
+    return Subject.of(PROGRAM, formats, {}, layout, config)
+
+
+def calibration(of: Subject) -> Calibration:
+    errors = (KindError("decode, up to 1 token", 40, 3e-3, 0.01, 0.03),)
+    return Calibration(
+        "a model", of, "avx2", "2026-01-01T00:00:00+00:00", 900, 40.0, TRUE,
+        {"knee": 0.1}, LIMITS, errors, 0.03,
+    )  # fmt: skip
+
+
+def test_what_is_stored_comes_back() -> None:
+    stored = calibration(subject())
+    assert Calibration.load(subject()) is None
+    path = stored.save()
+    assert Calibration.load(subject()) == stored
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_nothing_else_gets_it() -> None:
+    """Another model, format, cache, number of threads, tier or machine has none."""
+    calibration(subject()).save()
+    formats = dict.fromkeys(PROGRAM.weights, WeightFormat.Q8_0)
+    others = [
+        subject(EngineConfig(threads=1)),
+        subject(EngineConfig(threads=2, isa="generic")),
+        subject(layout=KvLayout.of(CONFIG, dtype=KvDtype.INT8)),
+        subject()._replace(cpu="another"),
+        subject()._replace(kernels="another"),
+        Subject.of(
+            PROGRAM,
+            formats | {"layers.3.ffn_up": WeightFormat.Q4_0},
+            {},
+            LAYOUT,
+            EngineConfig(threads=2),
+        ),
+    ]
+    assert all(Calibration.load(other) is None for other in others)
+
+
+def test_a_file_of_another_subject_is_not_believed() -> None:
+    mine, other = subject(), subject()._replace(cpu="another")
+    path = calibration(other).save()
+    path.rename(mine.path)
+    assert Calibration.load(mine) is None
+
+
+DAMAGE = [
+    lambda data: data.pop("rates"),
+    lambda data: data.update(more=1),
+    lambda data: data["rates"].update(bytes_per_second=-1.0),
+    lambda data: data["rates"].update(bytes_per_second="50e9"),
+    lambda data: data["rates"].update(knee=math.nan),
+    lambda data: data["rates"].update(step_overhead=math.inf),
+    lambda data: data["rates"].update(more=1.0),
+    lambda data: data.update(rates=[]),
+    lambda data: data.update(subject=3),
+    lambda data: data.update(errors=[{"kind": 1}]),
+    lambda data: data.update(error="low"),
+    lambda data: data.update(deviations=[1, 2]),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_as_none(damage: object, caplog: pytest.LogCaptureFixture) -> None:
+    path = calibration(subject()).save()
+    data = json.loads(path.read_text())
+    damage(data)  # type: ignore[operator]
+    path.write_text(json.dumps(data))
+    assert Calibration.load(subject()) is None
+    assert "the stored calibration is unreadable" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "[", "[1]", "null", "[" * 100_000, "\x00\xff"])
+def test_no_text_is_too_strange(text: str) -> None:
+    path = calibration(subject()).save()
+    path.write_bytes(text.encode("latin-1"))
+    assert Calibration.load(subject()) is None

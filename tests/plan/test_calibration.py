@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 from octavo.checkpoint.base import WeightFormat
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch
-from octavo.execute.cost import Arithmetic, CostModel, Rates, chunks_of
+from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
+from octavo.plan import subject as planned
 from octavo.plan.calibration import Calibration, Subject
 from octavo.plan.fitting import KindError, Observation, fit
+from octavo.plan.hardware import Device
+from octavo.plan.quantization import Stored
+from octavo.plan.simulation import Setup, simulated_engine
 
 CONFIG = ModelConfig(
     family="llama",
@@ -270,3 +274,32 @@ def test_no_text_is_too_strange(text: str) -> None:
     path = calibration(subject()).save()
     path.write_bytes(text.encode("latin-1"))
     assert Calibration.load(subject()) is None
+
+
+# --- used ----------------------------------------------------------------------------------------
+
+
+def setup(measured: bool = True, threads: int = 2) -> Setup:
+    formats = dict.fromkeys(PROGRAM.weights, WeightFormat.Q8_0)
+    sizes = {role: 2 * math.prod(shape) for role, shape in PROGRAM.weights.items()}
+    return Setup(
+        planned.Subject("a model", PROGRAM),
+        Stored("as stored", formats, sizes, None, {}),
+        Device("a machine", lambda _: LIMITS, 1 << 30, measured=measured),
+        EngineConfig(threads=threads, kv_cache_memory_bytes=1 << 24),
+    )
+
+
+def test_the_simulator_takes_what_is_stored() -> None:
+    def rates(of: Setup) -> Rates:
+        executor = simulated_engine(of).executor
+        assert isinstance(executor, CostExecutor)
+        return executor.rates
+
+    assert rates(setup()) == LIMITS
+    assert setup().basis().startswith("not calibrated")
+    calibration(subject()).save()
+    assert rates(setup()) == TRUE
+    assert "3.0%" in setup().basis()
+    assert rates(setup(threads=1)) == LIMITS  # it was for two
+    assert rates(setup(measured=False)) == LIMITS  # another device

@@ -218,6 +218,8 @@ def command(
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None
+    if on.measured:
+        notices.append(setup.basis())
     result = report.figures(simulation, slo, price) | {"notices": notices}
     if plot is not None:
         from octavo.plan.simulation_plot import draw

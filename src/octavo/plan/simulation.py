@@ -10,9 +10,11 @@ from octavo.checkpoint.base import WeightFormat
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError, plan_cache
-from octavo.execute.cost import Arithmetic, CostExecutor
+from octavo.execute.cost import Arithmetic, CostExecutor, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
+from octavo.plan import calibration
+from octavo.plan.calibration import Calibration
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored, arithmetic, as_stored, held, in_scheme
 from octavo.plan.replay import Replay, replay
@@ -55,6 +57,33 @@ class Setup:
             raise DoesNotFit(f"the memory of {self.device.name} is not known")
         compute = self.subject.program
         return plan_cache(self.config, compute, layout, self.stored.bytes, memory), layout
+
+    def calibration(self) -> Calibration | None:
+        """What `octavo calibrate` has stored for this model, these settings and this machine."""
+        if not self.device.measured:
+            return None
+        layout = self.config.layout_of(self.subject.program.config)
+        formats, groups = self.stored.formats, self.stored.groups
+        return Calibration.load(
+            calibration.Subject.of(self.subject.program, formats, groups, layout, self.config)
+        )
+
+    def rates(self) -> Rates:
+        """The calibrated ones where there are any, else the device's."""
+        stored = self.calibration()
+        return self.device.rates(self.stored.bytes) if stored is None else stored.rates
+
+    def basis(self) -> str:
+        """What the predictions rest on."""
+        if not self.device.measured:
+            return f"figures of {self.device.name}, not measured"
+        stored = self.calibration()
+        if stored is None:
+            return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
+        return (
+            f"calibrated for this model at {stored.date}: a step's median error was "
+            f"{stored.error:.1%}"
+        )
 
 
 def weights_on(
@@ -106,7 +135,7 @@ def simulated_engine(setup: Setup) -> Engine:
         compute,
         layout,
         num_blocks=plan.num_blocks,
-        rates=setup.device.rates(plan.weight_bytes),
+        rates=setup.rates(),
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
         weight_bytes=setup.stored.sizes,

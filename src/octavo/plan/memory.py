@@ -195,7 +195,7 @@ class KvCache:
                     f"({_reach(kind, self.context)}) = {kind.layers * kind.kept:,}"
                 )
             lines.append(f"layers × tokens: {self.token_layers:,}")
-            layers, tokens = f"{self.token_layers:,} layers × tokens", ""
+            layers, tokens = f"{self.token_layers:,} (layers × tokens)", ""
         else:
             (kind,) = self.kinds
             layers = _count(kind.layers, "layer")
@@ -204,11 +204,11 @@ class KvCache:
                 lines.append(f"tokens kept: {_reach(kind, self.context)}")
         lines.append(
             f"2 (keys and values) × {layers} × {heads} × {tokens}{people} × "
-            f"{self.number_bytes:g} bytes ({self.dtype}) = {self.numbers:,} bytes"
+            f"{self.number_bytes:g} {'byte' if self.number_bytes == 1 else 'bytes'} "
+            f"({self.dtype}) = {self.numbers:,} bytes"
         )
         if self.scales:
             what = "2 scales" if self.dtype is KvDtype.INT8 else "2 scales and 2 least values"
-            tokens = tokens or ""
             lines.append(
                 f"scales: {layers} × {_count(self.kv_heads, 'KV head')} × {tokens}{people} × "
                 f"{_SCALE_BYTES[self.dtype]} bytes ({what}) = {self.scales:,} bytes"

@@ -341,24 +341,22 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 
 
 def verdict(load: Load, place: Place, need: Need | None) -> str:
-    """In a line: whether it fits there, and by how much."""
+    """In a line: whether it fits there, and how many of its sequences would."""
+    what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
     if need is None:
-        return f"{place.name}: the engine cannot hold {load.stored.name} there."
-    free = _size(place.memory_bytes)
-    takes = (
-        f"{_size(need.weight_bytes)} of weights, {_size(need.work_bytes)} of work space, "
-        f"{_size(need.kv_bytes)} of KV cache"
-    )
+        return f"Does not fit on {place.name}: no kernel takes {load.stored.name}."
+    of = f"{_size(need.bytes)} of {_size(place.memory_bytes)}"
     if need.fits:
-        return (
-            f"Fits on {place.name}: {takes} = {_size(need.bytes)} of {free}; "
-            f"{plural(need.sequences, 'sequence')} of {load.context:,} tokens would."
-        )
+        return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
-        return f"Does not fit on {place.name}: {takes}; the weights alone leave nothing of {free}."
+        return f"Does not fit on {place.name}: {what} take {of}, and weights alone are too much."
+    return f"Does not fit on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
+
+
+def _parts_line(need: Need) -> str:
     return (
-        f"Does not fit on {place.name}: {takes}, and {_size(need.budget)} of {free} are there for "
-        f"the cache: {plural(need.sequences, 'sequence')} of {load.context:,} tokens."
+        f"{_size(need.weight_bytes)} of weights + {_size(need.work_bytes)} of work space + "
+        f"{_size(need.kv_bytes)} of KV cache = {_size(need.bytes)}"
     )
 
 
@@ -378,7 +376,8 @@ def as_text(
     lines = [
         f"{subject.name}: {subject.program.config.family}, {subject.parameters:,} parameters{used}",
         verdict(load, places[0], needs[0]),
-        *_smallest(places, needs),
+        *([] if needs[0] is None else [_parts_line(needs[0])]),
+        _smallest(places, needs),
         "",
         f"KV cache, {plural(load.users, 'user')} of {load.context:,} tokens in {load.dtype}",
         *_kv_lines(load),
@@ -391,23 +390,22 @@ def as_text(
     if instead:
         lines += ["", *_instead_lines(places[0], instead)]
     elif needs[0] is None or not needs[0].fits:
-        lines += ["", f"Nothing narrower, shorter or for fewer users fits on {places[0].name}."]
+        lines += ["", _nothing(load, places[0])]
     elif places[0].here and subject.stored is not None:
         lines += ["", f"To have it so: {serve} --kv-cache-memory-bytes {needs[0].kv_bytes}"]
     return "\n".join(lines)
 
 
-def _smallest(places: list[Place], needs: list[Need | None]) -> list[str]:
-    """The smallest other device that holds it."""
+def _smallest(places: list[Place], needs: list[Need | None]) -> str:
     fitting = [
         place
-        for place, need in zip(places[1:], needs[1:], strict=True)
+        for place, need in zip(places, needs, strict=True)
         if need is not None and need.fits and not place.here
     ]
     if not fitting:
-        return ["None of the GPUs below holds it."]
+        return "None of the GPUs below holds it alone."
     least = min(fitting, key=lambda place: place.memory_bytes)
-    return [f"The smallest of the GPUs below that holds it: {least.name}."]
+    return f"The smallest of the GPUs below that holds it: {least.name}."
 
 
 def _kv_lines(load: Load) -> list[str]:
@@ -472,7 +470,7 @@ def _place_lines(
 ) -> list[str]:
     lines = [
         f"{'':<18}{'memory':>11}{'takes':>11}{'for cache':>11}{'fits':>6}"
-        f"{f'sequences of {load.context:,}':>22}{f'context of {load.users:,}':>18}"
+        f"{f'sequences of {load.context:,}':>22}{f'longest for {load.users:,}':>20}"
     ]
     for place, need in zip(places, needs, strict=True):
         name = "this machine" if place.here else place.name
@@ -483,7 +481,7 @@ def _place_lines(
         lines.append(
             f"{name:<18}{_size(place.memory_bytes):>11}{_size(need.bytes):>11}"
             f"{_size(max(need.budget, 0)):>11}{'yes' if need.fits else 'no':>6}"
-            f"{need.sequences:>22,}{context:>18}"
+            f"{need.sequences:>22,}{context:>20}"
         )
     return [
         *lines,
@@ -492,6 +490,16 @@ def _place_lines(
         f"{100 * utilization:g} % of",
         f"what weights and work space ({_size(load.work_bytes)} of activations and logits) leave.",
     ]
+
+
+def _nothing(load: Load, place: Place) -> str:
+    from octavo.plan import memory
+
+    smallest = min((load.stored, *memory.narrower(load)), key=lambda stored: stored.bytes)
+    return (
+        f"Nothing narrower, shorter or for fewer users fits on {place.name}: "
+        f"{smallest.name}, the weights alone are {_size(smallest.bytes)}."
+    )
 
 
 def _instead_lines(place: Place, instead: list[Alternative]) -> list[str]:

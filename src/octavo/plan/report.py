@@ -251,9 +251,9 @@ def text(result: Mapping[str, Any]) -> str:
         f"a step: up to {settings['max_num_seqs']:,} sequences and "
         f"{settings['max_num_batched_tokens']:,} tokens; " + _techniques(settings),
         "",
-        f"requests      {completed:,} of {requests:,} served, {mean_in:.0f} tokens in and "
-        f"{mean_out:.0f} out on average; arrivals take {result['last_arrival']:.0f} s, all is done "
-        f"in {result['duration']:.0f}",
+        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} tokens "
+        f"in and {mean_out:.0f} out on average; the last arrives after "
+        f"{result['last_arrival']:.0f} s, all is done after {result['duration']:.0f}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "
         f"{result['request_throughput']:.3f} requests/s",
@@ -305,6 +305,10 @@ def text(result: Mapping[str, Any]) -> str:
         )
     lines += [f"! {notice}" for notice in result["notices"]]
     return "\n".join(lines)
+
+
+def _refused(result: Mapping[str, Any]) -> str:
+    return "".join(f", {result[name]:,} {name}" for name in ("rejected", "failed") if result[name])
 
 
 def _techniques(settings: Mapping[str, Any]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import copy
+from inspect import Parameter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,8 +38,23 @@ GPU_MEMORY_UTILIZATION = 0.9
 GPU_MAX_NUM_BATCHED_TOKENS = 2048
 
 _NOT_SIMULATED = ("threads", "isa", "quantization", "speculative_config", "max_logprobs", "seed")
+_ON_GPUS = {
+    "memory_utilization": GPU_MEMORY_UTILIZATION,
+    "max_num_batched_tokens": GPU_MAX_NUM_BATCHED_TOKENS,
+}
+
+
+def _with_gpu_default(parameter: Parameter) -> Parameter:
+    """The same option, whose help also says what a GPU has."""
+    (given,) = parameter.annotation.__metadata__
+    info = copy(given)
+    info.show_default = f"{info.show_default}; of other devices {_ON_GPUS[parameter.name]:g}"
+    kind = parameter.annotation.__origin__
+    return parameter.replace(annotation=Annotated[kind, info])
+
+
 _ENGINE_OPTIONS = [
-    parameter
+    _with_gpu_default(parameter) if parameter.name in _ON_GPUS else parameter
     for parameter in ENGINE_OPTIONS + QUEUE_OPTIONS
     if parameter.name not in _NOT_SIMULATED
 ]
@@ -244,8 +261,7 @@ def configure(
     values = dict(given)
     notices = []
     if not device.measured:
-        values.setdefault("memory_utilization", GPU_MEMORY_UTILIZATION)
-        values.setdefault("max_num_batched_tokens", GPU_MAX_NUM_BATCHED_TOKENS)
+        values = _ON_GPUS | values
     if not technique["enable_chunked_prefill"] and "max_num_batched_tokens" not in given:
         values["max_num_batched_tokens"] = values.get("max_model_len", context)
         notices.append(

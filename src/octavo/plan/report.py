@@ -251,8 +251,8 @@ def text(result: Mapping[str, Any]) -> str:
         f"a step: up to {settings['max_num_seqs']:,} sequences and "
         f"{settings['max_num_batched_tokens']:,} tokens; " + _techniques(settings),
         "",
-        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} tokens "
-        f"in and {mean_out:.0f} out on average; the last arrives after "
+        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} "
+        f"tokens in and {mean_out:.0f} out on average; the last arrives after "
         f"{result['last_arrival']:.0f} s, all is done after {result['duration']:.0f}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "

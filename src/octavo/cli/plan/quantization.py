@@ -28,8 +28,9 @@ EXAMPLES = (
 )
 
 DEVICE_HELP = (
-    "machine: this one's limits, as octavo bench machine stores them. Or figures: memory in GB/s, "
-    "then peaks in Gop/s (a multiply-add is two), as memory=48,int8=940,bf16=470,fp32=235."
+    "machine: this one's limits, as octavo bench machine stores them. A GPU by its name, such as "
+    "h100. Or figures: memory in GB/s, then peaks in Gop/s (a multiply-add is two), as "
+    "memory=48,int8=940,bf16=470,fp32=235; for what has to fit, capacity in GiB."
 )
 
 

@@ -123,7 +123,7 @@ class LLM:
             RequestOutput(
                 request_id=request.request_id,
                 prompt=text,
-                prompt_token_ids=request.prompt_token_ids,
+                prompt_token_ids=list(request.prompt_token_ids),
                 outputs=[CompletionOutput(index) for index in range(request.params.n)],
             )
             for text, request in requests

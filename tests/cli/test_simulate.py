@@ -136,7 +136,8 @@ def test_techniques_are_switched_from_the_command() -> None:
 def test_people_see_what_was_assumed_and_what_came_of_it(azure: Path) -> None:
     shown = run("--trace", str(azure), "--price", "2").output
     for part in (
-        "figures as published or given, not measured", "20 of 20 served, 166 tokens in and 14 out on average", "goodput",
+        "figures as published or given, not measured",
+        "20 of 20 served, 166 tokens in and 14 out on average", "goodput",
         "within TTFT 500 ms, TPOT 50 ms: 100.0 % of all", "saturated     no", "to the first token",
         "waste", "preemptions", "at 2 an hour", "continuous batching, paged memory",
     ):  # fmt: skip

@@ -5,6 +5,7 @@ Real engine and simulated engine run the same loop; their clocks and executors d
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,11 +30,10 @@ class Replay:
     idle: float  # of it, without any request
 
 
-def prompt_token_ids(sample: Sample, seed: int, vocab_size: int) -> list[int]:
-    """The sample's prompt; equal parts are equal tokens."""
+def prompt_token_ids(sample: Sample, seed: int, vocab_size: int) -> array[int]:
+    """The sample's prompt; equal parts are equal tokens. (Thousands of prompts may wait.)"""
     drawn = np.concatenate([draws(seed, part.key, part.length) for part in sample.parts])
-    ids: list[int] = (drawn % vocab_size).tolist()
-    return ids
+    return array("i", (drawn % vocab_size).astype(np.int32).tobytes())
 
 
 def replay(

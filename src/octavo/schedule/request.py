@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -65,7 +66,7 @@ class Request:
     """What the engine accepts. ``prompt_token_ids`` has at least one id."""
 
     request_id: str
-    prompt_token_ids: list[int]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str | None = None

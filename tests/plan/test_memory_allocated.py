@@ -179,3 +179,11 @@ def test_a_draft_model_beside_it(dtype: KvDtype, models: dict[str, Path]) -> Non
         draft=Draft(subject, stored),
     )
     check(path, planned)
+
+
+@pytest.mark.parametrize("dtype", [KvDtype.BF16, KvDtype.INT4])
+@pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
+def test_real_models(model: str, dtype: KvDtype, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(model)
+    subject = Subject.of(load(path))
+    check(path, load_of(subject, context=1000, users=4, dtype=dtype))

@@ -350,7 +350,10 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
         return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
         return f"Does not fit on {place.name}: {what} take {of}, and weights alone are too much."
-    return f"Does not fit on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
+    return (
+        f"Does not fit on {place.name}: {what} take {of}; the cache may have "
+        f"{_size(need.budget)}, room for {need.sequences:,}."
+    )
 
 
 def _parts_line(need: Need) -> str:

@@ -28,13 +28,13 @@ def on_stderr() -> Iterator[Callable[[str], None]]:
         show("")
 
 
-def now_and_then(show: Callable[[str], None]) -> Callable[[str], None]:
-    """Passes on a message a second."""
+def now_and_then(show: Callable[[str], None], seconds: float = 1.0) -> Callable[[str], None]:
+    """Passes on a message a second, or in so many."""
     last = -math.inf
 
     def progress(message: str) -> None:
         nonlocal last
-        if (now := time.monotonic()) - last >= 1.0:
+        if (now := time.monotonic()) - last >= seconds:
             last = now
             show(message)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr, plural
+from octavo.cli.console import now_and_then, on_stderr, plural
 from octavo.cli.load import SIMULATED_OPTIONS, demand
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_flags, takes
 from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
@@ -123,6 +123,8 @@ def command(
         if confirm and device != "machine":
             raise ValueError(f"--confirm runs on this machine, and --device is {device}")
         on = hardware.device(device, on_stderr)
+        if on.memory_bytes is None:
+            raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
         if plot is not None:
             check_suffix(plot)
         samples, notices = load.timed(len, strict=True)
@@ -146,7 +148,7 @@ def command(
         search = tune.Search(
             subject, on, samples, promise, space, base,
             trials=trials, seconds=max_seconds or math.inf, seed=load.seed, acceptance=rate,
-            report=show,
+            report=show, watch=now_and_then(show, 5.0),
         )  # fmt: skip
         tuned = search.search()
         speeds = search.sustained(tuned.best)
@@ -394,6 +396,8 @@ def _sustained_lines(speeds: Sequence[tuple[float, Figures]], rate: float, slo: 
     if not speeds:
         return ["all requests come at once: there is no rate of arrival to vary"]
     kept = sustained(speeds, slo)
+    if kept is None and len(speeds) == 1:
+        return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
         return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
     edge = "" if kept < speeds[-1][0] else " at least"

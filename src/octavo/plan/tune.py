@@ -44,6 +44,8 @@ from octavo.workload.datasets import Sample
 AS_IT_PAYS = "as it pays"
 KEEP = 4  # of so many settings one goes on to a stretch so many times as long
 SHORTEST = 48  # requests of a stretch
+SLOW = 20.0  # seconds of a trial from which one is told what to expect
+LASTING = 4  # median times of an answer that a load lasts at least
 GOODPUT_GRAIN, LATENCY_GRAIN = math.log(1.01), math.log(1.05)
 ROUNDS = ("kv_cache_dtype", "quantization")  # the settings that round numbers
 LOSS = {"auto": 0, "bf16": 0, "fp16": 0, None: 0, "int8": 1, "int4": 2}  # of rounding
@@ -162,7 +164,8 @@ class Search:
 
     ``trials``: how much to simulate, in runs of the whole load; ``seconds``: how long (then the
     answer depends on this machine's pace); ``acceptance``: how often a guess is right, where the
-    space has speculation. Raises `DoesNotFit` if nothing fits.
+    space has speculation; ``report`` is told of every trial, ``watch`` of every request that has
+    ended in one. Raises `DoesNotFit` if nothing fits.
     """
 
     def __init__(
@@ -179,9 +182,11 @@ class Search:
         seed: int = 0,
         acceptance: float | None = None,
         report: Report = lambda _: None,
+        watch: Report = lambda _: None,
     ) -> None:
         self.subject, self.device, self.samples, self.slo = subject, device, samples, slo
         self.space, self.base, self.seed, self.report = space, base, seed, report
+        self.watch = watch
         self.acceptance = acceptance
         self._allowed, self._deadline = trials, time.monotonic() + seconds
         self._weights: dict[str, Stored] = {}
@@ -271,7 +276,15 @@ class Search:
         if isinstance(found, str):
             return None
         setup, plan = found
-        done = simulate(setup, samples, seed=self.seed)
+        count = len(samples)
+        done = simulate(
+            setup,
+            samples,
+            seed=self.seed,
+            progress=lambda ended: self.watch(
+                f"{describe(choice)}: {ended} of {count} requests have ended"
+            ),
+        )
         self.cost += len(samples) / len(self.samples)
         records = done.replay.records
         return Trial(
@@ -293,10 +306,13 @@ class Search:
                 self._tell(choice)
         return self._whole.get(choice)
 
+    def _in_time(self) -> bool:
+        return time.monotonic() <= self._deadline
+
     def _over(self) -> bool:
         if self.cost + 1 > self._allowed:
             self._stopped = self._stopped or f"{self._allowed:g} trials were made"
-        elif time.monotonic() > self._deadline:
+        elif not self._in_time():
             self._stopped = self._stopped or "the time was up"
         return self._stopped is not None
 
@@ -311,7 +327,14 @@ class Search:
     # The search
 
     def search(self) -> Tuned:
+        started = time.monotonic()
         default = self.try_whole(self.space.default)
+        if (each := time.monotonic() - started) > SLOW:
+            self.report(
+                f"a trial of all {len(self.samples)} requests takes {each:.0f} s here, and there "
+                f"may be {self._allowed:g}: fewer with --trials or --max-seconds, or a part of the "
+                "load with --trace-duration"
+            )
         candidates = [choice for choice in self.space.coarse() if self._possible(choice)]
         if not candidates:
             candidates = [choice for choice in self.space.all() if self._possible(choice)]
@@ -358,7 +381,7 @@ class Search:
             stretch = busiest(self.samples, length)
             tried = []
             for index, choice in enumerate(candidates):
-                if time.monotonic() > self._deadline:
+                if not self._in_time():
                     self._stopped = "the time was up"
                     break
                 self.report(
@@ -394,14 +417,19 @@ class Search:
 
     # Other loads
 
-    def sustained(self, trial: Trial, most: float = 64.0) -> list[tuple[float, Figures]]:
+    def sustained(self, trial: Trial) -> list[tuple[float, Figures]]:
         """The same engine under the load at other speeds, ascending, to find where it no longer
         keeps the SLO: doubled or halved until that changes, then five bisections. Arrivals at
-        speed 2 come in half the time. Empty where all come at once.
+        speed 2 come in half the time; faster than that they last for `LASTING` answers it is a
+        burst and no load. Empty where all come at once.
         """
         found = {1.0: trial.figures}
         if math.isinf(self.arrival_rate):
             return []
+        if trial.figures.completed < self.slo.attainment * trial.figures.requests:
+            return list(found.items())  # what is refused is refused at any speed
+        answer = trial.figures.latencies["e2el"].p50 / 1e3
+        most = min(64.0, len(self.samples) / self.arrival_rate / (LASTING * answer))
 
         def kept(speed: float) -> bool:
             if speed not in found:
@@ -417,13 +445,15 @@ class Search:
 
         low = high = 1.0
         if kept(1.0):
-            while high < most and kept(high):
+            while 2 * high <= most and kept(high) and self._in_time():
                 low, high = high, 2 * high
         else:
-            while low > 1 / most and not kept(low):
+            while low > 1 / 64 and not kept(low) and self._in_time():
                 low, high = low / 2, low
-        if kept(low) and not kept(high):
+        if self._in_time() and kept(low) and not kept(high):
             for _ in range(5):
+                if not self._in_time():
+                    break
                 middle = math.sqrt(low * high)
                 low, high = (middle, high) if kept(middle) else (low, middle)
         return sorted(found.items())

@@ -52,10 +52,13 @@ def draw(
             id(trial): (trial.figures.output_throughput, trial.figures.latencies[name].p99)
             for trial in served
         }
-        axes.plot(
-            *zip(*(points[id(trial)] for trial in served), strict=True), "o", color=_GREY,
-            markersize=5, markerfacecolor="none", label="a setting",
-        )  # fmt: skip
+        for rounds, label in ((False, "a setting"), (True, "a setting that rounds further")):
+            some = [points[id(t)] for t in served if bool(t.choice.loss) is rounds]
+            if some:
+                axes.plot(
+                    *zip(*some, strict=True), "o", color=_GREY, markersize=5,
+                    markerfacecolor="none" if rounds else _GREY, label=label,
+                )  # fmt: skip
         # Joined is what is best in these two; a setting may be on the frontier for another latency.
         edge: list[tuple[float, float]] = []
         for point in sorted(points.values(), key=lambda point: (-point[0], point[1])):

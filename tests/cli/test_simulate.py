@@ -78,6 +78,14 @@ def test_goodput_is_said_as_in_bench_serve(azure: Path) -> None:
     assert figures("--trace", str(azure), "--goodput", "e2el:1e9")["good"] == 20
 
 
+def test_objectives_and_models_may_be_said_as_elsewhere(azure: Path) -> None:
+    found = figures("--trace", str(azure), "--slo", "ttft=100,e2el=9000")
+    assert found["slo"] == {"ttft_ms": 100, "e2el_ms": 9000}
+    arguments = ["simulate", "llama-3-8b", "--device", "h100", "--trace", str(azure), "--json"]
+    result = CliRunner().invoke(app, arguments)
+    assert json.loads(result.stdout)["ttft_ms"] == found["ttft_ms"]
+
+
 def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
     found = figures("--trace", str(azure), "--trace-start", "5", "--trace-duration", "10",
                     "--trace-speedup", "2", "--max-output-len", "8")  # fmt: skip
@@ -241,6 +249,9 @@ def test_a_wrong_trace_is_named_by_line_and_field(
         ((*ON, "--max-model-len", "9000"), "max_model_len 9000 is more than the model's context"),
         ((*ON, "--goodput", "ttft:-1"), "0 or more milliseconds"),
         ((*ON, "--goodput", "ttft"), "is not KEY:MS"),
+        ((*ON, "--goodput", "ttft:1", "--slo", "ttft=1"), "two names of one thing"),
+        (("--device", "h100"), "which model?"),
+        ((*ON, "smollm2"), "one model is simulated, not smollm2 and llama-3-8b"),
         ((*ON, "--batching", "dynamic"), "neither continuous nor static"),
         ((*ON, "--memory", "none"), "neither paged nor reserve"),
         ((*ON, "--memory", "reserve", "--enable-prefix-caching"), "is not shared"),

@@ -102,6 +102,7 @@ def test_a_closed_loop_keeps_to_its_concurrency() -> None:
     assert starts[:3] == [0.0] * 3
     assert starts[3:] == pytest.approx(ends[:9])
     assert [record.queue_time for record in run.replay.records] == starts
+    assert not found["saturated"]
 
 
 def test_shared_blocks_are_real_prefix_hits() -> None:

@@ -86,3 +86,13 @@ def test_verification_is_certain_of_the_script() -> None:
     assert logprobs is not None
     assert [entry is None for entry in logprobs] == [token < 0 for token in drawn]
     assert (first.num_generated, second.num_generated) == (4, 2)
+
+
+def test_what_is_coming_is_what_comes() -> None:
+    sampler = ScriptedSampler(50, stop_rate=0.7)
+    state = sampler.new_state(SamplingParams(seed=4, min_tokens=3), [1], [7])
+    coming = sampler.coming(state, 12)
+    drawn = [sampler.sample(None, [0], [state]).token_ids[0] for _ in range(12)]
+    assert coming == drawn
+    assert 7 in drawn[3:]
+    assert 7 not in drawn[:3]

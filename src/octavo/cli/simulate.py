@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from copy import copy
 from inspect import Parameter
@@ -59,6 +60,11 @@ _ENGINE_OPTIONS = [
     if parameter.name not in _NOT_SIMULATED
 ]
 
+SLO_OPTION = option(
+    "slo", str | None, None, "The same as octavo tune says it: ttft=500,tpot=50.", "Result",
+    metavar="LIMITS", show_default="ttft=500,tpot=50",
+)  # fmt: skip
+
 _TECHNIQUE = "What each technique brings"
 TECHNIQUE_OPTIONS = [
     option(
@@ -108,25 +114,29 @@ def techniques(values: Mapping[str, Any]) -> dict[str, Any]:
     engine=(_ENGINE_OPTIONS, lambda given: {k: v for k, v in given.items() if v is not None}),
     load=(SIMULATED_OPTIONS, demand),
     technique=(TECHNIQUE_OPTIONS, techniques),
-    goodput=([GOODPUT_OPTION], lambda given: list(given["goodput"])),
+    objectives=([GOODPUT_OPTION, SLO_OPTION], dict),
 )
 def command(
     engine: dict[str, Any],
     load: Demand,
     technique: dict[str, Any],
-    goodput: list[str],
+    objectives: dict[str, Any],
     model: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="MODEL",
             help="A preset (llama-3-8b), a config.json, a model's folder or file, or a name that "
             "octavo pull knows. No weights are needed.",
             show_default=False,
         ),
-    ],
+    ] = None,
     more: Annotated[
         list[str] | None,
-        typer.Argument(help="Further values of --goodput.", metavar="KEY:MS", show_default=False),
+        typer.Argument(
+            help="The model, and further values of --goodput.",
+            metavar="[MODEL] [KEY:MS]",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
     format: Annotated[
@@ -187,15 +197,14 @@ def command(
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.subject import Subject
     from octavo.plan.timeline import Timeline
-    from octavo.workload.metrics import parse_goodput
 
     if arithmetic not in ("int8", "bf16"):
         raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
     if price is not None and not 0 < price < 1e9:  # nan neither
         raise typer.BadParameter(f"--price {price:g} is not above 0 and below 10⁹ an hour")
     try:
-        words = [word for text in goodput + (more or []) for word in text.replace(",", " ").split()]
-        slo = parse_goodput(words or DEFAULT_GOODPUT)
+        model, limits = words(model, more or [])
+        slo = service_level(objectives["goodput"] + limits, objectives["slo"])
         chosen = chosen_scheme(format, bits, group_size, False)
         edges = schemes.scheme(embedding_format)
         on = hardware.device(device, on_stderr)
@@ -248,6 +257,33 @@ def command(
         typer.echo(json.dumps(result))
     else:
         typer.echo(report.text(result))
+
+
+def words(model: str | None, given: list[str]) -> tuple[str, list[str]]:
+    """The model, as an option or alone, and what belongs to --goodput, as vLLM has it. Raises
+    `ValueError`.
+    """
+    limits = [word for word in given if re.match(r"[a-z]\w*:-?[\d.]", word)]
+    models = [word for word in given if word not in limits] + ([model] if model else [])
+    if len(models) != 1:
+        raise ValueError(
+            f"one model is simulated, not {' and '.join(models)}"
+            if models
+            else "which model? --model llama-3-8b, say"
+        )
+    return models[0], limits
+
+
+def service_level(goodput: list[str], slo: str | None) -> dict[str, float]:
+    """Limits in milliseconds by metric. Raises `ValueError`."""
+    from octavo.workload.metrics import parse_goodput, parse_slo
+
+    if slo is not None and goodput:
+        raise ValueError("--slo and --goodput are two names of one thing: give one")
+    if slo is not None:
+        return parse_slo(slo)
+    pairs = [pair for text in goodput for pair in text.replace(",", " ").split()]
+    return parse_goodput(pairs or DEFAULT_GOODPUT)
 
 
 def configure(

@@ -10,7 +10,7 @@ So a load is called beyond saturation if
 - or more than a twentieth of the requests were refused because the queue was full.
 
 Requests that all come at once have no rate; they are beyond saturation if some still wait when the
-first has ended.
+first has ended. Where they wait to be sent (--max-concurrency) they cannot outrun the engine.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ def saturation(records: Sequence[Record], series: Series) -> Saturation:
         return verdict(
             True, f"{refused} of {len(records)} requests were refused because the queue was full"
         )
+    if any(record.queue_time > 0 for record in served):
+        return verdict(False, "requests wait to be sent until others have ended")
     if span == 0:
         first = min((record.latency for record in served), default=0.0)
         if clearing > first:

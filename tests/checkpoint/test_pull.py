@@ -355,7 +355,9 @@ def hub(
     monkeypatch.setattr(huggingface_hub, "snapshot_download", not_cached)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: repos[repo])
 
-    def download(repo: str, file: str) -> str:
+    def download(repo: str, file: str, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise LocalEntryNotFoundError("not cached")
         fetched.append(file)
         return f"{tmp_path}/{repo}/{file}"
 
@@ -391,6 +393,18 @@ def test_hub(hub: dict[str, list[str]], fetched: list[str], tmp_path: Path) -> N
     }.items():
         with pytest.raises(PullError, match=message):
             pull.resolve(model)
+
+
+@pytest.mark.usefixtures("home")
+def test_a_config_alone(hub: dict[str, list[str]], fetched: list[str], tmp_path: Path) -> None:
+    hub["org/folder"] = ["config.json", "model.safetensors"]
+    hub["org/gguf"] = ["config.json", "one.gguf"]
+    assert pull.hub_config("org/folder") == tmp_path / "org/folder/config.json"
+    assert fetched == ["config.json"]
+    for other in ("org/gguf", "org/gguf:one.gguf", "smollm2", "a/b/c", str(tmp_path)):
+        assert pull.hub_config(other) is None
+    with pytest.raises(PullError, match=r"cannot be reached \(KeyError\).*give the path"):
+        pull.hub_config("org/none")
 
 
 @pytest.mark.usefixtures("home", "hub")

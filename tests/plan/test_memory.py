@@ -299,3 +299,13 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     facts = planned(str(tmp_path), "--users", "3")
     assert facts["kv_bytes"] == 3 * 128 * 2 * 2 * 64 * 2
+
+
+def test_a_quantized_models_config_alone_does_not_pass_for_bf16(tmp_path: Path) -> None:
+    how = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": how}))
+    done = CliRunner().invoke(app, ["plan", "memory", str(tmp_path), "--json"])
+    assert done.exit_code == 1
+    assert "quantized (gptq)" in str(done.exception)
+    facts = planned(str(tmp_path), "--format", "gptq", "--bits", "4", "--group-size", "32")
+    assert facts["weights"]["format"] == "gptq 4 bits, group 32"

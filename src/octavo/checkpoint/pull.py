@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.gguf_split import first_shard, shard_names
@@ -493,11 +494,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
 def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
     """What is already in the hub's own cache is used without asking the network."""
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repo, local_files_only=True))
@@ -508,19 +505,64 @@ def _from_hub(repo: str, wanted: str | None, *, download: bool) -> Path:
             return folder
     except (LocalEntryNotFoundError, PullError):
         pass
+
+    def fetch() -> Path:
+        if file := _choose(HfApi().list_repo_files(repo), wanted, repo):
+            first, *_ = [hf_hub_download(repo, name) for name in shard_names(file)]
+            return Path(first)
+        # Of the top folder only: some repositories keep the original's weights beside it.
+        return Path(snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns="*/*"))
+
+    return _fetched(repo, fetch, download=download)
+
+
+def hub_config(model: str) -> Path | None:
+    """The config.json, alone, of a repository ``org/repo`` on Hugging Face that is not here; None
+    when it is here, is one of GGUF files, or ``model`` names something else.
+
+    Raises `PullError` as `resolve` does.
+    """
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    match = _HUB_ID.fullmatch(model)
+    if match is None or match["file"] or Path(model).exists():
+        return None
+    try:
+        resolve(model, download=False)
+    except PullError:
+        pass
+    else:
+        return None
+    repo = match["repo"]
+    try:
+        return Path(hf_hub_download(repo, "config.json", local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+
+    def fetch() -> Path | None:
+        files = HfApi().list_repo_files(repo)
+        if "config.json" not in files or any(file.endswith(".gguf") for file in files):
+            return None
+        return Path(hf_hub_download(repo, "config.json"))
+
+    return _fetched(repo, fetch, download=not offline())
+
+
+_Found = TypeVar("_Found")
+
+
+def _fetched(repo: str, fetch: Callable[[], _Found], *, download: bool) -> _Found:
+    """What ``fetch`` gets of a repository on the hub. Raises `PullError` saying why not."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
     if not download:
         reason = "downloads are off"
     elif not _hub_has_address():
         reason = "Hugging Face cannot be reached (no network)"
     else:
         try:
-            if file := _choose(HfApi().list_repo_files(repo), wanted, repo):
-                first, *_ = [hf_hub_download(repo, name) for name in shard_names(file)]
-                return Path(first)
-            # Of the top folder only: some repositories keep the original's weights beside it.
-            return Path(
-                snapshot_download(repo, allow_patterns=_FOLDER_FILES, ignore_patterns="*/*")
-            )
+            return fetch()
         except PullError:
             raise
         except GatedRepoError as error:

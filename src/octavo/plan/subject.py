@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
 from pathlib import Path
@@ -12,7 +12,7 @@ import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
-from octavo.checkpoint.pull import KNOWN, resolve
+from octavo.checkpoint.pull import KNOWN, hub_config, resolve
 from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.plan.presets import PRESETS, Preset, preset
@@ -25,6 +25,7 @@ class Subject:
     name: str
     program: Program
     stored: Mapping[str, Weight] | None = None
+    quantized: str | None = None  # how a config.json alone says that weights are stored
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Subject:
@@ -42,12 +43,15 @@ class Subject:
         # Where the key is missing, transformers' classes tie Gemma's head and no other's.
         gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
         config = model_config(folder, () if gemma else ("lm_head.weight",))
-        return cls(config.name, program(config))
+        how = folder.json(CONFIG).get("quantization_config")
+        method = str(how.get("quant_method")) if isinstance(how, dict) else None
+        return cls(config.name, program(config), quantized=method)
 
     @classmethod
     def find(cls, model: str) -> Subject:
         """Of whatever names a model: a preset, a config.json, a folder with one, a file, a short
-        name that `octavo pull` knows. Weights are not read.
+        name that `octavo pull` knows, a Hugging Face id, of which the config.json is enough.
+        Weights are not read.
 
         Raises `CheckpointError`.
         """
@@ -69,6 +73,8 @@ class Subject:
                 f"presets are {', '.join(PRESETS)}; else give a known name ({', '.join(KNOWN)}), a "
                 f"{CONFIG}, a GGUF file or folder, or a Hugging Face id"
             )
+        if (config := hub_config(model)) is not None:
+            return replace(cls.of_config(config), name=model)
         return cls.of(octavo.checkpoint.load(resolve(model)))
 
     @property

@@ -237,6 +237,11 @@ def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> St
     bf16 = schemes.scheme("bf16")
     if scheme is not None:
         return quantization.in_scheme(subject, scheme, bf16)
+    if subject.quantized is not None:
+        raise ValueError(
+            f"{subject.name}: its config.json says that weights are quantized ({subject.quantized})"
+            ", but not all of how: say it with --format (and --bits, --group-size), or give weights"
+        )
     return quantization.as_stored(subject) or quantization.in_scheme(subject, bf16, bf16)
 
 

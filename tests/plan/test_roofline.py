@@ -159,6 +159,21 @@ def test_what_holds_everywhere(
     assert few.phase.intensity <= result.contexts[0].limit * (1 + 1e-6) or sequences == 1
 
 
+def test_predictions_take_a_share_of_the_roof() -> None:
+    """Half the peak and a quarter of the bandwidth: one sequence, bound by bytes, takes four times
+    as long, a long prompt, bound by operations, twice. What bounds is of the roof.
+    """
+    half = CHIP.assuming(0.5, 0.25)
+    at_best, expected = (found(LLAMA, prompts=(2000,), device=each) for each in (CHIP, half))
+    assert expected.decode[0].seconds == pytest.approx(4 * at_best.decode[0].seconds, rel=1e-3)
+    assert expected.prefill[0].seconds == pytest.approx(2 * at_best.prefill[0].seconds, rel=1e-2)
+    for one, other in zip(at_best.decode + at_best.prefill, expected.decode + expected.prefill,
+                          strict=True):  # fmt: skip
+        assert one.phase == other.phase
+        assert one.seconds == one.seconds_at_roof == other.seconds_at_roof
+    assert at_best.contexts == expected.contexts
+
+
 def test_cost() -> None:
     """3600 units an hour are one a second; at 1000 tokens a second a million takes 1000."""
     assert per_million(3600, 1000) == pytest.approx(1000)
@@ -201,7 +216,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_quantized_weights_have_a_roof_of_their_own() -> None:
     arguments = ("llama-3-8b", "--device", "h100", "--format", "q4_k", "--json")
-    assert [roof["arithmetic"] for roof in json.loads(run(*arguments))["roofs"]] == ["int8", "bf16"]
+    roofs = json.loads(run(*arguments))["roofs"]
+    assert [roof["arithmetic"] for roof in roofs] == ["int8", "bf16"]
     wide = json.loads(run(*arguments, "--arithmetic", "bf16"))
     assert [roof["arithmetic"] for roof in wide["roofs"]] == [Arithmetic.BF16]
 
@@ -218,6 +234,7 @@ def test_quantized_weights_have_a_roof_of_their_own() -> None:
         (("--context", "0"), "at least one token"),
         (("--price", "0"), "--price"),
         (("--price", "nan"), "--price"),
+        (("--compute-share", "1.5"), "--compute-share"),
         (("--format", "q9"), "q9"),
         (("--kv-cache-dtype", "int2"), "int2"),
         (("--arithmetic", "fp4"), "fp4"),

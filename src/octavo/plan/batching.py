@@ -35,7 +35,7 @@ from octavo.plan.lengths import Lengths
 from octavo.plan.phase import mixed_batch
 
 Limit = Literal["sequences", "tokens", "cache"]
-_NODES = 33  # of functions of the batch or of a step's tokens, between which lines are drawn
+_NODES = 25  # of functions of the batch or of a step's tokens, between which lines are drawn
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Mix:
         has no room for waits for the next (Lindley's recursion, 1952).
         """
         prompts = self.load.prompts
-        width = max(1, round(self.room / 128), len(prompts.shares) >> 11)
+        width = max(1, round(self.room / 64), len(prompts.shares) >> 10)
         room = max(1, round(self.room / width))
         if self.begun * prompts.mean >= self.room * (1 - 1e-9):
             return width, np.eye(room + 1)[room], inf
@@ -189,7 +189,7 @@ class Mix:
         moments = np.fft.rfft(arrives, 2 * size)
         left = np.zeros(size)
         left[0] = 1
-        for _ in range(200):
+        for _ in range(100):
             total = np.clip(np.fft.irfft(np.fft.rfft(left, 2 * size) * moments), 0, None)
             after = np.zeros(size)
             after[: size - 1] = total[room + 1 : room + size]
@@ -363,8 +363,9 @@ def batching(
         stays = mix.steps * saturation.step_seconds
         times = mix.times(step)
     else:
-        fixed = _fixed_point(step, load, limits, saturation)
-        spread = _spread(step, load, limits, saturation)
+        through = _stays(step, saturation)
+        fixed = _fixed_point(through, saturation)
+        spread = _spread(through, saturation)
         mix = Mix(load, max(1.0, spread.running), budget)
         times = mix.times(step)
         stays = spread.running / load.rate if load.rate else times.mean * mix.steps
@@ -402,34 +403,39 @@ def _saturation(step: StepTime, load: Load, limits: Limits) -> Saturation:
     return Saturation(mix, limit, mix.times(step).mean)
 
 
-def _fixed_point(step: StepTime, load: Load, limits: Limits, saturation: Saturation) -> Mix | None:
-    """running = rate · steps · time of a step of running + 1, by bisection."""
-    budget = limits.max_num_batched_tokens
+def _stays(step: StepTime, saturation: Saturation) -> npt.NDArray[np.float64]:
+    """[k - 1] seconds in which a request is through when k run, up to as many as may; a straight
+    line between those that are computed.
+    """
+    mix = saturation.mix
+    places = max(1, floor(saturation.running))
+    nodes = np.unique(np.round(np.concatenate([[1, places], np.geomspace(1, places, _NODES)])))
+    at = [Mix(mix.load, float(node), mix.budget) for node in nodes]
+    k = np.arange(1, places + 1)
+    return np.interp(k, nodes, [each.steps * each.times(step).mean for each in at])
+
+
+def _fixed_point(stays: npt.NDArray[np.float64], saturation: Saturation) -> Mix | None:
+    """running = rate · stay of one of running + 1, by bisection."""
+    load, k = saturation.mix.load, np.arange(1, len(stays) + 1)
 
     def excess(running: float) -> float:
-        mix = Mix(load, running + 1, budget)
-        return load.rate * mix.steps * mix.times(step).mean - running
+        return load.rate * float(np.interp(running + 1, k, stays)) - running
 
     low, high = 0.0, saturation.running - 1
     if not load.rate or high <= 0 or excess(high) > 0:
         return None
-    for _ in range(50):
+    for _ in range(60):
         middle = (low + high) / 2
         low, high = (middle, high) if excess(middle) > 0 else (low, middle)
-    return Mix(load, high, budget)
+    return Mix(load, high, saturation.mix.budget)
 
 
-def _spread(step: StepTime, load: Load, limits: Limits, saturation: Saturation) -> Spread:
-    """By the product over k of rate · steps · time(k) / k."""
-    places = max(1, floor(saturation.running))
-    nodes = np.unique(np.round(np.concatenate([[1, places], np.geomspace(1, places, _NODES)])))
-    budget = limits.max_num_batched_tokens
-    times = []
-    for node in nodes:
-        mix = Mix(load, float(node), budget)
-        times.append(mix.steps * mix.times(step).mean)
+def _spread(stays: npt.NDArray[np.float64], saturation: Saturation) -> Spread:
+    """By the product over k of rate · stay of one of k / k."""
+    load, places = saturation.mix.load, len(stays)
     k = np.arange(1, places + 1)
-    factors = load.rate * np.interp(k, nodes, times) / k
+    factors = load.rate * stays / k
     # Where places are no whole number, what saturates is the same.
     factors[-1] = load.rate / saturation.requests_per_second
     with np.errstate(divide="ignore"):

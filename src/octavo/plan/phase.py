@@ -204,13 +204,17 @@ def _kind(op: Op) -> str:
 
 def _part(name: str, unit: Arithmetic, costs: list[OpCost], rates: Rates) -> PartCost:
     alike = Counter(costs).items()
+    bandwidth, peak = rates.bytes_per_second, rates.peak(unit)
+    if name == "attention":  # of a calibrated machine, on rates of its own
+        bandwidth = rates.kv_bytes_per_second or bandwidth
+        peak = rates.attention_ops_per_second or peak
     return PartCost(
         name,
         sum(n * cost.weight_bytes for cost, n in alike),
         sum(n * cost.kv_bytes for cost, n in alike),
         sum(n * cost.ops for cost, n in alike),
         unit,
-        sum(n * (cost.bytes / rates.bytes_per_second) for cost, n in alike),
-        sum(n * (cost.ops / rates.peak(unit)) for cost, n in alike),
+        sum(n * (cost.bytes / bandwidth) for cost, n in alike),
+        sum(n * (cost.ops / peak) for cost, n in alike),
         sum(n * cost.seconds(rates) for cost, n in alike),
     )

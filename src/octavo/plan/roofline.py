@@ -6,6 +6,9 @@ section 2: a dense model of N parameters takes 2N operations a token and reads i
 step, whatever the step's tokens; attention reads each sequence's own keys and values, so that its
 intensity stays where it is however large the batch. All is counted from the Program by `CostModel`,
 which is also the simulator's clock; a device is one chip, and nothing is said of several.
+
+Bounds and crossings are of the roof. Latencies are predictions: where nobody has measured a device,
+they take the shares of its roof that `Device.predicted` assumes.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ class Point:
     sequences: int
     context: int  # tokens in the cache of each sequence that decodes; tokens of the prompt
     phase: Phase
-    seconds: float  # of the step, or of the prompt's steps, with their overhead
+    seconds: float  # predicted, of the step or of the prompt's steps, with their overhead
+    seconds_at_roof: float  # what nothing can be faster than
     bytes_held: int  # weights, and the cache of these sequences
     fits: bool | None  # in the device's memory; None: not known
 
@@ -54,8 +58,8 @@ class Point:
 
     @property
     def mfu(self) -> float:
-        """Share of the time that the arithmetic would take alone: Pope et al.'s model FLOPS
-        utilization, each op against the peak of its own unit.
+        """Share of the predicted time that the arithmetic would take at its peak: Pope et al.'s
+        model FLOPS utilization, each op against the peak of its own unit.
         """
         return self.phase.arithmetic_seconds / self.seconds
 
@@ -77,7 +81,8 @@ class Roofline:
     stored: Stored
     layout: KvLayout
     device: Device
-    rates: Rates
+    rates: Rates  # the roof
+    expected: Rates  # what predictions take
     roofs: tuple[Roof, ...]  # of the units that multiply matrices, the highest first
     decode: tuple[Point, ...]
     prefill: tuple[Point, ...]
@@ -95,20 +100,25 @@ def roofline(
     sequences: Sequence[int],
     chunk: int | None = None,
     quantized: Arithmetic = Arithmetic.INT8,
+    expected: Rates | None = None,
 ) -> Roofline:
     """Decode at each of ``contexts`` (tokens in the cache of each sequence) and batches of
     ``sequences``, and the prefill of a prompt alone of each of ``prompts`` tokens, ``chunk`` of
-    them a step (None: all at once). ``quantized`` multiplies quantized weights.
+    them a step (None: all at once). ``quantized`` multiplies quantized weights; ``expected`` are
+    the rates of predictions (None: the device's).
     """
     model = cost_model(subject, stored, layout, quantized, device.half)
     rates = device.rates(stored.bytes)
+    expected = expected or device.predicted(stored.bytes)
 
     def point(batches: list[Batch], count: int, context: int, held: int) -> Point:
-        seconds = sum(model.step(batch, rates).seconds for batch in batches)
+        predicted, least = (
+            sum(model.step(batch, each).seconds for batch in batches) for each in (expected, rates)
+        )
         whole = stored.bytes + count * peak_blocks(layout, held) * layout.block_bytes
         memory = device.memory_bytes
         fits = None if memory is None else whole <= memory
-        return Point(count, context, phase(model, batches, rates), seconds, whole, fits)
+        return Point(count, context, phase(model, batches, rates), predicted, least, whole, fits)
 
     decode = tuple(
         point([decode_batch(count, context)], count, context, context + 1)
@@ -132,6 +142,7 @@ def roofline(
         layout,
         device,
         rates,
+        expected,
         tuple(sorted(roofs, key=lambda roof: (-roof.ops_per_second, roof.arithmetic))),
         decode,
         prefill,

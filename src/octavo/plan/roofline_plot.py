@@ -18,9 +18,9 @@ _NEAR = 17  # points on the page under which labels are joined
 
 
 def draw(found: Roofline, path: Path) -> None:
-    """Left: operations a second over operations a byte. A point is a whole step; those below the
-    roof have parts with different bounds. Right: operations a byte of decode over its sequences,
-    one line a context. All logarithmic; the file's suffix says what kind it is.
+    """Left: operations a second, as predicted, over operations a byte. A point is a whole step;
+    those below their roof have parts with different bounds. Right: operations a byte of decode
+    over its sequences, a line a context. All logarithmic; the file's suffix says what kind it is.
     """
     import matplotlib
 
@@ -51,7 +51,6 @@ def draw(found: Roofline, path: Path) -> None:
     left.set_xlabel("operations a byte moved")
     left.set_ylabel("operations a second")
     left.set_title("a step under the roof", loc="left", fontsize=11)
-    left.legend(loc="lower right", framealpha=0.95, edgecolor="none", fontsize=9)
 
     batches = sorted({point.sequences for point in found.decode})
     right.set_xlim(batches[0] / 1.3, batches[-1] * 1.3 + (len(batches) == 1))
@@ -73,18 +72,20 @@ def draw(found: Roofline, path: Path) -> None:
     right.set_xticks(batches, [f"{count:,}" for count in batches])
     right.set_xlabel("sequences that decode together")
     right.set_ylabel("operations a byte moved")
-    right.set_title("decode: its cache sets the limit", loc="left", fontsize=11)
+    right.set_title("decode: operations a byte, by batch", loc="left", fontsize=11)
     right.legend(loc="lower right", framealpha=0.95, edgecolor="none", fontsize=9)
     device = found.device
-    source = "measured" if device.measured else "figures as published or given, not measured"
     figure.suptitle(
         f"{found.subject.name}, {found.stored.name} weights, {found.layout.dtype} cache, on "
-        f"{device.name} ({source})",
+        f"{device.name} ({device.standing.partition(' (')[0]})"
+        + (f"; {device.assumption}" if device.assumption else ""),
         fontsize=10,
         color=_GREY,
     )
-    figure.draw_without_rendering()  # from here on the places on the page are known
     _roof(left, found)
+    left.legend(loc="lower right", framealpha=0.95, edgecolor="none", fontsize=9)
+    figure.draw_without_rendering()  # from here on the places on the page are known
+    _slope_name(left, found)
     for points in decode:
         batch = [f"{point.sequences:,}" for point in points]
         row = decode.index(points)
@@ -112,6 +113,7 @@ def _limits(axes: Axes, found: Roofline) -> None:
 
 
 def _roof(axes: Axes, found: Roofline) -> None:
+    """The flat parts have their names in the margin, where no point is."""
     low, high = axes.get_xlim()
     bandwidth = found.rates.bytes_per_second
     top = found.roofs[0]
@@ -121,12 +123,28 @@ def _roof(axes: Axes, found: Roofline) -> None:
         axes.plot([roof.ridge, high], [roof.ops_per_second] * 2, color=_ROOF, linewidth=1.6,
                   zorder=1)  # fmt: skip
         axes.annotate(
-            f"{names}: {_amount(roof.ops_per_second)}op/s, from {roof.ridge:.3g} on",
-            (high, roof.ops_per_second), (-4, 4), textcoords="offset points", ha="right",
-            fontsize=9, color=_ROOF, path_effects=_halo(),
+            f"{names}\n{_amount(roof.ops_per_second)}op/s", (high, roof.ops_per_second), (5, 0),
+            textcoords="offset points", va="center", fontsize=9, color=_ROOF,
         )  # fmt: skip
-    (x0, y0), (x1, y1) = axes.transData.transform(slope)
-    x = low * (top.ridge / low) ** 0.5
+    if found.device.assumption:
+        expected, label = found.expected, "the share assumed of the roof"
+        for _, roof in levels(found.roofs):
+            peak = expected.peak(roof.arithmetic)
+            ridge = peak / expected.bytes_per_second
+            axes.plot(
+                [low, ridge, high], [low * expected.bytes_per_second, peak, peak],
+                color=_ROOF, linewidth=1, linestyle=(0, (4, 3)), zorder=1,
+                label=label,
+            )  # fmt: skip
+            label = ""  # once
+
+
+def _slope_name(axes: Axes, found: Roofline) -> None:
+    """Along the slope, as steep as it is on the page."""
+    low, bandwidth = axes.get_xlim()[0], found.rates.bytes_per_second
+    ridge = found.roofs[0].ridge
+    (x0, y0), (x1, y1) = axes.transData.transform([(x, x * bandwidth) for x in (low, ridge)])
+    x = low * (ridge / low) ** 0.5
     axes.annotate(
         f"memory: {bandwidth / 1e9:,.4g} GB/s", (x, x * bandwidth), (-5, 5),
         textcoords="offset points", rotation=degrees(atan2(y1 - y0, x1 - x0)),

@@ -71,12 +71,13 @@ class Setup:
     def rates(self) -> Rates:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
-        return self.device.rates(self.stored.bytes) if stored is None else stored.rates
+        return self.device.predicted(self.stored.bytes) if stored is None else stored.rates
 
     def basis(self) -> str:
         """What the predictions rest on."""
         if not self.device.measured:
-            return f"figures of {self.device.name}, not measured"
+            assumption = self.device.assumption or "predictions take all of the roof"
+            return f"figures of {self.device.name}, not measured; {assumption}"
         stored = self.calibration()
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"

@@ -253,10 +253,10 @@ def _model(
     """Step times of the cost model, and the cache that the engine would have there."""
     from octavo.engine.load import EngineConfig
     from octavo.kv.cache import peak_blocks
-    from octavo.plan import hardware, schemes
+    from octavo.plan import hardware
     from octavo.plan import quantization as formats
     from octavo.plan.batching import ModelStep, held_tokens
-    from octavo.plan.simulation import Setup
+    from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
     try:
@@ -276,13 +276,8 @@ def _model(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     subject = Subject.find(model)
-    bf16 = schemes.scheme("bf16")
-    stored = formats.as_stored(subject) if chosen is None else None
-    if stored is None:
-        try:
-            stored = formats.in_scheme(subject, chosen or bf16, bf16)
-        except ValueError as error:
-            raise _refused(str(error)) from None
+    stored = weights_on(on, subject, chosen)
+    setup = Setup(subject, stored, on, config)
     most = subject.program.config.context_length
     if load.prompts.mean + load.outputs.mean > most:
         raise _refused(
@@ -292,7 +287,7 @@ def _model(
     layout = config.layout_of(subject.program.config)
     cache, where = None, "the cache is taken to hold all that run: the device's memory is not known"
     if on.memory_bytes is not None:
-        plan, _ = Setup(subject, stored, on, config).plan()
+        plan, _ = setup.plan()
         held = held_tokens(load)
         # Half a block of each sequence is not filled yet, in the mean.
         blocks = peak_blocks(layout, math.ceil(held + layout.block_size / 2))
@@ -302,17 +297,18 @@ def _model(
             f"{plan.num_blocks:,} blocks of cache ÷ {blocks:,} of a sequence of {held:,.0f} tokens "
             f"= {limits.cached_seqs:,.1f} sequences"
         )
-    model_of_costs = formats.cost_model(subject, stored, layout, half=on.half)
+    costs = formats.cost_model(subject, stored, layout, half=on.half)
     return (
-        ModelStep(model_of_costs, on.predicted(stored.bytes)),
+        ModelStep(costs, setup.rates()),
         limits,
         {
             "model": subject.name,
             "format": stored.name,
             "device": on.name,
             "measured": on.measured,
-            "step": f"of {subject.name} ({stored.name}) on {on.name}, {on.standing}",
-            "assumption": on.assumption,
+            "step": f"of {subject.name} ({stored.name}) on {on.name}",
+            "standing": on.standing,
+            "basis": on.assumption or setup.basis(),
             "cache": where,
             "num_blocks": cache,
         },
@@ -377,8 +373,7 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
 def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     load, mix = found.load, found.saturation.mix
     lines = [f"a step: {how['step']}"]
-    if how.get("assumption"):
-        lines.append(f"  {how['assumption']}")
+    lines += [f"  {how[key]}" for key in ("standing", "basis") if how.get(key)]
     lines += [
         "",
         "a request",

@@ -121,6 +121,20 @@ def command(
             "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
         ),
     ] = "int8",
+    compute_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Of the peaks, that predictions assume.",
+            show_default="of a GPU 0.6, else 1",
+        ),
+    ] = None,
+    bandwidth_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Of the bandwidth, the same.", show_default="of a GPU 0.8, else 1"
+        ),
+    ] = None,
     price: Annotated[
         float | None,
         typer.Option(metavar="X", help="Of the device an hour: adds what a million tokens cost."),
@@ -142,12 +156,12 @@ def command(
     their cost. All counted from the model's own list of operations. MODEL may also be a preset or
     a config.json alone, without weights.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.load import EngineConfig
     from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import hardware, schemes
-    from octavo.plan import quantization as formats
     from octavo.plan.roofline import roofline
+    from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
     if arithmetic not in ("int8", "bf16"):
@@ -163,14 +177,14 @@ def command(
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         check_plot(plot)
+    try:
+        on = on.assuming(compute_share, bandwidth_share)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
     subject = Subject.find(model)
     most = subject.program.config.context_length
-    stored = formats.as_stored(subject) if chosen is None else None
-    if stored is None:
-        try:
-            stored = formats.in_scheme(subject, chosen or schemes.scheme("bf16"), edges)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
+    stored = weights_on(on, subject, chosen, edges)
+    setup = Setup(subject, stored, on, EngineConfig(kv_cache_dtype=kv_cache_dtype))
     found = roofline(
         subject,
         stored,
@@ -181,15 +195,16 @@ def command(
         sequences=_BATCHES if batch_sizes is None else tuple(map(int, batch_sizes)),
         chunk=max_num_batched_tokens,
         quantized=Arithmetic(arithmetic),
+        expected=setup.rates(),
     )
     if plot is not None:
         from octavo.plan.roofline_plot import draw
 
         draw(found, plot)
     if as_json:
-        typer.echo(json.dumps(as_dict(found, price), indent=2))
+        typer.echo(json.dumps(as_dict(found, price, setup.basis()), indent=2))
     else:
-        typer.echo(as_text(found, price, max_num_batched_tokens))
+        typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
 
 
 def check_plot(path: Path) -> None:
@@ -222,7 +237,7 @@ def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def as_dict(found: Roofline, price: float | None) -> dict[str, Any]:
+def as_dict(found: Roofline, price: float | None, basis: str) -> dict[str, Any]:
     return {
         "model": found.subject.name,
         "parameters": found.subject.parameters,
@@ -232,8 +247,11 @@ def as_dict(found: Roofline, price: float | None) -> dict[str, Any]:
         "kv_bytes_per_token": found.layout.bytes_per_token,
         "device": found.device.name,
         "measured": found.device.measured,
+        "standing": found.device.standing,
+        "basis": basis,
         "memory_bytes": found.device.memory_bytes,
         "rates": asdict(found.rates),
+        "predicted_rates": asdict(found.expected),
         "roofs": [roof._asdict() for roof in found.roofs],
         "contexts": [asdict(context) for context in found.contexts],
         "decode": [
@@ -262,6 +280,7 @@ def _point_dict(point: Point, price: float | None) -> dict[str, Any]:
     phase, rate = point.phase, point.tokens_per_second
     return {
         "tokens": phase.tokens,
+        "seconds_at_roof": point.seconds_at_roof,
         "tokens_per_second": rate,
         "tokens_per_unit_of_cost": None if price is None else 3600 * rate / price,
         "cost_per_million_tokens": None if price is None else per_million(price, rate),
@@ -286,24 +305,25 @@ def _point_dict(point: Point, price: float | None) -> dict[str, Any]:
 # --- for people ----------------------------------------------------------------------------------
 
 
-def as_text(found: Roofline, price: float | None, chunk: int | None) -> str:
+def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str) -> str:
     from octavo.plan.roofline import levels
 
     rates, layout, stored = found.rates, found.layout, found.stored
-    source = "measured here" if found.device.measured else "as published or given, not measured"
+    scale, letter = (1e12, "T") if found.roofs[0].ops_per_second >= 1e13 else (1e9, "G")
     lines = [
         f"{found.subject.name}: {found.subject.parameters:,} parameters, {stored.bytes:,} bytes of "
         f"weights ({stored.name}),",
         f"{layout.bytes_per_token:,} bytes of KV cache a token ({layout.dtype})",
         "",
-        f"{found.device.name}: {source}",
+        f"{found.device.name}: {found.device.standing}",
         f"  {'memory':<12}{rates.bytes_per_second / 1e9:>9,.4g} GB/s",
         *(
-            f"  {names:<12}{roof.ops_per_second / 1e9:>9,.6g} Gop/s ÷ "
+            f"  {names:<12}{roof.ops_per_second / scale:>9,.6g} {letter}op/s ÷ "
             f"{rates.bytes_per_second / 1e9:.4g} GB/s: bound by operations from "
             f"{roof.ridge:.4g} a byte on"
             for names, roof in levels(found.roofs)
         ),
+        f"  {found.device.assumption or basis}",
         "",
         *_table("decode", ("context", "batch"), "TPOT", found.decode, price),
         *(_crossing(context) for context in found.contexts),
@@ -316,8 +336,9 @@ def as_text(found: Roofline, price: float | None, chunk: int | None) -> str:
         "",
         "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the share "
         "of the",
-        "time that arithmetic alone would take. A step's time is added op by op, each the longer "
-        "of its two.",
+        "time that arithmetic at its peak would take. A step's time is added op by op, each the "
+        "longer of",
+        "its two.",
     ]
     if any(point.fits is False for point in found.decode + found.prefill):
         memory = found.device.memory_bytes or 0

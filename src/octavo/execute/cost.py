@@ -14,10 +14,11 @@ attention has rates of its own, and rows and prompts have overheads, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from itertools import count, repeat
 from math import inf
 from typing import NamedTuple
 
@@ -238,6 +239,26 @@ class CostModel:
         )
         return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
 
+    def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
+        """The seconds of successive steps in which each of some sequences, now at ``positions``,
+        decodes a token: those of `step`, to the last digit.
+        """
+        sequences = len(positions)
+        dense = self._dense(sequences, sequences, rates).seconds
+        overhead = rates.overhead(sequences, 0)
+        for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
+            # `_attend` where every span is one token: it reads what it sees and writes itself.
+            attention = [
+                n
+                * rates.attention_seconds(
+                    (keys + sequences) * self._kv_token_bytes,
+                    keys * self._attention_ops,
+                    self._attention,
+                )
+                for keys, n in zip(seen, self._windows.values(), strict=True)
+            ]
+            yield dense + (sum(attention) + overhead)
+
     def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
         """The cost of each different op and how many there are of it, in the same order for every
         batch.
@@ -347,6 +368,10 @@ class CostExecutor:
     def execute(self, batch: Batch) -> StepResult:
         return StepResult(None, 0.0 if self._free else self.cost(batch).seconds)
 
+    def decode_seconds(self, positions: Int32) -> Iterator[float]:
+        """How long successive steps take in which sequences, now at ``positions``, only decode."""
+        return repeat(0.0) if self._free else self.costs.decode_seconds(positions, self.rates)
+
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         return np.zeros((len(blocks), self.layout.block_bytes), dtype=np.uint8)
 
@@ -375,6 +400,14 @@ def _spans(batch: Batch) -> _Spans:
     offsets = batch.seq_offsets
     starts = batch.positions[offsets[:-1]].astype(np.int64)
     return starts, starts + np.diff(offsets)
+
+
+def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
+    """Keys that a query at each of the positions sees, added up; then at the positions after."""
+    ends = positions.astype(np.int64) + 1
+    if window is None:
+        return count(int(ends.sum()), len(ends))
+    return (int(np.minimum(ends + step, window).sum()) for step in count())
 
 
 def chunks_of(batch: Batch) -> int:

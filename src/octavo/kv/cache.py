@@ -9,7 +9,11 @@ goes on otherwise (`branch`); of these the slot takes one over or none.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -278,6 +282,45 @@ class KvCache:
     def advance(self, slot: int, count: int) -> None:
         """The next ``count`` positions have been written."""
         self.num_tokens[slot] += count
+
+    def steps_of_room(self, slots: Int32, limit: int) -> int:
+        """How often, ``limit`` at most, all of the slots could go on by a position with the blocks
+        that are free now.
+        """
+        starts, held = self.num_tokens[slots], self.num_blocks[slots]
+        free = self.pool.num_free // len(self._windows)
+
+        def more(steps: int) -> int:
+            return int(np.maximum(-(-(starts + steps) // self.block_size) - held, 0).sum())
+
+        if more(limit) <= free:
+            return limit
+        return bisect_right(range(limit), free, key=more) - 1
+
+    def go_on(self, slots: Int32, tokens: Sequence[array[int]], steps: int) -> None:
+        """All of the slots by a position, and that ``steps`` times: `reserve` for those at the
+        beginning of a block, `advance`, `register` for those at the end of one; for each slot its
+        sequence's tokens. Nothing is done where nothing comes of it, but what is done is done in
+        the order of single steps: it decides which blocks are handed out and which stay cached.
+        """
+        starts = self.num_tokens[slots]
+        size = self.block_size
+        edges = [
+            (step, index)  # a block ends before the step, the next begins with it
+            for index, first in enumerate((-starts % size).tolist())
+            for step in range(first, steps + 1, size)
+        ]
+        edges.sort()
+        for step, group in groupby(edges, key=itemgetter(0)):
+            here = [(int(slots[index]), tokens[index], int(starts[index])) for _, index in group]
+            if step:
+                for slot, token_ids, start in here:
+                    self.num_tokens[slot] = start + step
+                    self.register(slot, token_ids)
+            if step < steps:
+                for slot, _, _ in here:
+                    self.reserve(slot, 1)
+        self.num_tokens[slots] = starts + steps
 
     def settle(self, slot: int) -> None:
         """Give back what was reserved and does not count as written (rejected drafts), and what the

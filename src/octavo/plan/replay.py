@@ -8,10 +8,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import inf
+from typing import Protocol
 
 import numpy as np
 
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, Leap
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
 from octavo.workload.datasets import Sample, draws
@@ -30,6 +33,18 @@ class Replay:
     idle: float  # of it, without any request
 
 
+class Watch(Protocol):
+    """Looks at the engine now and then. Times are seconds from the start of the load."""
+
+    next: float  # when it wants to look next: at the end of the step under way then
+
+    def observe(self, engine: Engine, now: float) -> None:
+        """After a step that ended ``now``; of many like ones before ``next`` only the first and the
+        last.
+        """
+        ...
+
+
 def prompt_token_ids(sample: Sample, seed: int, vocab_size: int) -> array[int]:
     """The sample's prompt; equal parts are equal tokens. (Thousands of prompts may wait.)"""
     drawn = np.concatenate([draws(seed, part.key, part.length) for part in sample.parts])
@@ -43,11 +58,13 @@ def replay(
     seed: int = 0,
     max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
-    watch: Callable[[Engine, float], None] = lambda engine, now: None,
+    watch: Watch | None = None,
+    leaps: bool = True,
 ) -> Replay:
     """Every sample at its ``arrival`` (in order), until all have ended. Of these at most
     ``max_concurrency`` are with the engine at a time; others wait to be sent. ``progress`` is told
-    how many have ended, ``watch`` of every step's end.
+    how many have ended. ``leaps``: steps that are foreseen are taken at once (`Engine.leap`), with
+    the same result.
     """
     clock = engine.clock
     start = clock.now()
@@ -59,8 +76,7 @@ def replay(
     most = max_concurrency or len(samples)
     room_since = 0.0  # for one more to be sent
     while True:
-        now = clock.now() - start
-        while arrived < len(samples) and _arrival(samples[arrived]) <= now and len(live) < most:
+        while len(live) < most and (start + _due(samples, arrived)) <= clock.now():
             sent = max(_arrival(samples[arrived]), room_since)
             record = _begin(engine, samples[arrived], arrived, start, sent, seed)
             arrived += 1
@@ -75,6 +91,14 @@ def replay(
             clock.sleep_until(start + _arrival(samples[arrived]))
             idle += clock.now() - began
             continue
+        due = _due(samples, arrived) if len(live) < most else inf
+        until = start + min(due, watch.next if watch else inf)
+        if leaps and (leap := engine.leap(until)):
+            _record(leap, start, live, last)
+            if watch:
+                for ended in dict.fromkeys((leap.times[1], leap.times[-1])):
+                    watch.observe(engine, ended - start)
+            continue
         for delta in engine.step():
             record, now = live[delta.request_id], clock.now() - start
             if delta.token_ids:
@@ -88,9 +112,28 @@ def replay(
                     room_since = now
                 records.append(live.pop(delta.request_id))
                 progress(len(records))
-        watch(engine, clock.now() - start)
+        if watch:
+            watch.observe(engine, clock.now() - start)
     records.sort(key=lambda record: record.index)
     return Replay(records, clock.now() - start, idle)
+
+
+def _due(samples: Sequence[Sample], index: int) -> float:
+    """When the sample of that index arrives; never, behind the last."""
+    return _arrival(samples[index]) if index < len(samples) else inf
+
+
+def _record(leap: Leap, start: float, live: dict[str, Record], last: dict[str, float]) -> None:
+    """What the loop does with the deltas of steps, for many steps."""
+    ends = [time - start for time in leap.times[1:]]
+    between = array("d", [end - before for before, end in pairwise(ends)])
+    for seq in leap.decodes:
+        name = seq.owner.request.request_id
+        record = live[name]
+        record.itl.append(ends[0] - last[name])
+        record.itl.extend(between)
+        record.output_tokens += leap.steps
+        last[name] = ends[-1]
 
 
 def _arrival(sample: Sample) -> float:

@@ -34,7 +34,7 @@ class Series:
         self.peak_waiting = 0
         self.queue_since = math.inf  # when the queue was empty last, as of ``span``; inf: it is
         self._every = max(span / (_MOST / 2), _LEAST)
-        self._next = 0.0
+        self.next = 0.0  # when a sample is due
         self._last = 0.0
         self._rows: list[tuple[float, ...]] = []
 
@@ -48,7 +48,7 @@ class Series:
             elif self.queue_since == math.inf:
                 self.queue_since = self._last
         self._last = now
-        if now >= self._next:
+        if now >= self.next:
             self.sample(engine, now)
 
     def sample(self, engine: Engine, now: float) -> None:
@@ -60,7 +60,7 @@ class Series:
         if len(self._rows) >= _MOST:
             del self._rows[::2]
             self._every *= 2
-        self._next = now + self._every
+        self.next = now + self._every
 
     def columns(self) -> dict[str, Float64]:
         """[samples] of each of `COLUMNS`."""

@@ -186,6 +186,7 @@ def simulate(
     max_concurrency: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
     observers: Sequence[Observer] = (),
+    leaps: bool = True,
 ) -> Simulation:
     """The samples, in order of arrival, put through the engine. ``seed`` makes their tokens.
 
@@ -210,7 +211,8 @@ def simulate(
         seed=seed,
         max_concurrency=max_concurrency,
         progress=progress,
-        watch=series.observe,
+        watch=series,
+        leaps=leaps,
     )
     series.sample(engine, done.duration)
     return Simulation(setup, engine, samples, done, series)

@@ -8,9 +8,10 @@ thread. Requests share lanes, each a thread: a lane is taken at arrival and give
 from __future__ import annotations
 
 import heapq
+from itertools import pairwise
 from typing import Any
 
-from octavo.engine.engine import Step
+from octavo.engine.engine import Leap, Step
 from octavo.plan.simulation import Simulation
 from octavo.schedule.request import RequestRecord
 
@@ -27,18 +28,26 @@ class Timeline:
         self._records: list[RequestRecord] = []
 
     def on_step(self, step: Step) -> None:
+        scheduled = step.scheduled
+        prompts = sum(chunk.size for chunk in scheduled.chunks)
+        tokens = scheduled.batch.num_tokens
+        self._add(step.started, step.ended, len(scheduled.decodes), prompts, tokens)
+
+    def on_leap(self, leap: Leap) -> None:
+        decodes = len(leap.decodes)
+        for started, ended in pairwise(leap.times):
+            self._add(started, ended, decodes, 0, decodes)
+
+    def _add(self, started: float, ended: float, decodes: int, prompts: int, tokens: int) -> None:
         if len(self._steps) == MOST_STEPS:
             self._left_out += 1
             return
-        scheduled = step.scheduled
-        prompts = sum(chunk.size for chunk in scheduled.chunks)
-        parts = [f"decode {len(scheduled.decodes)}"] if scheduled.decodes else []
+        parts = [f"decode {decodes}"] if decodes else []
         parts += [f"prefill {prompts}"] if prompts else []
         self._steps.append(
             _span(
-                (_ENGINE, 1), " + ".join(parts), "step", step.started, step.ended,
-                decodes=len(scheduled.decodes), prompt_tokens=prompts,
-                tokens=scheduled.batch.num_tokens,
+                (_ENGINE, 1), " + ".join(parts), "step", started, ended,
+                decodes=decodes, prompt_tokens=prompts, tokens=tokens,
             )
         )  # fmt: skip
 

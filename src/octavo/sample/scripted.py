@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Collection, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Float32, Sampled, SamplerState, TokenLogprobs
@@ -20,6 +22,14 @@ def mix(value: int) -> int:
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
+
+
+def _mix_all(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """`mix` of each."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 class ScriptedState:
@@ -102,6 +112,25 @@ class ScriptedSampler:
         for _ in range(count):
             tokens.append(self._token(ahead))
             ahead.num_generated += 1
+        return tokens
+
+    def draws_to_go(self, state: ScriptedState) -> int:
+        """How many of the state's next draws certainly do not end its sequence."""
+        if not self._stop_below or not state.stop_token_ids:
+            return sys.maxsize
+        return max(0, state.min_tokens - state.num_generated)
+
+    def sample_ahead(self, states: Sequence[ScriptedState], count: int) -> npt.NDArray[np.int32]:
+        """[states, count]: what ``count`` times `sample` would draw, at most `draws_to_go`."""
+        next_draws = [(state.stream + state.num_generated) & _MASK for state in states]
+        steps = np.arange(count, dtype=np.uint64)
+        random = _mix_all(np.array(next_draws, dtype=np.uint64)[:, None] + steps)
+        low = random & np.uint64(0xFFFFFFFF)
+        tokens = (low % np.uint64(self.vocab_size)).astype(np.int32)
+        for row, state in zip(tokens, states, strict=True):
+            if state.stop_token_ids and not state.stop_token_ids.isdisjoint(row.tolist()):
+                row[:] = self.coming(state, count)
+            state.num_generated += count
         return tokens
 
     def probabilities(

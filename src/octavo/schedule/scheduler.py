@@ -18,7 +18,7 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.kv.cache import NO_HIT, Hit, KvCache
+from octavo.kv.cache import NO_HIT, Hit, Int32, KvCache
 from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission
@@ -435,6 +435,46 @@ class Scheduler:
                 self._builder.last_token[seq.slot] = run[-1]
         if self._suspects and scheduled.samples:
             self._clear_suspect(scheduled.samples[0].owner)
+
+    # Many steps at once
+
+    def steady_steps(self) -> int:
+        """For how many steps from now nothing but the same decodes will run, unless the sampler
+        ends one: no prompt is under way, nobody who waits can be let in, no sequence reaches its
+        maximum, and blocks suffice. 0 where that is not certain.
+        """
+        quiet = self.decoding and not (self.prefilling or self._suspects or self.kv.shared_tails)
+        if not quiet or self._may_admit():
+            return 0
+        self._update_decode_slots()
+        limit = min(seq.num_to_come for seq in self.decoding) - 1
+        return self.kv.steps_of_room(self._builder.decode_slots, limit)
+
+    def _may_admit(self) -> bool:
+        """Whether somebody may be let in although nobody has left since the last step."""
+        if self.config.batching == "static":
+            return self._to_join > 0
+        if not self.waiting:
+            return False
+        kv, head = self.kv, self.waiting[0]
+        if kv.num_free_slots - self._reserved_slots < 1 + len(head.followers):
+            return False
+        if self._blocked is None or any(group.window for group in kv.layout.groups):
+            return True  # windows give blocks back
+        seq, free = self._blocked
+        return seq is not head or kv.pool.num_free > free
+
+    def decode_positions(self) -> Int32:
+        """Where each decoding sequence is."""
+        return self.kv.num_tokens[self._builder.decode_slots]
+
+    def leap(self, tokens: Int32) -> None:
+        """As many steady steps as ``tokens`` [decoding, steps] has columns: schedule and commit."""
+        slots = self._builder.decode_slots
+        for seq, run in zip(self.decoding, tokens, strict=True):
+            seq.token_ids.frombytes(run.tobytes())
+        self.kv.go_on(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
+        self._builder.last_token[slots] = tokens[:, -1]
 
     def _begin_decoding(self, seq: Sequence) -> None:
         """The prompt is through: from now on a token a step, for the sequence and its forks."""

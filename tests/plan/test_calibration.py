@@ -52,6 +52,8 @@ TRUE = Rates(
     kv_bytes_per_second=24e9,
     attention_ops_per_second=130e9,
     attention_knee=1.0,
+    ramp=0.4,
+    batch_overhead=300e-6,
     row_overhead=45e-6,
     chunk_overhead=220e-6,
 )
@@ -157,7 +159,7 @@ def test_parts_add_up_to_the_step(seed: int, knee: float, attention_knee: float)
     rates = replace(TRUE, knee=knee, attention_knee=attention_knee)
     for each in batches(seed)[:5]:
         parts = sum(count * cost.seconds(rates) for cost, count in COSTS.parts(each))
-        overhead = rates.overhead(len(each.logits_rows), chunks_of(each))
+        overhead = rates.overhead(each.num_tokens, len(each.logits_rows), chunks_of(each))
         assert COSTS.step(each, rates).seconds == pytest.approx(parts + overhead, rel=1e-12)
         ops = sum(cost.seconds(rates) for cost in COSTS.by_op(each))
         assert ops == pytest.approx(parts, rel=1e-9)

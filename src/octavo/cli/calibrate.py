@@ -83,9 +83,11 @@ def as_text(calibration: Calibration) -> str:
             limits.peak(unit) / 1e9,
         )
     row("knee: 1 adds the two, ∞ takes the longer", rates.knee, "", "knee")
+    row("ramp: more of that where rows are few", rates.ramp, "", "ramp")
     row("attention, reading", kv / 1e9, "GB/s", "kv_bytes_per_second", memory)
     row("attention, computing", attention / 1e9, "Gop/s", "attention_ops_per_second")
     row("a step", rates.step_overhead * 1e6, "µs", "step_overhead")
+    row("more, of two tokens and up", rates.batch_overhead * 1e6, "µs", "batch_overhead")
     row("each row of logits", rates.row_overhead * 1e6, "µs", "row_overhead")
     row("each chunk of a prompt", rates.chunk_overhead * 1e6, "µs", "chunk_overhead")
     lines += [

@@ -529,6 +529,11 @@ class Engine:
 
     # What is going on
 
+    @property
+    def step_seconds(self) -> float:
+        """Of all steps that have been delivered."""
+        return self._stats.step_seconds
+
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         return replace(

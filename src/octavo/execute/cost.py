@@ -54,6 +54,9 @@ class Arithmetic(StrEnum):
 
 
 SHARPEST = 16.0  # knee but the infinite
+# Rows at which half of a ramp is left: from about so many on, threads share out rows instead of
+# columns, and a tile of weights is used for a full tile of rows.
+RAMP_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +65,8 @@ class Rates:
 
     ``knee`` is how far reading and arithmetic overlap: of an op's two times a and b,
     (a^knee + b^knee)^(1/knee) passes. Infinite, it is the longer (a roofline); 1, their sum. What
-    is given for attention holds there instead.
+    is given for attention holds there instead. ``ramp`` is how much longer a row's arithmetic takes
+    where there are few: (1 + ramp / (1 + n / RAMP_ROWS)) times as long for n.
     """
 
     bytes_per_second: float = inf  # memory, read or written
@@ -74,6 +78,8 @@ class Rates:
     kv_bytes_per_second: float | None = None  # None: as other bytes
     attention_ops_per_second: float | None = None  # None: as its arithmetic's
     attention_knee: float = inf
+    ramp: float = 0.0
+    batch_overhead: float = 0.0  # seconds of a step with more than one token
     row_overhead: float = 0.0  # seconds a row that wants logits: sampling, text, delivery
     chunk_overhead: float = 0.0  # seconds a chunk of a prompt, of two tokens or more
 
@@ -81,7 +87,10 @@ class Rates:
         rates = [self.bytes_per_second, *(self.peak(arithmetic) for arithmetic in Arithmetic)]
         of_attention = self.kv_bytes_per_second, self.attention_ops_per_second
         rates += [rate for rate in of_attention if rate is not None]
-        overheads = self.step_overhead, self.row_overhead, self.chunk_overhead
+        overheads = (
+            self.step_overhead, self.batch_overhead, self.row_overhead, self.chunk_overhead,
+            self.ramp,
+        )  # fmt: skip
         if not (all(rate > 0 for rate in rates) and all(each >= 0 for each in overheads)):
             raise ValueError(f"rates must be positive and overheads not negative: {self}")
         if not all(
@@ -97,11 +106,12 @@ class Rates:
         }.get(arithmetic)
         return self.ops_per_second if own is None else own
 
-    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
-        """For so many bytes and operations of an op other than attention."""
-        return _overlapped(
-            moved / self.bytes_per_second, computed / self.peak(arithmetic), self.knee
-        )
+    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 0) -> float:
+        """For so many bytes, and operations on so many rows, of an op other than attention."""
+        computing = computed / self.peak(arithmetic)
+        if self.ramp:
+            computing *= 1 + self.ramp / (1 + rows / RAMP_ROWS)
+        return _overlapped(moved / self.bytes_per_second, computing, self.knee)
 
     def attention_seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
         """The same for attention."""
@@ -112,9 +122,10 @@ class Rates:
             self.attention_knee,
         )
 
-    def overhead(self, rows: int, chunks: int) -> float:
-        """Seconds of a step that no op takes."""
-        return self.step_overhead + rows * self.row_overhead + chunks * self.chunk_overhead
+    def overhead(self, tokens: int, rows: int, chunks: int) -> float:
+        """Seconds of a step that no op takes; arrays of numbers do, too."""
+        of_step = self.step_overhead + (tokens > 1) * self.batch_overhead
+        return of_step + rows * self.row_overhead + chunks * self.chunk_overhead
 
 
 def _overlapped(reading: float, computing: float, knee: float) -> float:
@@ -134,6 +145,7 @@ class OpCost(NamedTuple):
     kv_bytes: int
     ops: int
     arithmetic: Arithmetic
+    rows: int = 0  # that the operations are on
     attention: bool = False
 
     @property
@@ -141,8 +153,9 @@ class OpCost(NamedTuple):
         return self.weight_bytes + self.kv_bytes
 
     def seconds(self, rates: Rates) -> float:
-        of = rates.attention_seconds if self.attention else rates.seconds
-        return of(self.bytes, self.ops, self.arithmetic)
+        if self.attention:
+            return rates.attention_seconds(self.bytes, self.ops, self.arithmetic)
+        return rates.seconds(self.bytes, self.ops, self.arithmetic, self.rows)
 
 
 class StepCost(NamedTuple):
@@ -173,7 +186,7 @@ class _Term(NamedTuple):
         if self.experts is not None:
             fixed = round(fixed * self.experts.expected(n) / self.experts.count)
         moved = fixed + n * self.row_bytes if n else 0
-        return OpCost(moved, 0, n * self.row_ops, self.arithmetic)
+        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, n)
 
 
 class CostModel:
@@ -235,7 +248,7 @@ class CostModel:
         kv_bytes += self.copied_bytes(batch)
         rows = len(batch.logits_rows)
         seconds += more_seconds + rates.overhead(
-            rows, _chunks(spans) if rates.chunk_overhead else 0
+            batch.num_tokens, rows, _chunks(spans) if rates.chunk_overhead else 0
         )
         return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
 
@@ -283,7 +296,9 @@ class CostModel:
         first = 0 if window is None else np.maximum(0, starts - window + 1)
         # What is seen is read once, and the new is written.
         moved = int((ends - first + ends - starts).sum()) * self._kv_token_bytes
-        return OpCost(0, moved, int(keys.sum()) * self._attention_ops, self._attention, True)
+        return OpCost(
+            0, moved, int(keys.sum()) * self._attention_ops, self._attention, attention=True
+        )
 
     def _elements(self, role: str) -> int:
         return int(np.prod(self.program.weights[role], dtype=np.int64))

@@ -88,6 +88,8 @@ def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
         Parameter("kv_bytes_per_second", limits.bytes_per_second, 1.0),
         Parameter("attention_ops_per_second", 0.5 * limits.peak(attention), 1.0),
         Parameter("step_overhead", 500e-6, 1.0),
+        Parameter("ramp", 0.3, 1.0),
+        Parameter("batch_overhead", 200e-6, 1.0),
         Parameter("row_overhead", 30e-6, 1.0),
         Parameter("chunk_overhead", 150e-6, 1.0),
     ]
@@ -95,7 +97,7 @@ def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
 
 def _rates(found: Array, limits: Rates) -> Rates:
     """Of the parameters, in `_parameters`' order, as logarithms."""
-    memory, share, knee, kv, attention, step, row, chunk = np.exp(found).tolist()
+    memory, share, knee, kv, attention, step, ramp, more, row, chunk = np.exp(found).tolist()
     return Rates(
         memory,
         limits.ops_per_second * share,
@@ -106,6 +108,8 @@ def _rates(found: Array, limits: Rates) -> Rates:
         kv_bytes_per_second=kv,
         attention_ops_per_second=attention,
         attention_knee=1.0,
+        ramp=ramp,
+        batch_overhead=more,
         row_overhead=row,
         chunk_overhead=chunk,
     )
@@ -115,6 +119,7 @@ class _Steps(NamedTuple):
     """Observations as columns."""
 
     parts: list[tuple[OpCost, int]]  # as `CostModel.parts`, but of arrays [steps]
+    tokens: npt.NDArray[np.int64]
     rows: npt.NDArray[np.int64]
     chunks: npt.NDArray[np.int64]
     seconds: Array
@@ -126,7 +131,7 @@ class _Steps(NamedTuple):
         parts = []
         for column in zip(*each, strict=True):
             (first, count), *_ = column
-            numbers = np.array([cost[:3] for cost, _ in column], float).T
+            numbers = np.array([(*cost[:3], cost.rows) for cost, _ in column], float).T
             parts.append((_cost(numbers, first), count))
         kinds = [kind_of(observation.batch) for observation in observations]
         among = Counter(kinds)
@@ -134,6 +139,7 @@ class _Steps(NamedTuple):
         weights = np.array([among[kind] ** -0.5 for kind in kinds])
         return cls(
             parts,
+            np.array([each.batch.num_tokens for each in observations]),
             np.array([len(each.batch.logits_rows) for each in observations]),
             np.array([chunks_of(each.batch) for each in observations]),
             np.array([each.seconds for each in observations]),
@@ -142,10 +148,11 @@ class _Steps(NamedTuple):
 
     def only(self, chosen: npt.NDArray[np.bool_]) -> _Steps:
         def cut(cost: OpCost) -> OpCost:
-            return _cost(np.array(cost[:3])[:, chosen], cost)
+            return _cost(np.array((*cost[:3], cost.rows))[:, chosen], cost)
 
         return _Steps(
             [(cut(cost), count) for cost, count in self.parts],
+            self.tokens[chosen],
             self.rows[chosen],
             self.chunks[chosen],
             self.seconds[chosen],
@@ -154,18 +161,17 @@ class _Steps(NamedTuple):
 
     def predicted(self, rates: Rates) -> Array:
         """Seconds of each."""
-        rows: Any = self.rows
-        chunks: Any = self.chunks
-        total: Array = np.asarray(rates.overhead(rows, chunks), float)
+        counts: Any = self.tokens, self.rows, self.chunks
+        total: Array = np.asarray(rates.overhead(*counts), float)
         for cost, count in self.parts:
             total = total + count * cost.seconds(rates)
         return total
 
 
 def _cost(numbers: Array, like: OpCost) -> OpCost:
-    """An op's of many steps: bytes of weights, of the cache, and operations, [3, steps]."""
-    weight_bytes, kv_bytes, ops = cast(Any, numbers)
-    return OpCost(weight_bytes, kv_bytes, ops, like.arithmetic, like.attention)
+    """An op's of many steps: bytes of weights, of the cache, operations and rows, [4, steps]."""
+    weight_bytes, kv_bytes, ops, rows = cast(Any, numbers)
+    return OpCost(weight_bytes, kv_bytes, ops, like.arithmetic, rows, like.attention)
 
 
 def _solve(steps: _Steps, parameters: list[Parameter], limits: Rates) -> tuple[Array, Array]:

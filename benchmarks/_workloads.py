@@ -1,7 +1,7 @@
 """The three kinds of work that speculation is measured on.
 
 A source file copied on with its beginning given (as editing does), facts listed again in another
-order, and an open question.
+order, and an open question. Run, it prints the open questions, a line each.
 """
 
 from __future__ import annotations
@@ -121,3 +121,7 @@ def _question(number: int) -> str:
     again, audience = divmod(asked - 1, len(AUDIENCES))
     start = f"{again + 1}. " if again else ""
     return f"{start}Answer as if to {AUDIENCES[audience]}: {question}"
+
+
+if __name__ == "__main__":
+    print("\n".join(_question(number) for number in range(len(QUESTIONS) * (1 + len(AUDIENCES)))))

@@ -44,8 +44,10 @@ def test_what_is_not_said_is_the_recipes(asked: dict[str, Any], tmp_path: Path) 
     done = run("m", "-o", str(tmp_path / "d"))
     assert done.exit_code == 0, done.output
     assert asked["recipe"] == Recipe()
-    assert (asked["model"], asked["num_prompts"], asked["max_tokens"]) == ("m", 2000, 200)
-    assert asked["text"] is None
+    assert (asked["model"], asked["num_prompts"], asked["max_tokens"]) == ("m", 5000, 128)
+    assert asked["text"] is asked["measure_on"] is None
+    assert "invented" not in asked
+    assert "measured on" not in done.stdout
     assert "1.70 tokens a pass" in done.stdout
     assert "right 25.0%, behind right guesses 40.0%" in done.stdout
     assert "3 prompts that the engine cannot take" in done.stdout
@@ -73,7 +75,19 @@ def test_what_is_said_is_done(asked: dict[str, Any], tmp_path: Path) -> None:
         heads=2, recurrent=False, layers=3, vocabulary=500, epochs=0.5, seed=7
     )
     assert (asked["text"], asked["max_tokens"]) == (Path("t"), 9)
+    assert "invented" not in asked
     assert json.loads(done.stdout)["tokens_per_pass"] == 1.7
+
+
+def test_what_is_asked_may_be_said(
+    asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FACTS, "measured_on", {"tokens_per_pass": 1.54})
+    options = ["--invented", "0.5", "--prompts", "80", "--measure-on", "f"]
+    done = run("m", "-o", str(tmp_path / "d"), *options)
+    assert done.exit_code == 0, done.output
+    assert (asked["invented"], asked["num_prompts"], asked["measure_on"]) == (0.5, 80, Path("f"))
+    assert "other prompts, 1.54 tokens a pass" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
 from octavo.train.medusa import _HELD_OUT, common_tokens
 from octavo.train.prompts import prompts
-from octavo.train.texts import _EVERY, Texts, listen, read_prompts
+from octavo.train.texts import _EVERY, Texts, as_prompts, lines_of, listen, spread
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 
@@ -73,17 +73,17 @@ def test_an_engine_that_can_take_no_prompt_teaches_nothing(checkpoint: Checkpoin
 
 def test_lines_are_prompts(checkpoint: Checkpoint) -> None:
     encode = checkpoint.tokenizer.encode
-    found = read_prompts(checkpoint, "abc\n\n  de \nf\n", 10, 0)
-    assert found == [encode("abc"), encode("de"), encode("f")]
-    text = "\n".join(chr(97 + at) for at in range(20))
-    assert read_prompts(checkpoint, text, 4, 0) == [encode(each) for each in "afkp"]
+    lines = lines_of("abc\n\n  de \nf\n")
+    assert lines == spread(lines, 10) == ["abc", "de", "f"]
+    assert as_prompts(checkpoint, lines) == [encode("abc"), encode("de"), encode("f")]
+    assert spread([chr(97 + at) for at in range(20)], 4) == ["a", "f", "k", "p"]
 
 
 def test_a_prompt_is_asked_once(checkpoint: Checkpoint) -> None:
     """What is learned from it would else be measured on it."""
-    encode = checkpoint.tokenizer.encode
-    assert read_prompts(checkpoint, "a\nb\na\n a \nc\nb", 10, 0) == [encode(x) for x in "abc"]
-    assert read_prompts(checkpoint, "a\nb\n" * 50 + "c", 3, 0) == [encode(x) for x in "abc"]
+    assert lines_of("a\nb\na\n a \nc\nb") == ["a", "b", "c"]
+    assert spread(lines_of("a\nb\n" * 50 + "c"), 3) == ["a", "b", "c"]
+    assert as_prompts(checkpoint, ["a", "b", "a"]) == as_prompts(checkpoint, ["a", "b"])
 
 
 def test_a_model_with_a_template_is_asked(checkpoint: Checkpoint) -> None:
@@ -93,16 +93,15 @@ def test_a_model_with_a_template_is_asked(checkpoint: Checkpoint) -> None:
             return f"<{messages[0]['role']}|{messages[0]['content']}>"
 
     asked = replace(checkpoint, chat_template=Template())
-    (found,) = read_prompts(asked, "abc", 10, 0)
+    (found,) = as_prompts(asked, ["abc"])
     assert found == checkpoint.tokenizer.encode("<user|abc>", add_special_tokens=False)
 
 
-def test_there_are_prompts_without_a_text(checkpoint: Checkpoint) -> None:
+def test_there_are_prompts_without_a_text() -> None:
     mine = prompts(500, seed=1)
     assert len(set(mine)) == 500
     assert mine == prompts(500, seed=1) != prompts(500, seed=2)
     assert len(set(prompts(10**6))) == len(prompts(10**6)) > 2000
-    assert len(read_prompts(checkpoint, None, 30, 0)) == 30
 
 
 def test_no_prompt_is_one_that_is_measured_on() -> None:

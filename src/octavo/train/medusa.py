@@ -50,9 +50,9 @@ class Recipe:
     recurrent: bool = True  # one head that goes on from itself, or Medusa's, a head a token
     width: int = 768  # of a recurrent head
     layers: int = 1  # of Medusa's heads
-    vocabulary: int = 8192  # tokens that are guessed, at most: the commonest of the answers
-    row_epochs: float = 1.0  # learning to guess hidden rows, as a recurrent head does first …
-    epochs: float = 3.0  # … and tokens
+    vocabulary: int = 4096  # tokens that are guessed, at most: the commonest of the answers
+    row_epochs: float = 0.5  # learning to guess hidden rows, as a recurrent head does first …
+    epochs: float = 2.0  # … and tokens
     learning_rate: float = 1e-3
     decay: float = 0.9  # of a head's weight in the loss, from one to the next
     soft: float = 0.9  # share of the loss against the model's own distribution, not its tokens
@@ -96,9 +96,16 @@ def common_tokens(texts: Texts, most: int) -> npt.NDArray[np.int64]:
 
 
 def learn(
-    checkpoint: Checkpoint, texts: Texts, recipe: Recipe, threads: int, progress: Progress
+    checkpoint: Checkpoint,
+    texts: Texts,
+    recipe: Recipe,
+    threads: int,
+    progress: Progress,
+    asked: Texts | None = None,
 ) -> Learned:
-    """Deterministic for one number of threads. Raises `SettingsError` for too little text."""
+    """Deterministic for one number of threads. ``asked`` is measured on, too. Raises
+    `SettingsError` for too little text.
+    """
     torch = import_torch()
     if texts.num_answers < 2:
         raise SettingsError("there is nothing to train with: fewer than two answers")
@@ -116,6 +123,8 @@ def learn(
         model = _Model(checkpoint, texts, places, token_map, recipe)
         model.fit(progress)
         rates = measure(held, model.guess)
+        if asked is not None:
+            rates["measured_on"] = measure(asked, model.guess)
     finally:
         torch.set_num_threads(before)
     inside = np.isin(held.drawn, token_map)

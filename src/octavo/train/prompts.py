@@ -1,4 +1,4 @@
-"""Prompts to train with when no text is named: ways to ask, crossed with things to ask about."""
+"""Questions to train with beside invented ones: ways to ask, crossed with things to ask about."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ _VISIT = (
 )
 
 
-def prompts(count: int, seed: int = 0) -> list[str]:
+def prompts(count: int = 1 << 31, seed: int = 0) -> list[str]:
     """So many different ones, or all there are."""
     everything = [way.format(topic) for way in _ABOUT for topic in _TOPICS]
     everything += [way.format(deed) for way in _HOW for deed in _DEEDS]

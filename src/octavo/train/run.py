@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from octavo.checkpoint.pull import resolve
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.execute.cpu import usable_cpus
 from octavo.quant.text import read_text
 from octavo.train import medusa, texts
 from octavo.train.heads_file import write
+from octavo.train.invent import invented, unlike
+from octavo.train.prompts import prompts
 
 _MOST_SEQUENCES = 64
 
@@ -24,18 +27,34 @@ def train(
     recipe: medusa.Recipe,
     *,
     text: Path | None = None,
-    num_prompts: int = 2000,
-    max_tokens: int = 200,
+    measure_on: Path | None = None,
+    num_prompts: int = 5000,
+    invented: float = 0.75,
+    max_tokens: int = 128,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Writes the heads to ``out`` and returns what the command prints.
 
+    ``text`` has prompts; without one, ``invented`` is the share of questions that the model is to
+    invent. ``measure_on`` has others: what asks for the same is not learned from.
+
     Raises `SettingsError`, what `load_engine` does, and `OSError` if ``out`` cannot be written to,
     before anything is trained.
     """
     with _folder(out):
-        return _train(model, out, recipe, text, num_prompts, max_tokens, threads, progress)
+        plan = _Plan(text, measure_on, num_prompts, invented, max_tokens)
+        return _train(model, out, recipe, plan, threads, progress)
+
+
+class _Plan(NamedTuple):
+    """What is asked."""
+
+    text: Path | None
+    measure_on: Path | None
+    num_prompts: int
+    invented: float
+    max_tokens: int
 
 
 @contextmanager
@@ -58,28 +77,37 @@ def _train(
     model: str | Path,
     out: Path,
     recipe: medusa.Recipe,
-    text: Path | None,
-    num_prompts: int,
-    max_tokens: int,
+    plan: _Plan,
     threads: int | None,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    said = None if text is None else read_text(text, SettingsError)
+    said = None if plan.text is None else read_text(plan.text, SettingsError)
+    others = "" if plan.measure_on is None else read_text(plan.measure_on, SettingsError)
+    measured_on = texts.lines_of(others)
     config = EngineConfig(max_num_seqs=_MOST_SEQUENCES, threads=threads, seed=recipe.seed)
     loaded = load_engine(resolve(str(model)), config, keep_hidden=True)
     try:
-        prompts = texts.read_prompts(loaded.checkpoint, said, num_prompts, recipe.seed)
-        answers, refused = texts.listen(
-            loaded.engine,
-            prompts,
-            max_tokens,
-            recipe.seed,
-            lambda done, total: progress(f"{done} of {total} prompts answered"),
-        )
+        keep = unlike(measured_on)
+        if said is None:
+            lines = _questions(loaded, plan, keep, recipe.seed, progress)
+        else:
+            lines = texts.spread([*filter(keep, texts.lines_of(said))], plan.num_prompts)
+
+        def listen(lines: list[str], whose: str) -> tuple[texts.Texts, list[str]]:
+            return texts.listen(
+                loaded.engine,
+                texts.as_prompts(loaded.checkpoint, lines),
+                plan.max_tokens,
+                recipe.seed,
+                lambda done, total: progress(f"{done} of {total} {whose} answered"),
+            )
+
+        asked, _ = listen(measured_on, "prompts to measure on") if measured_on else (None, [])
+        answers, refused = listen(lines, "prompts")
     finally:
         loaded.engine.close()
     learned = medusa.learn(
-        loaded.checkpoint, answers, recipe, threads or usable_cpus()[0], progress
+        loaded.checkpoint, answers, recipe, threads or usable_cpus()[0], progress, asked
     )
     size = write(out, loaded.checkpoint, learned, recipe)
     return {
@@ -90,3 +118,25 @@ def _train(
         "why_left_out": refused[0] if refused else None,
         **learned.report,
     }
+
+
+def _questions(
+    loaded: LoadedEngine,
+    plan: _Plan,
+    keep: Callable[[str], bool],
+    seed: int,
+    progress: Callable[[str], None],
+) -> list[str]:
+    """Invented ones and Octavo's own, mixed."""
+    found = invented(
+        loaded.engine,
+        loaded.checkpoint,
+        round(plan.invented * plan.num_prompts),
+        seed,
+        keep,
+        lambda done, total: progress(f"{done} of {total} questions invented"),
+    )
+    ours = list(filter(keep, prompts(seed=seed)))
+    mixed = list(dict.fromkeys(found + ours[: plan.num_prompts - len(found)]))
+    random.Random(seed).shuffle(mixed)
+    return mixed

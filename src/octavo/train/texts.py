@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +13,6 @@ from octavo.engine.engine import Engine, Step
 from octavo.engine.load import SettingsError
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
-from octavo.train.prompts import prompts as our_prompts
 
 _TEMPERATURE = 0.7  # of each fourth answer; the others are greedy
 _EVERY = 4
@@ -52,21 +51,24 @@ class Texts(NamedTuple):
         return Texts(self.tokens[which], self.hidden[which], self.left[which])
 
 
-def read_prompts(
-    checkpoint: Checkpoint, text: str | None, count: int, seed: int
-) -> list[list[int]]:
-    """Token ids of up to ``count`` prompts, all different: the text's lines, spread evenly, those
-    that say something; without a text, Octavo's own. A model with a chat template is asked them,
-    another one goes on with them. Raises `SettingsError`.
+def lines_of(text: str) -> list[str]:
+    """Those that say something, each once: an answer that is measured on must not have been learned
+    from.
     """
-    if text is None:
-        lines = our_prompts(count, seed)
-    else:
-        # Each once: an answer that is measured on must not have been learned from.
-        lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
-        lines = (
-            [lines[i * len(lines) // count] for i in range(count)] if len(lines) > count else lines
-        )
+    return list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+
+
+def spread(lines: Sequence[str], count: int) -> list[str]:
+    """Up to ``count`` of them, from all over."""
+    if len(lines) <= count:
+        return list(lines)
+    return [lines[i * len(lines) // count] for i in range(count)]
+
+
+def as_prompts(checkpoint: Checkpoint, lines: Iterable[str]) -> list[list[int]]:
+    """Token ids, all different. A model with a chat template is asked them, another one goes on
+    with them. Raises `SettingsError`.
+    """
     encode, template = checkpoint.tokenizer.encode, checkpoint.chat_template
     try:
         if template is None:

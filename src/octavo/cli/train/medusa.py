@@ -31,15 +31,33 @@ def command(
             metavar="FILE",
             help="UTF-8 text, each line a prompt, asked once: the more it is like what the model "
             "will be asked, the better the heads guess.",
-            show_default="questions that Octavo brings",
+            show_default="questions that MODEL invents, and some that Octavo brings",
+        ),
+    ] = None,
+    measure_on: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="UTF-8 text of more prompts, which the heads are measured on; nothing like them "
+            "is learned from.",
         ),
     ] = None,
     prompts: Annotated[
         int, typer.Option(min=2, metavar="N", help="Prompts answered, at most.")
-    ] = 2000,
+    ] = 5000,
+    invented: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            max=1.0,
+            metavar="X",
+            help="Without a text, the share of questions that MODEL invents.",
+            show_default="0.75",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int, typer.Option(min=4, metavar="N", help="Longest answer in tokens.")
-    ] = 200,
+    ] = 128,
     heads: Annotated[
         int, typer.Option(min=1, max=16, metavar="N", help="Tokens guessed ahead.")
     ] = 3,
@@ -64,15 +82,15 @@ def command(
     ] = None,
     vocabulary: Annotated[
         int, typer.Option(min=2, metavar="N", help="Tokens that are guessed: the commonest.")
-    ] = 8192,
-    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 3.0,
+    ] = 4096,
+    epochs: Annotated[float, typer.Option(min=0.0, metavar="X", help="Times through.")] = 2.0,
     row_epochs: Annotated[
         float | None,
         typer.Option(
             min=0.0,
             metavar="X",
             help="Before that, a recurrent head's of hidden rows.",
-            show_default="1",
+            show_default="0.5",
         ),
     ] = None,
     learning_rate: Annotated[
@@ -89,9 +107,9 @@ def command(
 ) -> None:
     """Train heads that draft for MODEL, and write them to a folder.
 
-    MODEL answers the prompts itself; its heads learn, from the hidden rows that it answered from,
-    what it says next. One answer in 21 is kept to measure on. Quantized models are fine: heads
-    are for the model as it is served.
+    MODEL, if it was taught to chat, invents questions, and answers the prompts itself; its heads
+    learn, from the hidden rows that it answered from, what it says next. One answer in 21 is kept
+    to measure on. Quantized models are fine: heads are for the model as it is served.
     """
     from octavo.engine.load import SettingsError
     from octavo.train.medusa import Recipe, import_torch
@@ -104,6 +122,8 @@ def command(
             kind = "--recurrent" if recurrent else "--medusa"
             flag = "--" + name.replace("_", "-")
             raise typer.BadParameter(f"{kind} makes no use of it", param_hint=flag)
+    if text is not None and invented is not None:
+        raise typer.BadParameter("--text says what is asked", param_hint="--invented")
     given: dict[str, Any] = {"width": width, "layers": layers, "row_epochs": row_epochs}
     recipe = Recipe(
         heads=heads,
@@ -123,7 +143,9 @@ def command(
             out,
             recipe,
             text=text,
+            measure_on=measure_on,
             num_prompts=prompts,
+            **({} if invented is None else {"invented": invented}),
             max_tokens=max_tokens,
             threads=threads,
             progress=now_and_then(show),
@@ -148,4 +170,7 @@ def _as_text(facts: dict[str, Any]) -> str:
     for number, (all_, behind) in enumerate(pairs, 1):
         lines.append(f"head {number}       right {all_:.1%}, behind right guesses {behind:.1%}")
     lines.append(f"drafting     {facts['tokens_per_pass']:.2f} tokens a pass expected")
+    if "measured_on" in facts:
+        per_pass = facts["measured_on"]["tokens_per_pass"]
+        lines.append(f"measured on  other prompts, {per_pass:.2f} tokens a pass")
     return "\n".join(lines)

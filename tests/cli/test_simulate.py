@@ -97,8 +97,8 @@ def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
 def test_what_bench_serve_wrote_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     detailed = {
-        "num_prompts": 3, "start_times": [0.5, 1.0, 2.5], "input_lens": [10, 20, 30],
-        "output_lens": [4, 0, 6], "errors": ["", "HTTP 503: full", ""],
+        "num_prompts": 3, "start_times": [2.5, 1.0, 0.5], "input_lens": [30, 20, 10],
+        "output_lens": [6, 0, 4], "errors": ["", "HTTP 503: full", ""],
     }  # fmt: skip
     path.write_text(json.dumps(detailed, indent=2))
     assert figures("--trace", str(path))["requests"] == 2
@@ -226,6 +226,7 @@ def test_another_seed_is_another_load() -> None:
             '"errors": [""]}',
             "input_lens[0] is -1, not a length",
         ),
+        ('{"num_prompts": 1}\n{"num_prompts": 1}\n', "a result is one JSON object"),
         ("a,b\n", "neither an Azure trace"),
     ],
 )
@@ -246,6 +247,7 @@ def test_a_wrong_trace_is_named_by_line_and_field(
         (("--model", "llama-3-8b", "--device", "t4"), "available - 14.96 GiB weights"),
         (("--model", "no-such-model", "--device", "h100"), "no-such-model"),
         ((*ON, "--trace", "missing.csv"), "missing.csv: No such file"),
+        ((*ON, "--dataset-name", "result", "--trace", os.devnull), "is empty"),
         ((*ON, "--max-model-len", "9000"), "max_model_len 9000 is more than the model's context"),
         ((*ON, "--goodput", "ttft:-1"), "0 or more milliseconds"),
         ((*ON, "--goodput", "ttft"), "is not KEY:MS"),

@@ -229,13 +229,16 @@ _FIELDS = ("start_times", "input_lens", "output_lens", "errors")
 
 
 def _result(path: Path, notices: list[str]) -> Iterator[Found]:
-    """One JSON object of lists, an item a request."""
-    lines = [(number, line) for number, line in numbered_lines(path)]
+    """One JSON object of lists, an item a request. They stand in the order in which requests were
+    due, which is not always the one in which they were sent.
+    """
+    lines = [line for _, line in numbered_lines(path)]
+    if not lines:
+        raise DatasetError(f"{path}: is empty")
     try:
-        (_, first), *rest = lines
-        record = json_object(path, 1, first if not rest else path.read_text("utf-8"))
+        record = json_object(path, 1, "\n".join(lines))
     except DatasetError as error:
-        raise DatasetError(f"{error} (a file of several results: give one of them)") from None
+        raise DatasetError(f"{error}: a result is one JSON object") from None
     columns: list[list[Any]] = []
     for name in _FIELDS:
         column = record.get(name)
@@ -245,6 +248,7 @@ def _result(path: Path, notices: list[str]) -> Iterator[Found]:
     if len(set(map(len, columns))) != 1:
         raise DatasetError(f"{path}: {', '.join(_FIELDS)} have not the same number of items")
     failed = 0
+    found: list[Found] = []
     for index, (time, prompt, output, why) in enumerate(zip(*columns, strict=True)):
         if why:
             failed += 1
@@ -255,7 +259,10 @@ def _result(path: Path, notices: list[str]) -> Iterator[Found]:
         for name, value in (("input_lens", prompt), ("output_lens", output)):
             if type(value) is not int or not 0 <= value <= _LONGEST:
                 raise DatasetError(f"{path}: {name}[{index}] is {value!r}, not a length")
-        yield where, Sample(prompt, output, (Part(RESULT + index, prompt),), arrival=float(time))
+        sample = Sample(prompt, output, (Part(RESULT + index, prompt),), arrival=float(time))
+        found.append((where, sample))
+    found.sort(key=lambda item: _arrival(item[1]))
+    yield from found
     if failed:
         notices.append(f"{failed} requests that failed have no answer's length: left out")
 

@@ -26,15 +26,18 @@ Int32 = npt.NDArray[np.int32]
 
 
 def peak_blocks(layout: KvLayout, num_tokens: int) -> int:
-    """Most blocks a sequence of ``num_tokens`` positions ever holds, written one by one.
-
-    A window of w tokens spans at most ceil((w - 1) / block_size) + 1 blocks.
-    """
-    total = -(-num_tokens // layout.block_size)
+    """Most blocks a sequence of ``num_tokens`` positions ever holds, written one by one."""
     return sum(
-        total if window is None else min(total, -(-(window - 1) // layout.block_size) + 1)
-        for window in (group.window for group in layout.groups)
+        peak_of_window(group.window, num_tokens, layout.block_size) for group in layout.groups
     )
+
+
+def peak_of_window(window: int | None, num_tokens: int, block_size: int) -> int:
+    """The same of one group. A window of w tokens spans at most ceil((w - 1) / block_size) + 1
+    blocks; None: all are kept.
+    """
+    total = -(-num_tokens // block_size)
+    return total if window is None else min(total, -(-(window - 1) // block_size) + 1)
 
 
 @dataclass(frozen=True, slots=True)

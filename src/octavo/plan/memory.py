@@ -23,7 +23,7 @@ from typing import NamedTuple
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.rounding import FLOATS, QUANTIZATIONS
 from octavo.engine.load import EngineConfig, all_work_bytes
-from octavo.kv.cache import peak_blocks
+from octavo.kv.cache import peak_blocks, peak_of_window
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
 from octavo.plan.quantization import Stored, as_rounded, held, in_scheme
@@ -96,15 +96,12 @@ class KvCache:
         ):
             if value < 1:
                 raise ValueError(f"{name} is {value}, below 1")
-        total = -(-context // block_size)
         kinds = tuple(
-            Kind(count, None, context, total)
-            if window is None
-            else Kind(
+            Kind(
                 count,
                 window,
-                min(context, window),
-                min(total, -(-(window - 1) // block_size) + 1),  # as kv/cache.py, peak_blocks
+                context if window is None else min(context, window),
+                peak_of_window(window, context, block_size),
             )
             for window, count in sorted(layers.items(), key=lambda item: item[0] or 0)
         )
@@ -167,10 +164,9 @@ class KvCache:
     def factors(self) -> dict[str, int | float]:
         """By name; their product is `numbers`."""
         first, *others = self.kinds
-        tokens: dict[str, int | float] = {"layers": first.layers, "context": first.kept}
+        layers, tokens = {"layers": first.layers}, {"context": first.kept}
         if others:
-            tokens = {"layers_times_tokens": self.token_layers}
-        layers = {"layers": tokens.pop("layers")} if "layers" in tokens else {}
+            layers, tokens = {"layers_times_tokens": self.token_layers}, {}
         size = self.number_bytes
         return {
             "keys_and_values": 2,
@@ -537,35 +533,31 @@ def alternatives(
     weights = [load.stored, *variants]
     dtypes = [load.dtype, *(d for d in (KvDtype.INT8, KvDtype.INT4) if _narrower(d, load.dtype))]
     sizes = [replace(load, stored=stored).weight_bytes(place) for stored in weights]
+
+    def fit(other: Load, w: int) -> Need | None:
+        size = sizes[w]
+        return None if size is None else _need(other, place, size, utilization)
+
     found: list[Alternative] = []
     kept: list[tuple[int, int]] = []
-    for w, k in sorted(_pairs(len(weights), len(dtypes)), key=lambda pair: (sum(pair), pair)):
+    pairs = [(w, k) for w in range(len(weights)) for k in range(len(dtypes)) if w or k]
+    for w, k in sorted(pairs, key=lambda pair: (sum(pair), pair)):
         if any(w >= other_w and k >= other_k for other_w, other_k in kept):
             continue
-        if (each := _try(replace(load, stored=weights[w], dtype=dtypes[k]), sizes[w])) is not None:
-            fit = _need(each, place, sizes[w] or 0, utilization)
-            if fit.fits:
-                kept.append((w, k))
-                found.append(_changed(load, each, fit))
-    for w, k in ((0, 0), (0, len(dtypes) - 1), (len(weights) - 1, len(dtypes) - 1)):
-        each = _try(replace(load, stored=weights[w], dtype=dtypes[k]), sizes[w])
-        if each is None or (w, k) in kept:
+        other = replace(load, stored=weights[w], dtype=dtypes[k])
+        if (now := fit(other, w)) is not None and now.fits:
+            kept.append((w, k))
+            found.append(_changed(load, other, now))
+    narrowest = len(dtypes) - 1
+    for w, k in ((0, 0), (0, narrowest), (len(weights) - 1, narrowest)):
+        other = replace(load, stored=weights[w], dtype=dtypes[k])
+        if (now := fit(other, w)) is None or (w, k) in kept:
             continue
-        fewer = list(_fewer(each, _need(each, place, sizes[w] or 0, utilization)))
-        found += [
-            _changed(load, less, _need(less, place, sizes[w] or 0, utilization)) for less in fewer
-        ]
-        if fewer:
+        less = [(each, fit(each, w)) for each in _fewer(other, now)]
+        found += [_changed(load, each, then) for each, then in less if then is not None]
+        if less:
             break
     return found
-
-
-def _pairs(first: int, second: int) -> Iterator[tuple[int, int]]:
-    return ((w, k) for w in range(first) for k in range(second) if w or k)
-
-
-def _try(load: Load, weight_bytes: int | None) -> Load | None:
-    return None if weight_bytes is None else load
 
 
 def _fewer(load: Load, fit: Need) -> Iterator[Load]:

@@ -258,7 +258,7 @@ class CostModel:
         """
         sequences = len(positions)
         dense = self._dense(sequences, sequences, rates).seconds
-        overhead = rates.overhead(sequences, 0)
+        overhead = rates.overhead(sequences, sequences, 0)
         for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
             # `_attend` where every span is one token: it reads what it sees and writes itself.
             attention = [

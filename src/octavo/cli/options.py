@@ -23,6 +23,16 @@ Model = Annotated[
     ),
 ]
 
+PlannedModel = Annotated[
+    str,
+    typer.Argument(
+        help="A preset (llama-3-8b, qwen2.5-7b, …; an unknown name lists them), a config.json, or "
+        "what octavo serve takes: a known name, a GGUF file or folder, a Hugging Face id.",
+        show_default=False,
+        metavar="MODEL",
+    ),
+]
+
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -31,7 +41,9 @@ def amount(text: str) -> int:
 
     As in vLLM a small letter is decimal and a capital one binary; "…B" says bytes: KB is decimal.
     """
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip())
+    match = re.fullmatch(
+        r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip()
+    )
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size such as 4096, 8K, 512MiB or 4GiB")
     number, letter, binary, byte = match.groups()

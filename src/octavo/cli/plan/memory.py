@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import on_stderr, plural
-from octavo.cli.options import Model, amount, length
+from octavo.cli.options import PlannedModel, amount, length
 from octavo.cli.plan.quantization import chosen_scheme
 
 if TYPE_CHECKING:
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 EXAMPLES = (
     "octavo plan memory llama-2-7b --context 4096 --users 32 --kv-dtype fp16",
     "octavo plan memory llama-3.1-70b --context 32K --users 8 --device h100",
-    "octavo plan memory smollm2 --quantization int4 --kv-dtype int8 --json",
+    "octavo plan memory qwen2.5-7b --quantization int4 --kv-dtype int8 --json",
 )
 
 
 def command(
-    model: Model,
+    model: PlannedModel,
     context: Annotated[
         str | None,
         typer.Option(
@@ -114,8 +114,8 @@ def command(
     """Say what a model takes of memory for so many users, and where it fits.
 
     The KV cache as a product with every factor, weights by part, the engine's work space; beside
-    this machine and common GPUs; and what would fit where it does not. MODEL may also be a preset
-    (llama-3-8b, …) or a config.json: no weights are needed.
+    this machine and common GPUs; and what would fit where it does not. No weights
+    are needed.
     """
     from octavo.engine.load import EngineConfig, SettingsError
     from octavo.kv.layout import KvDtype

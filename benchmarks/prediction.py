@@ -25,13 +25,11 @@ import numpy as np
 import octavo.checkpoint
 from _models import models
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
-from octavo.execute.native import NativeExecutor
-from octavo.plan.calibration import Calibration, Subject
+from octavo.plan.calibration import Calibration
 from octavo.plan.hardware import Device
-from octavo.plan.prediction import Prediction
 from octavo.plan.replay import Replay, replay
 from octavo.plan.simulation import Setup, simulate, weights_on
-from octavo.plan.subject import Subject as Planned
+from octavo.plan.subject import Subject
 from octavo.workload.datasets import Sample
 from octavo.workload.demand import Demand
 from octavo.workload.traces import Window
@@ -144,13 +142,16 @@ def timed(load: Load, setup: Setup, seconds: float) -> list[Sample]:
 
 
 def measure(
-    name: str, loaded: LoadedEngine, setup: Setup, rates: Calibration, load: Load, seconds: float
+    name: str,
+    loaded: LoadedEngine,
+    setup: Setup,
+    calibration: Calibration,
+    load: Load,
+    seconds: float,
 ) -> Row:
     samples = timed(load, setup, seconds)
     predicted = Figures.of(simulate(setup, samples, seed=load.demand.seed).replay)
-    engine, executor = loaded.engine, loaded.engine.executor
-    assert isinstance(executor, NativeExecutor)
-    watch = Prediction(engine, executor.costs, rates.rates)
+    engine, watch = loaded.engine, calibration.prediction(loaded)
     engine.observers.append(watch)
     gc.collect()
     done = replay(engine, samples, seed=load.demand.seed)
@@ -181,11 +182,11 @@ def main() -> None:
         loaded = load_engine(checkpoint, CONFIG)
         if not arguments.no_calibrate:
             Calibration.measure(loaded).save()
-        stored = Calibration.load(Subject.loaded(loaded))
+        stored = Calibration.of_engine(loaded)
         if stored is None:
             sys.exit(f"{name} is not calibrated")
         device = Device("this machine", lambda _, r=stored.limits: r, 1 << 40, measured=True)
-        subject = Planned.of(checkpoint)
+        subject = Subject.of(checkpoint)
         setup = Setup(subject, weights_on(device, subject), device, CONFIG)
         assert setup.rates() == stored.rates
         for load in loads(arguments.trace):

@@ -1,5 +1,6 @@
 """Calibrations: a fit finds what made the times, files come back as they were or not at all."""
 
+import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -20,8 +21,11 @@ from octavo.plan import subject as planned
 from octavo.plan.calibration import Calibration, Subject
 from octavo.plan.fitting import KindError, Observation, fit
 from octavo.plan.hardware import Device
+from octavo.plan.prediction import Prediction
 from octavo.plan.quantization import Stored
 from octavo.plan.simulation import Setup, simulated_engine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request
 
 CONFIG = ModelConfig(
     family="llama",
@@ -305,3 +309,47 @@ def test_the_simulator_takes_what_is_stored() -> None:
     assert "3.0%" in setup().basis()
     assert rates(setup(threads=1)) == LIMITS  # it was for two
     assert rates(setup(measured=False)) == LIMITS  # another device
+
+
+def test_leaps_take_what_steps_take() -> None:
+    """Overheads of rows and batches, too."""
+    for sequences in (1, 2, 17):
+        positions = np.arange(5, 5 + 40 * sequences, 40, dtype=np.int32)
+        leaps = COSTS.decode_seconds(positions, TRUE)
+        for ahead in range(3):
+            spans = [(int(position) + ahead, 1, True) for position in positions]
+            assert next(leaps) == COSTS.step(batch(spans), TRUE).seconds
+
+
+def test_a_prediction_follows_the_engine() -> None:
+    """Of an engine whose clock is the cost model's, at 1.25 times its speed."""
+    told: list[tuple[float, float]] = []
+    calibration(subject()).save()
+    engine = simulated_engine(setup())
+    assert isinstance(engine.executor, CostExecutor)
+    watch = Prediction(engine, engine.executor.costs, scaled(TRUE, 1.25))
+    watch.tell = lambda predicted, actual: told.append((predicted, actual))
+    engine.observers.append(watch)
+    for index, length in enumerate((70, 3, 700)):
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        prompt = [index + 1] * length
+        engine.add_request(Request(request_id=str(index), prompt_token_ids=prompt, params=params))
+    while engine.has_work():
+        engine.step()
+    assert watch.steps == len(told) == engine.stats().steps - 1  # the last is not settled
+    assert all(predicted == pytest.approx(1.25 * actual) for predicted, actual in told)
+    assert watch.ratio == pytest.approx(0.8)
+    assert watch.error == pytest.approx(0.25)
+    assert watch.predicted_seconds == pytest.approx(1.25 * watch.actual_seconds)
+
+
+def scaled(rates: Rates, time: float) -> Rates:
+    """At which every step takes so many times as long."""
+    slower = {}
+    for each in dataclasses.fields(Rates):
+        value = getattr(rates, each.name)
+        if each.name.endswith("per_second"):
+            slower[each.name] = value / time
+        elif each.name.endswith("overhead"):
+            slower[each.name] = value * time
+    return replace(rates, **slower)

@@ -17,6 +17,11 @@ from serving import PacedExecutor, listening, real_engine, started
 
 from engine.drafting import Coin
 from octavo.engine.async_engine import AsyncEngine
+from octavo.execute.cost import Rates
+from octavo.plan.prediction import Prediction
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request
+from octavo.serve.metrics import Metrics
 from octavo.speculate.speculator import Speculator
 
 
@@ -241,3 +246,35 @@ async def test_what_drafts_did_is_counted_and_told_on_request() -> None:
         positions = re.findall(r"accepted_tokens_per_pos_total\{.*\} ([0-9.]+)", text)
         assert sum(map(float, positions)) == accepted
         assert len(positions) == 3
+
+
+async def test_predicted_step_times_are_beside_the_actual_ones() -> None:
+    """Every step but the last, which has not been delivered when it is observed."""
+    engine, executor = real_engine(pause=0.002)
+    prediction = Prediction(engine.engine, executor.costs, Rates(step_overhead=0.5))
+    metrics = Metrics("tiny", engine.stats, 512)
+    prediction.tell = metrics.predicting(lambda: prediction.ratio)
+    engine.observe(prediction)
+    async with started(engine):
+        async for _ in engine.submit(_request(12)):
+            pass
+        steps = engine.stats().steps
+    text = metrics.exposition("text/plain")[0].decode()
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if "le" not in sample.labels
+    }
+    assert steps > 10
+    assert found["octavo:step_time_seconds_count"] == steps - 1
+    assert found["octavo:predicted_step_time_seconds_count"] == steps - 1
+    assert found["octavo:predicted_step_time_seconds_sum"] == pytest.approx(0.5 * (steps - 1))
+    actual = found["octavo:step_time_seconds_sum"]
+    assert actual >= 0.002 * (steps - 1)
+    assert found["octavo:step_time_ratio"] >= 0.004
+
+
+def _request(tokens: int) -> Request:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    return Request(request_id="one", prompt_token_ids=[5, 6, 7], params=params)

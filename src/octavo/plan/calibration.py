@@ -30,6 +30,7 @@ from octavo.kv.layout import KvLayout
 from octavo.model.program import Program
 from octavo.plan.fitting import KindError, fit
 from octavo.plan.observing import SECONDS, observe
+from octavo.plan.prediction import Prediction
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +153,17 @@ class Calibration:
             fitted.errors,
             fitted.error,
         )
+
+    @classmethod
+    def of_engine(cls, loaded: LoadedEngine) -> Self | None:
+        """What is stored for it."""
+        return cls.load(Subject.loaded(loaded))
+
+    def prediction(self, loaded: LoadedEngine) -> Prediction:
+        """An observer that compares the engine's steps with this."""
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        return Prediction(loaded.engine, executor.costs, self.rates)
 
     # Keeping it
 

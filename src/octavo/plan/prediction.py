@@ -16,19 +16,20 @@ class Prediction:
     has been delivered. ``tell`` gets each step's seconds, predicted and actual.
     """
 
+    tell: Callable[[float, float], None] = staticmethod(lambda predicted, actual: None)
+
     def __init__(
         self,
         engine: Engine,
         costs: CostModel,
         rates: Rates,
-        tell: Callable[[float, float], None] = lambda predicted, actual: None,
     ) -> None:
         self.predicted_seconds = 0.0
         self.actual_seconds = 0.0
         self.ratio = 1.0  # of actual to predicted, of late
         self.error = 0.0  # mean distance of predicted ÷ actual from 1, of late
         self.steps = 0
-        self._engine, self._costs, self._rates, self._tell = engine, costs, rates, tell
+        self._engine, self._costs, self._rates = engine, costs, rates
         self._pending: float | None = None
         self._before = engine.step_seconds
 
@@ -51,4 +52,4 @@ class Prediction:
         gain = max(_GAIN, 1 / self.steps)
         self.ratio += gain * (actual / predicted - self.ratio)
         self.error += gain * (abs(predicted / actual - 1) - self.error)
-        self._tell(predicted, actual)
+        self.tell(predicted, actual)

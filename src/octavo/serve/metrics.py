@@ -32,6 +32,10 @@ _LATENCY = (
 )
 _STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _SMALL = (1, 2, 5, 10, 20)
+_STEP_TIME = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 1, 2, 5),
+)
 _LABELS = ("model_name", "engine")
 
 
@@ -122,6 +126,29 @@ class Metrics:
         Gauge(f"octavo:{name}", what, tuple(facts), registry=self.registry).labels(
             *map(str, facts.values())
         ).set(1)
+
+    def predicting(self, ratio: Callable[[], float]) -> Callable[[float, float], None]:
+        """Step times beside a calibrated cost model's; returns what is to be told each step's
+        seconds, predicted and actual. ``ratio``, of actual to predicted of late, is read on scrape.
+        """
+        predicted = self._histogram(
+            "predicted_step_time_seconds", "A step's time, as the cost model has it.", _STEP_TIME
+        )
+        actual = self._histogram(
+            "step_time_seconds", "A step's time, from scheduling to delivery.", _STEP_TIME
+        )
+        Gauge(
+            "octavo:step_time_ratio",
+            "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
+            _LABELS,
+            registry=self.registry,
+        ).labels(*self._labels).set_function(ratio)
+
+        def tell(predicted_seconds: float, actual_seconds: float) -> None:
+            predicted.observe(predicted_seconds)
+            actual.observe(actual_seconds)
+
+        return tell
 
     def http(self, handler: str, method: str, status: int) -> None:
         self._http.labels(handler, method, str(status)).inc()

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.plan.calibration import Calibration
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
@@ -52,12 +53,23 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         return 1
     try:
         loaded = load_engine(model, engine)
-        for line in loaded.report().splitlines():
+        calibration = Calibration.of_engine(loaded)
+        for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
-        return uvloop.run(_serve(loaded, str(model), serve, listener))
+        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration))
     finally:
         listener.close()
         _remove_socket_file(serve.uds)
+
+
+def _predictions(calibration: Calibration | None) -> str:
+    """A line of the start report."""
+    if calibration is None:
+        return "step times: not calibrated (octavo calibrate MODEL), so none is predicted"
+    return (
+        f"step times: predicted, as calibrated at {calibration.date}, when the median error was "
+        f"{calibration.error:.1%}"
+    )
 
 
 def _spelled(argument: str) -> str:
@@ -66,7 +78,11 @@ def _spelled(argument: str) -> str:
 
 
 async def _serve(
-    loaded: LoadedEngine, model: str, config: ServeConfig, listener: socket.socket
+    loaded: LoadedEngine,
+    model: str,
+    config: ServeConfig,
+    listener: socket.socket,
+    calibration: Calibration | None,
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
@@ -88,6 +104,10 @@ async def _serve(
             "enable_prefix_caching": loaded.config.enable_prefix_caching,
         },
     )
+    if calibration is not None:
+        prediction = calibration.prediction(loaded)
+        prediction.tell = metrics.predicting(lambda: prediction.ratio)
+        engine.observe(prediction)
     await engine.start()
     try:
         await serve(create_app(engine, served, config, metrics), engine, config, listener)

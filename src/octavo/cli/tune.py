@@ -194,6 +194,7 @@ def as_dict(
         "model": subject.name,
         "device": device.name,
         "measured": device.measured,
+        "basis": search.basis(best.choice),
         "slo": {f"{name}_ms": limit for name, limit in slo.limits.items()}
         | {"attainment": slo.attainment},
         "met": met(best.figures, slo),
@@ -333,7 +334,7 @@ def as_text(
             if search.acceptance is None
             else []
         ),
-        *_notes(subject, device, best),
+        *_notes(subject, device, search, best),
         *(
             ["", "without rounding:", serve_command(model, tuned.exact)]
             if best.choice.loss and tuned.exact is not None
@@ -455,18 +456,18 @@ def _ms(value: float) -> str:
     return f"{value:.0f}" if 1000 <= value < math.inf else f"{value:.4g}"
 
 
-def _notes(subject: Subject, device: Device, best: Trial) -> list[str]:
+def _notes(subject: Subject, device: Device, search: Search, best: Trial) -> list[str]:
     lines = []
     if best.choice.loss:
         lines.append(
             "the best rounds numbers further than they are stored, which changes answers: see what "
             "it costs with octavo fidelity, or search with --lossless"
         )
+    lines.append(f"predictions: {search.basis(best.choice)}")
     if not device.measured:
-        assumed = f"; {device.assumption}" if device.assumption else ""
         lines.append(
-            f"{device.name}: {device.standing}{assumed}. Octavo serves on CPUs: there the line "
-            "below is what to ask of an engine with the same settings"
+            "Octavo serves on CPUs: for this device the line below is what to ask of an engine "
+            "with the same settings"
         )
     if subject.stored is None:
         lines.append(

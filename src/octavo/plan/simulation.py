@@ -44,6 +44,8 @@ class Setup:
     chunked_prefill: bool = True
     # How often a guess is right, if the configuration speculates: the drafter is a scripted one.
     acceptance: float | None = None
+    # What is taken on this machine where nobody has calibrated; None: the machine's limits.
+    uncalibrated: Rates | None = None
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) is not (self.config.speculation is None):
@@ -71,7 +73,9 @@ class Setup:
     def rates(self) -> Rates:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
-        return self.device.predicted(self.stored.bytes) if stored is None else stored.rates
+        if stored is not None:
+            return stored.rates
+        return self.uncalibrated or self.device.predicted(self.stored.bytes)
 
     def basis(self) -> str:
         """What the predictions rest on."""
@@ -79,6 +83,8 @@ class Setup:
             assumption = self.device.assumption or "predictions take all of the roof"
             return f"figures of {self.device.name}, not measured; {assumption}"
         stored = self.calibration()
+        if stored is None and self.uncalibrated is not None:
+            return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
         return (

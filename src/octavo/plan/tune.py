@@ -26,11 +26,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import product
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.rounding import BLOCK, FLOATS, QUANTIZATIONS
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig
+from octavo.execute.cost import Rates
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored, as_stored, held, in_scheme
 from octavo.plan.saturation import saturation
@@ -251,6 +253,7 @@ class Search:
             self.device,
             config,
             acceptance=None if choice.speculation == "off" else self.acceptance,
+            uncalibrated=self._carried,
         )
         plan, _ = setup.plan()
         # By its size the cache has as many blocks wherever it is started; a share would not.
@@ -269,6 +272,24 @@ class Search:
         count = None if choice.speculation == AS_IT_PAYS else int(choice.speculation)
         method = self.base.speculation or SpeculativeConfig(method="ngram")
         return replace(method, num_speculative_tokens=count)
+
+    @cached_property
+    def _carried(self) -> Rates | None:
+        """The rates that were calibrated for the default formats, for those that nobody has
+        calibrated: on the machine's limits alone they would always win. None: there are none.
+        """
+        if not self.device.measured:
+            return None
+        config = replace(self.base, speculative_config=None)
+        stored = weights(self.subject, self.space.default.config_quantization, self.device)
+        found = Setup(self.subject, stored, self.device, config).calibration()
+        return None if found is None else found.rates
+
+    def basis(self, choice: Choice) -> str:
+        """What the predictions for a choice that can be rest on."""
+        found = self.setup(choice)
+        assert not isinstance(found, str)
+        return found[0].basis()
 
     def run(self, choice: Choice, samples: Sequence[Sample]) -> Trial | None:
         """The samples put through the engine of that choice; None where it cannot be."""

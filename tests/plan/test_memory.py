@@ -220,7 +220,7 @@ def test_text_has_the_verdict_in_its_first_lines() -> None:
     [
         (["--context", "-1"], "-1"),
         (["--context", "0"], "at least one token"),
-        (["--context", "9" * 18], "more than the model's context of 8192"),
+        (["--context", "9" * 20], "more than the model's context of 8192"),
         (["--context", "9" * 400 + ".5K"], "is not a size"),
         (["--context", "9" * 5000], "is not a size"),
         (["--context", "8193"], "--context 8193 is more than the model's context of 8192 tokens"),

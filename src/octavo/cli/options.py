@@ -42,7 +42,7 @@ def amount(text: str) -> int:
     As in vLLM a small letter is decimal and a capital one binary; "…B" says bytes: KB is decimal.
     """
     match = re.fullmatch(
-        r"([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip()
+        r"([0-9]{1,20}(?:\.[0-9]{1,18})?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip()
     )
     if not match:
         raise typer.BadParameter(f"{text!r} is not a size such as 4096, 8K, 512MiB or 4GiB")

@@ -11,16 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.checkpoint.base import WeightFormat
+from octavo.cli.calibrate import as_text
 from octavo.engine.load import EngineConfig
-from octavo.execute.batch import Batch
+from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.plan import subject as planned
 from octavo.plan.calibration import Calibration, Subject
-from octavo.plan.fitting import KindError, Observation, fit
+from octavo.plan.fitting import KindError, Observation, fit, kind_of
 from octavo.plan.hardware import Device
+from octavo.plan.observing import Unobservable, observe
 from octavo.plan.prediction import Prediction
 from octavo.plan.quantization import Stored
 from octavo.plan.simulation import Setup, simulated_engine
@@ -353,3 +355,51 @@ def scaled(rates: Rates, time: float) -> Rates:
         elif each.name.endswith("overhead"):
             slower[each.name] = value * time
     return replace(rates, **slower)
+
+
+# --- observed ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("longest", [64, 4096])
+def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
+    """On a simulated engine; a short context leaves out what does not fit."""
+    calibration(subject()).save()
+    config = EngineConfig(threads=2, max_model_len=longest, kv_cache_memory_bytes=1 << 28)
+    engine = simulated_engine(replace(setup(), config=config))
+    seen = observe(engine, seconds=10.0)
+    assert engine.clock.now() == pytest.approx(10.0, rel=0.1)
+    kinds = {kind_of(each.batch) for each in seen}
+    assert all(each.seconds > 0 for each in seen)
+    assert max(int(each.batch.positions.max()) for each in seen) < longest
+    assert {"decode, up to 1 token", "decode, up to 64 tokens", "prompt, up to 32 tokens"} <= kinds
+    long = {"decode, long context, up to 8 tokens", "prompt, up to 1024 tokens"}
+    assert kinds >= long if longest > 64 else not kinds & long
+    assert any(kind.startswith("decode and prompt") for kind in kinds)
+    assert not engine.has_work()
+    assert engine.observers == []
+    engine.check_integrity()
+    fitted = fit(COSTS, seen, LIMITS)
+    assert fitted.error < 0.01  # it can be told from such steps what they took
+    assert max(abs(each.bias) for each in fitted.errors) < 0.03
+
+
+def test_a_request_that_fails_ends_it() -> None:
+    engine = simulated_engine(setup())
+
+    def broken(_: Batch) -> StepResult:
+        raise RuntimeError("no arithmetic today")
+
+    engine.executor.execute = broken  # type: ignore[method-assign]
+    with pytest.raises(Unobservable, match="no arithmetic today"):
+        observe(engine, seconds=1.0)
+    assert engine.observers == []
+
+
+def test_the_report_has_every_parameter_and_kind() -> None:
+    text = as_text(calibration(subject()))
+    parameters = (
+        "31 GB/s", "62%", "440 Gop/s", "55%", "300 µs", "45 µs", "220 µs", "24 GB/s", "48%",
+        "130 Gop/s",
+    )  # fmt: skip
+    for part in (*parameters, "decode, up to 1 token", "+1.0%", "3.0%"):
+        assert part in text, part

@@ -8,7 +8,6 @@ and delivery, as a request would see them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
@@ -29,7 +28,7 @@ _CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
 _MOST_SHORT, _MOST_LONG = 64, 8
 _FOR_POOLS = 0.35  # of the time, to read the prompts that are decoded from
-_REST = 0.06  # of the time, so that no quota of it runs out within a run
+_PAUSE = 0.012  # seconds after each piece of work, so that no quota of time runs out within one
 
 
 class Unobservable(RuntimeError):
@@ -79,7 +78,7 @@ class _Script:
     def __init__(self, engine: Engine, seconds: float, seed: int) -> None:
         self.engine = engine
         self.observations: list[Observation] = []
-        self._end = time.perf_counter() + seconds
+        self._end = engine.clock.now() + seconds
         self._seconds = seconds
         self._random = np.random.default_rng(seed)
         self._ids = count()
@@ -96,20 +95,21 @@ class _Script:
         self.engine.observers.remove(self._observer)
 
     def run(self, progress: Callable[[str], None]) -> None:
-        for length in (64, 64):  # the first steps find cold caches, and are no observations
-            self._add(self._prompt(length), 4)
+        for _ in range(2):  # the first steps find cold caches, and are no observations
+            self._add(self._prompt(min(64, self._longest // 2)), 4)
             self._drained()
         self.observations.clear()
         progress("reading prompts to decode from")
-        start = time.perf_counter()
+        start = self.engine.clock.now()
         tokens = min(128, self._most_tokens, self._longest // 2)
         self._add(self._prompt(tokens), 1)
         self._drained()
-        affordable = tokens / (time.perf_counter() - start) * _FOR_POOLS * self._seconds
+        affordable = tokens / (self.engine.clock.now() - start) * _FOR_POOLS * self._seconds
         short = self._pool(_SHORT, _MOST_SHORT, affordable / 3)
         long = self._pool(_LONG, _MOST_LONG, affordable / 1.5)
         self._decode(short, len(short), 10)
         self._decode(long, len(long), 10)
+        clock = self.engine.clock
         while self._left() > 0:
             for work in self._round(short, long):
                 work()
@@ -117,10 +117,10 @@ class _Script:
                 if left <= 0:
                     break
                 progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
-                time.sleep(_REST * 0.2)
+                clock.sleep_until(clock.now() + _PAUSE)
 
     def _left(self) -> float:
-        return self._end - time.perf_counter()
+        return self._end - self.engine.clock.now()
 
     def _round(self, short: list[list[int]], long: list[list[int]]) -> Iterator[Callable[[], None]]:
         """Every kind of work once, in any order."""
@@ -171,9 +171,9 @@ class _Script:
 
     def _step(self) -> None:
         self._observer.batch = None
-        start = time.perf_counter()
+        start = self.engine.clock.now()
         self.engine.step()
-        seconds = time.perf_counter() - start
+        seconds = self.engine.clock.now() - start
         if self._observer.failure is not None:
             raise Unobservable(self._observer.failure)
         if self._observer.batch is not None:
@@ -214,7 +214,8 @@ class _Script:
         return pool
 
     def _add(self, prompt: list[int], max_tokens: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        most = min(max_tokens, self._longest - len(prompt))
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         request_id = f"calibrate-{next(self._ids)}"
         self.engine.add_request(
             Request(request_id=request_id, prompt_token_ids=prompt, params=params)

@@ -268,10 +268,12 @@ class KvCache:
                     self.tables[group, slot, start // size] = copy
                     if copy != block:
                         self.copies.append((block, copy))
-        for position in range(int(self.num_blocks[slot]), -(-(start + count) // size)):
-            for group in range(len(self._windows)):
-                self.tables[group, slot, position] = self._allocate()
-            self.num_blocks[slot] = position + 1
+        held, end = int(self.num_blocks[slot]), -(-(start + count) // size)
+        if end > held:
+            groups = len(self._windows)
+            blocks = [self._allocate() for _ in range((end - held) * groups)]
+            self.tables[:, slot, held:end] = np.array(blocks).reshape(-1, groups).T
+            self.num_blocks[slot] = end
         return True
 
     def take_copies(self) -> Int32:
@@ -397,20 +399,27 @@ class KvCache:
         tip = self._tip[slot]
         if tip is None:
             return
-        size = self.block_size
-        full = int(self.num_tokens[slot]) // size
-        for position in range(self._registered[slot], full):
-            node = self.index.add(tip, tokens[position * size : (position + 1) * size].tobytes())
-            if node is not None:
-                for group in range(len(self._windows)):
-                    block = int(self.tables[group, slot, position])
-                    if block >= 0:
-                        self.index.put(node, group, block)
-                self.index.pin(node)
-            self.index.unpin(tip)
-            self._tip[slot] = tip = node
-            if tip is None:
+        size, index = self.block_size, self.index
+        first, full = self._registered[slot], int(self.num_tokens[slot]) // size
+        content = tokens[first * size : full * size].tobytes()
+        stride = size * tokens.itemsize
+        last = tip
+        for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
+            node = index.add(last, content[at * stride : (at + 1) * stride])
+            if node is None:
+                self._tip[slot] = None
                 break
+            for group, block in enumerate(blocks):
+                if block >= 0:
+                    index.put(node, group, block)
+            last = node
+        else:
+            self._tip[slot] = last
+        # Nodes between are kept by their children.
+        index.pin(last)
+        index.unpin(tip)
+        if self._tip[slot] is None:
+            index.unpin(last)
         self._registered[slot] = full
 
     # Inside

@@ -401,6 +401,8 @@ def _sustained_lines(speeds: Sequence[tuple[float, Figures]], rate: float, slo: 
         return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
         return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
+    if len(speeds) == 1:
+        return ["the load is too short to say what happens when it comes faster"]
     edge = "" if kept < speeds[-1][0] else " at least"
     return [
         f"with the best the SLO holds up to{edge} {kept:.2g} times this load, "

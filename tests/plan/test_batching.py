@@ -383,6 +383,8 @@ def test_of_a_model_and_a_trace(tmp_path: Path) -> None:
         (("--step-ms", "1", "--static-batch", "0"), "--static-batch"),
         (("--step-ms", "1", "--input-len", "5", "--trace", "x.csv"), "--input-len does not go"),
         (("llama-3-8b", "--device", "h900"), "h900"),
+        (("llama-3-8b", "--device", "h100", "--compute-share", "0"), "--compute-share"),
+        (("--step-ms", "1", "--bandwidth-share", "1"), "--bandwidth-share does not go"),
         (("llama-3-8b", "--device", "h100", "--memory-utilization", "2"), "memory_utilization"),
         (("llama-3-8b", "--device", "h100", "--kv-cache-dtype", "int2"), "int2"),
     ],

@@ -67,6 +67,20 @@ def command(
             show_default="auto",
         ),
     ] = None,
+    compute_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X",
+            help="Of the device's peaks, that predictions assume.",
+            show_default="of a GPU 0.6, else 1",
+        ),
+    ] = None,
+    bandwidth_share: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", help="Of its bandwidth, the same.", show_default="of a GPU 0.8, else 1"
+        ),
+    ] = None,
     input_len: Annotated[
         str | None,
         typer.Option(metavar="LENGTHS", help=f"Of prompts. {_DIST}", show_default="512"),
@@ -131,6 +145,7 @@ def command(
     given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
                   "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
     of_model = {"--device": device, "--format": format, "--kv-cache-dtype": kv_cache_dtype,
+                "--compute-share": compute_share, "--bandwidth-share": bandwidth_share,
                 "--memory-utilization": memory_utilization}  # fmt: skip
     if (model is None) is (step_ms is None):
         raise typer.BadParameter("give either MODEL or --step-ms: the time of a step is of one")
@@ -145,7 +160,8 @@ def command(
         limits = _limits(max_num_seqs, tokens or 512, math.inf)
     else:
         step, limits, how = _model(
-            model, device or "machine", format, kv_cache_dtype or "auto", memory_utilization,
+            model, device or "machine", compute_share, bandwidth_share, format,
+            kv_cache_dtype or "auto", memory_utilization,
             load, max_num_seqs, tokens,
         )  # fmt: skip
     try:
@@ -247,7 +263,8 @@ def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
 
 
 def _model(
-    model: str, device: str, format: str | None, kv_cache_dtype: str,
+    model: str, device: str, compute_share: float | None, bandwidth_share: float | None,
+    format: str | None, kv_cache_dtype: str,
     memory_utilization: float | None, load: Load, max_num_seqs: int, tokens: int | None,
 ) -> tuple[ModelStep, Limits, dict[str, Any]]:  # fmt: skip
     """Step times of the cost model, and the cache that the engine would have there."""
@@ -260,7 +277,7 @@ def _model(
     from octavo.plan.subject import Subject
 
     try:
-        on = hardware.device(device, on_stderr)
+        on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
         chosen = chosen_scheme(format, None, None, False)
         if tokens is None:
             tokens = 512 if on.measured else GPU_MAX_NUM_BATCHED_TOKENS

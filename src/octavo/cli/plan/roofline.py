@@ -340,6 +340,11 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         "longer of",
         "its two.",
     ]
+    if any(point.seconds < 0.99 * point.seconds_at_roof for point in found.decode + found.prefill):
+        lines.append(
+            "! predictions are faster than the limits: those were measured when the machine was "
+            "busier.\n  octavo bench machine measures them again"
+        )
     if any(point.fits is False for point in found.decode + found.prefill):
         memory = found.device.memory_bytes or 0
         lines.append(

@@ -1,0 +1,53 @@
+"""A simulation that leaps is one that steps: records, counters and time series (the engine's own
+test is tests/engine/test_leap.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from octavo.engine.load import EngineConfig
+from octavo.plan.hardware import PUBLISHED
+from octavo.plan.simulation import Setup, simulate, weights_on
+from octavo.plan.subject import Subject
+from octavo.plan.timeline import Timeline
+from octavo.workload.datasets import PREFIXES, RANDOM, Part, Sample
+
+SAMPLES = [
+    Sample(
+        300 + 40 * (index % 7),
+        20 + 37 * (index % 5),
+        (Part(PREFIXES + index % 3, 200), Part(RANDOM + index, 100 + 40 * (index % 7))),
+        arrival=0.031 * index,
+    )
+    for index in range(40)
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "more"),
+    [
+        ({}, {}),
+        ({"max_num_seqs": 4}, {"max_concurrency": 9}),
+        ({"max_model_len": 1024, "memory_utilization": 0.005}, {}),
+        ({"max_num_seqs": 8}, {"batching": "static"}),
+        ({}, {"memory": "reserve", "max_tokens": 120}),
+    ],
+)
+def test_leaping_changes_nothing(settings: dict[str, Any], more: dict[str, Any]) -> None:
+    subject, device = Subject.find("llama-3-8b"), PUBLISHED["h100"]
+    config = EngineConfig(**{"memory_utilization": 0.9} | settings)
+    techniques = {name: more.pop(name) for name in ("batching", "memory") if name in more}
+    setup = Setup(subject, weights_on(device, subject), device, config, **techniques)
+    results = []
+    for leaps in (True, False):
+        timeline = Timeline()
+        run = simulate(setup, SAMPLES, observers=[timeline], leaps=leaps, **more)
+        run.engine.check_integrity()
+        columns = {name: column.tolist() for name, column in run.series.columns().items()}
+        stats = run.engine.stats()
+        gauges = run.series.peak_waiting, run.series.queue_since
+        results.append((run.replay, columns, stats, gauges, timeline.trace(run)))
+    assert results[0] == results[1]

@@ -23,7 +23,7 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,15 +115,7 @@ class Drifted(Setup):
     drift: float = 1.0
 
     def rates(self) -> Rates:
-        rates = Setup.rates(self)
-        slower = {}
-        for each in fields(Rates):
-            value = getattr(rates, each.name)
-            if each.name.endswith("per_second"):
-                slower[each.name] = value / self.drift
-            elif each.name.endswith("overhead"):
-                slower[each.name] = value * self.drift
-        return replace(rates, **slower)
+        return Setup.rates(self).slowed(self.drift)
 
 
 def script(loaded: LoadedEngine, calibration: Calibration, seed: int) -> float:

@@ -228,6 +228,24 @@ def test_duration_follows_the_slower_of_memory_and_arithmetic() -> None:
         Rates(bytes_per_second=0)
 
 
+@pytest.mark.parametrize(
+    "rates",
+    [
+        Rates(1e9, 1e9),  # attention's own rates are None
+        Rates(
+            1e9, 2e10, 1e-4, knee=2.5, kv_bytes_per_second=3e8, attention_ops_per_second=5e9,
+            attention_knee=1.7, ramp=0.5, batch_overhead=2e-4, row_overhead=1e-6,
+            chunk_overhead=1e-5,
+        ),
+    ],
+)  # fmt: skip
+def test_a_slower_machine_takes_longer_for_every_step(rates: Rates) -> None:
+    assert rates.slowed(1.0) == rates
+    for step in (batch([(0, 1)]), batch([(0, 40), (3, 9), (100, 101)])):
+        slow, usual = executor(rates=rates.slowed(1.25)), executor(rates=rates)
+        assert slow.cost(step).seconds == pytest.approx(1.25 * usual.cost(step).seconds)
+
+
 def test_the_engine_simulates_on_virtual_time() -> None:
     """A step's predicted duration is all that moves the clock."""
     config = tiny.config()

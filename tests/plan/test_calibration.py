@@ -1,6 +1,5 @@
 """Calibrations: a fit finds what made the times, files come back as they were or not at all."""
 
-import dataclasses
 import json
 import math
 from dataclasses import replace
@@ -329,7 +328,7 @@ def test_a_prediction_follows_the_engine() -> None:
     calibration(subject()).save()
     engine = simulated_engine(setup())
     assert isinstance(engine.executor, CostExecutor)
-    watch = Prediction(engine, engine.executor.costs, scaled(TRUE, 1.25))
+    watch = Prediction(engine, engine.executor.costs, TRUE.slowed(1.25))
     watch.tell = lambda predicted, actual: told.append((predicted, actual))
     engine.observers.append(watch)
     for index, length in enumerate((70, 3, 700)):
@@ -343,18 +342,6 @@ def test_a_prediction_follows_the_engine() -> None:
     assert watch.ratio == pytest.approx(0.8)
     assert watch.error == pytest.approx(0.25)
     assert watch.predicted_seconds == pytest.approx(1.25 * watch.actual_seconds)
-
-
-def scaled(rates: Rates, time: float) -> Rates:
-    """At which every step takes so many times as long."""
-    slower = {}
-    for each in dataclasses.fields(Rates):
-        value = getattr(rates, each.name)
-        if each.name.endswith("per_second"):
-            slower[each.name] = value / time
-        elif each.name.endswith("overhead"):
-            slower[each.name] = value * time
-    return replace(rates, **slower)
 
 
 # --- observed ------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import count, repeat
@@ -105,6 +105,19 @@ class Rates:
             Arithmetic.BF16: self.bf16_ops_per_second,
         }.get(arithmetic)
         return self.ops_per_second if own is None else own
+
+    def slowed(self, factor: float) -> Rates:
+        """Those of a machine on which every step takes ``factor`` times as long."""
+        slower = {}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is None:
+                continue
+            if each.name.endswith("per_second"):
+                slower[each.name] = value / factor
+            elif each.name.endswith("overhead"):
+                slower[each.name] = value * factor
+        return replace(self, **slower)
 
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 0) -> float:
         """For so many bytes, and operations on so many rows, of an op other than attention."""

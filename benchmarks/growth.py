@@ -21,9 +21,9 @@ import numpy as np
 
 from _models import models
 from octavo.bench.drive import Drive, Load
-from octavo.bench.limits import highest
 from octavo.engine.load import EngineConfig
 from octavo.execute.batch import Batch
+from octavo.execute.limits import highest
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 STEPS = 24

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from bench.test_limits import made_up
-from octavo.bench.limits import Limits
+from execute.test_limits import made_up
+from octavo.execute.limits import Limits
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

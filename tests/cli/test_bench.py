@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from bench.test_limits import made_up
-from octavo.bench.limits import Limits
+from execute.test_limits import made_up
 from octavo.cli import app
 from octavo.engine.load import SettingsError
+from octavo.execute.limits import Limits
 
 
 @pytest.fixture(autouse=True)

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
-from bench.test_limits import made_up
 from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
+from execute.test_limits import made_up
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
@@ -303,7 +303,7 @@ def test_this_machine_is_what_bench_machine_has_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory's rate is that for as much as is read: here between two measured sizes."""
-    monkeypatch.setattr("octavo.bench.limits.Limits.stored", lambda *_: made_up())
+    monkeypatch.setattr("octavo.execute.limits.Limits.stored", lambda *_: made_up())
     subject("gemma-3-270m", tmp_path)
     facts = json.loads(run(str(tmp_path / "gemma-3-270m"), "--json"))
     assert facts["device"].startswith("this machine (")

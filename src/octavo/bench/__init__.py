@@ -1,1 +1,1 @@
-"""Measuring: the machine's limits, the engine beside them, and servers under load."""
+"""Measuring: the engine beside the machine's limits, and servers under load."""

@@ -13,12 +13,12 @@ from typing import NamedTuple, Self
 import numpy as np
 
 import octavo.checkpoint
-from octavo.bench.limits import Limits, Progress
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.execute.batch import Batch
+from octavo.execute.limits import Limits, Progress
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from octavo.bench.drive import Drive, Load
-from octavo.bench.limits import Progress
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
 from octavo.engine.load import EngineConfig, SettingsError
+from octavo.execute.limits import Progress
 from octavo.execute.native import held_bytes
 from octavo.quant import fidelity
 from octavo.quant.distance import Fidelity

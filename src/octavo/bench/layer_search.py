@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.bench.limits import Progress
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
 from octavo.checkpoint.rounding import rounded
 from octavo.engine.load import EngineConfig, SettingsError
-from octavo.engine.memory import available_memory
 from octavo.execute.batch import Batch, Int32
 from octavo.execute.cpu import usable_cpus
+from octavo.execute.limits import Progress
+from octavo.execute.memory import available_memory
 from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from octavo.bench.drive import Drive, Load
-from octavo.bench.limits import Limits, Progress, highest
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.load import EngineConfig, SettingsError
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import OpCost, Rates
+from octavo.execute.limits import Limits, Progress, highest
 from octavo.execute.native import RegionTime
 from octavo.model.program import Op, Program
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.bench.drive import Drive, Load, Phase
-from octavo.bench.limits import Limits, Progress, highest
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.load import EngineConfig
 from octavo.execute.cost import Rates
+from octavo.execute.limits import Limits, Progress, highest
 
 _WARM_UP = Load(1, 32, 8)
 

@@ -46,7 +46,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
     from octavo.checkpoint.rounding import rounded
     from octavo.engine.load import DoesNotFit, SettingsError, plan_cache
-    from octavo.engine.memory import available_memory
+    from octavo.execute.memory import available_memory
     from octavo.model.families import program
 
     if engine.quantization is not None:

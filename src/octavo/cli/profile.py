@@ -72,11 +72,11 @@ def command(
     scheduling, sampling) stands below.
     """
     from octavo.bench.drive import Load
-    from octavo.bench.limits import Limits
     from octavo.bench.profile import profile
     from octavo.bench.trace import trace as as_trace
     from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve
+    from octavo.execute.limits import Limits
     from octavo.model.families import program
 
     if prompt_len is not None and context is not None:

@@ -15,9 +15,9 @@ from octavo.checkpoint.rounding import is_known, rounded, summary
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.memory import available_memory
 from octavo.execute.batch import slice_rows
 from octavo.execute.cpu import usable_cpus
+from octavo.execute.memory import available_memory
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig

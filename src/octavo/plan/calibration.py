@@ -19,12 +19,12 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.bench.limits import Limits, cpu_model, kernel_build
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.pull import cache_dir
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError
 from octavo.execute.cost import Rates
 from octavo.execute.cpu import usable_cpus
+from octavo.execute.limits import Limits, cpu_model, kernel_build
 from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
 from octavo.model.program import Program

@@ -11,9 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import isfinite
 
-from octavo.bench.limits import Limits
-from octavo.engine.memory import available_memory
 from octavo.execute.cost import Arithmetic, Rates
+from octavo.execute.limits import Limits
+from octavo.execute.memory import available_memory
 
 LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e9  # of a device: GB/s, Gop/s, GiB
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.6, 0.8  # of what is published, assumed where nobody measured

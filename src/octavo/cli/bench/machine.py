@@ -12,7 +12,7 @@ from octavo.cli.console import on_stderr
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.bench.limits import Limits, Rate
+    from octavo.execute.limits import Limits, Rate
 
     Rows = Sequence[tuple[str, tuple[Rate, ...]]]
 
@@ -45,8 +45,8 @@ def command(
     Takes some ten seconds and is stored beside the model cache: every share of a limit that Octavo
     shows is of these. Run it on an otherwise idle machine.
     """
-    from octavo.bench.limits import Limits
     from octavo.execute.cpu import usable_cpus
+    from octavo.execute.limits import Limits
 
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)

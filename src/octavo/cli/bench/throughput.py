@@ -68,8 +68,8 @@ def command(
 
     Prompts are random and share nothing. Each figure is a mean ± standard deviation.
     """
-    from octavo.bench.limits import Limits
     from octavo.bench.throughput import throughput
+    from octavo.execute.limits import Limits
 
     rows: list[Row] = []
     with on_stderr() as progress:

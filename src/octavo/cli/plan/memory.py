@@ -208,8 +208,8 @@ def _users(text: str) -> int:
 
 def _places(device: str | None) -> list[Place]:
     """What is asked about, then the rest. Raises `ValueError` for what is not known."""
-    from octavo.bench.limits import cpu_model
-    from octavo.engine.memory import available_memory
+    from octavo.execute.limits import cpu_model
+    from octavo.execute.memory import available_memory
     from octavo.plan import hardware
     from octavo.plan.memory import Place
 

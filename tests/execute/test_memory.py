@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.engine.memory import available_memory
+from octavo.execute.memory import available_memory
 
 GIB = 1 << 30
 

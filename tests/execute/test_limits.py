@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from octavo import _native
-from octavo.bench import limits as module
-from octavo.bench.limits import Limits, Rate, Read, highest
+from octavo.execute import limits as module
 from octavo.execute.cost import Arithmetic
+from octavo.execute.limits import Limits, Rate, Read, highest
 
 
 def rates_of(*values: float) -> tuple[Rate, ...]:

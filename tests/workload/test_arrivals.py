@@ -79,10 +79,15 @@ def test_a_ramp_of_one_request() -> None:
         (0.0, 1.0, None, "request-rate"),
         (-1.0, 1.0, None, "request-rate"),
         (math.nan, 1.0, None, "request-rate"),
+        (1e-308, 1.0, None, "request-rate"),
+        (1e10, 1.0, None, "request-rate"),
         (1.0, 0.0, None, "burstiness"),
+        (5.0, 1e-300, None, "--burstiness 1e-300"),  # every interval would be 0
+        (5.0, 1e308, None, "--burstiness"),
+        (math.inf, 1.0, Ramp("linear", 1e-308, 1e-300), "ramp-up"),
         (1.0, math.nan, None, "burstiness"),
         (1.0, 1.0, Ramp("linear", 1, 2), "exclude"),
-        (math.inf, 1.0, Ramp("linear", 0, 2), "above 0"),
+        (math.inf, 1.0, Ramp("linear", 0, 2), "from 1e-06"),
         (math.inf, 1.0, Ramp("linear", 3, 2), "at most"),
         (math.inf, 1.0, Ramp("exponential", 1, math.inf), "ramp-up"),
     ],
@@ -92,3 +97,8 @@ def test_what_is_no_process_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=about):
         arrival_times(3, rate, burstiness, ramp, 0)
+
+
+def test_a_last_arrival_beyond_all_times_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"--request-rate is too low for 100000 requests"):
+        arrival_times(100_000, 1e-6, 1.0, None, 0)

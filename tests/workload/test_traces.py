@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.bench.load.vocabulary import Ids, Words
+from octavo.workload import datasets
 from octavo.workload.datasets import (
     PREFIXES,
     SUFFIXES,
@@ -132,8 +134,8 @@ def test_a_cut_prompt_still_shares_its_prefix(tmp_path: Path) -> None:
         ("TIMESTAMP,ContextTokens\n", 1, "lacks one of"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", None, "has no request"),
         (AZURE + "2023-11-16 18:16:06,1\n", 6, "2 fields where the header has 3"),
-        (AZURE + "yesterday,1,1\n", 6, "'yesterday' is not a time"),
-        (AZURE + "2023-13-16 18:16:06,1,1\n", 6, "is not a time"),
+        (AZURE + "yesterday,1,1\n", 6, "TIMESTAMP is 'yesterday', not a time"),
+        (AZURE + "2023-13-16 18:16:06,1,1\n", 6, "not a time"),
         (AZURE + "2023-11-16 18:16:06,-1,1\n", 6, "ContextTokens is '-1'"),
         (AZURE + "2023-11-16 18:16:06,1,1.5\n", 6, "GeneratedTokens is '1.5'"),
         (AZURE + "2023-11-16 18:16:06,1,٣\n", 6, "GeneratedTokens is '٣'"),
@@ -251,6 +253,47 @@ def test_prefix_repetition() -> None:
     assert samples != prefix_repetition(11, **arguments, seed=0, shuffle=False)
     with pytest.raises(ValueError, match="fewer than"):
         prefix_repetition(2, **arguments, seed=0)
+
+
+@pytest.mark.parametrize("time", [1e308, 1e18, 10**400, 1.01e13])
+def test_times_that_would_lose_their_precision_are_refused(tmp_path: Path, time: float) -> None:
+    path = write(tmp_path, mooncake(line(0, 1, 1, [1]), line(time, 1, 1, [1])))
+    with pytest.raises(DatasetError, match=r"trace:2: timestamp is 1.{0,60}, not milliseconds"):
+        load(path, None, Window())
+    if time < 1e300:
+        time /= 1000
+    result = {"start_times": [0, -time], "input_lens": [1, 1], "output_lens": [1, 1]}
+    path = write(tmp_path, json.dumps({**result, "errors": ["", ""]}))
+    with pytest.raises(DatasetError, match=r"trace: start_times\[1\] is -1.{0,60}, not seconds"):
+        load(path, None, Window())
+
+
+def test_a_year_without_sense_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, AZURE + "9999-11-16 18:16:06,1,1\n")
+    with pytest.raises(DatasetError, match=r"trace:6: TIMESTAMP is '9999"):
+        load(path, None, Window())
+
+
+def test_a_speed_that_no_clock_has_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, mooncake(line(0, 1, 1, [1]), line(1e11, 1, 1, [1])))
+    with pytest.raises(ValueError, match="--trace-speedup is from"):
+        load(path, None, Window(speedup=1e-308))
+    with pytest.raises(DatasetError, match=r"at --trace-speedup 0\.001 the last request comes"):
+        load(path, None, Window(speedup=1e-3))
+
+
+def test_only_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        for read in (lambda p: load(p, None, Window()), lambda p: sharegpt(p, words, None)):
+            with pytest.raises(DatasetError, match="is no regular file"):
+                read(path)
+
+
+def test_a_line_without_an_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_LONGEST_LINE", 99)
+    with pytest.raises(DatasetError, match="trace:1: is longer than 99 bytes"):
+        load(write(tmp_path, "x" * 100), None, Window())
 
 
 @settings(deadline=None)

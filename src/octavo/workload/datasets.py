@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 # Datasets have keys of their own, so that one run leaves nothing in a server's cache for another.
 RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE, RESULT = (kind << 64 for kind in range(1, 7))
+_LONGEST_LINE = 1 << 28  # bytes: one result of octavo bench serve may be a line
 UNIT = 512  # tokens are drawn in units of this many, so that a cut part is a prefix of the whole
 
 
@@ -122,10 +123,19 @@ def prefix_repetition(
 # --- files of real prompts -----------------------------------------------------------------------
 
 
+def regular(path: Path) -> None:
+    """Raises `DatasetError` for a device, a pipe or a folder, whose end may never come."""
+    if path.exists() and not path.is_file():
+        raise DatasetError(f"{path}: is no regular file")
+
+
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers. Raises `DatasetError` for other bytes."""
+    regular(path)
     with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
+        for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
+            if len(raw) > _LONGEST_LINE:
+                raise DatasetError(f"{path}:{number}: is longer than {_LONGEST_LINE:,} bytes")
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
@@ -173,6 +183,7 @@ def sharegpt(path: Path, count: Callable[[str], int], output_len: int | None) ->
 
     Conversations are left out as vLLM does: under 4 tokens, prompts over 1024, 2048 in all.
     """
+    regular(path)
     try:
         entries = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:

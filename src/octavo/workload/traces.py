@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from octavo.workload.arrivals import LATEST
 from octavo.workload.datasets import (
     AZURE,
     MOONCAKE,
@@ -34,6 +35,7 @@ Format = Literal["azure", "mooncake", "result"]
 BLOCK = 512  # tokens a hash id of a Mooncake trace stands for
 assert BLOCK == UNIT
 _LONGEST = 10**8  # a length beyond this is a broken line, not a prompt
+_SLOWEST, _FASTEST = 1e-6, 1e9  # speedups
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +53,10 @@ class Window:
     most: int | None = None  # requests
 
     def check(self) -> None:
-        if not (math.isfinite(self.speedup) and self.speedup > 0):
-            raise ValueError(f"--trace-speedup must be above 0, not {self.speedup:g}")
+        if not _SLOWEST <= self.speedup <= _FASTEST:  # nan neither
+            raise ValueError(
+                f"--trace-speedup is from {_SLOWEST:g} to {_FASTEST:g}, not {self.speedup:g}"
+            )
         if not (math.isfinite(self.start) and self.start >= 0):
             raise ValueError(f"--trace-start must be 0 or more seconds, not {self.start:g}")
         if not self.duration > 0:
@@ -88,6 +92,11 @@ def load(
     if window.most is not None and len(kept) > window.most:
         notices.append(f"the first {window.most} of {len(kept)} requests in the window")
         kept = kept[: window.most]
+    if (ends := (_arrival(kept[-1]) - begin) / window.speedup) > LATEST:
+        raise DatasetError(
+            f"{path}: at --trace-speedup {window.speedup:g} the last request comes after "
+            f"{ends:.3g} s, beyond {LATEST:g}"
+        )
     return _capped(kept, window, begin, notices), notices
 
 
@@ -192,7 +201,13 @@ def _azure(path: Path, notices: list[str]) -> Iterator[Found]:
         try:
             arrival = datetime.fromisoformat(time).timestamp()
         except (ValueError, OverflowError):
-            raise DatasetError(f"{path}:{number}: {time!r} is not a time") from None
+            raise DatasetError(
+                f"{path}:{number}: TIMESTAMP is {_shown(time)}, not a time"
+            ) from None
+        if abs(arrival) > LATEST:
+            raise DatasetError(
+                f"{path}:{number}: TIMESTAMP is {_shown(time)}, beyond {LATEST:g} s of 1970"
+            )
         lengths = []
         for name, text in zip(names[1:], (prompt, output), strict=True):
             digits = text.isascii() and text.isdigit() and len(text) <= 10
@@ -207,8 +222,11 @@ def _mooncake(path: Path, notices: list[str]) -> Iterator[Found]:
     for number, line in numbered_lines(path):
         record = json_object(path, number, line)
         time = record.get("timestamp")
-        if not _is_number(time) or not 0 <= time < math.inf:
-            raise DatasetError(f"{path}:{number}: timestamp is {time!r}, not milliseconds")
+        if not _is_number(time) or not 0 <= time <= 1000 * LATEST:
+            raise DatasetError(
+                f"{path}:{number}: timestamp is {_shown(time)}, not milliseconds up to "
+                f"{1000 * LATEST:g}"
+            )
         prompt, output = (
             _length(path, number, record, name) for name in ("input_length", "output_length")
         )
@@ -254,17 +272,23 @@ def _result(path: Path, notices: list[str]) -> Iterator[Found]:
             failed += 1
             continue
         where = f"{path}: start_times[{index}]"
-        if not _is_number(time) or not math.isfinite(time):
-            raise DatasetError(f"{where} is {time!r}, not seconds")
+        if not _is_number(time) or not -LATEST <= time <= LATEST:
+            raise DatasetError(f"{where} is {_shown(time)}, not seconds up to {LATEST:g}")
         for name, value in (("input_lens", prompt), ("output_lens", output)):
             if type(value) is not int or not 0 <= value <= _LONGEST:
-                raise DatasetError(f"{path}: {name}[{index}] is {value!r}, not a length")
+                raise DatasetError(f"{path}: {name}[{index}] is {_shown(value)}, not a length")
         sample = Sample(prompt, output, (Part(RESULT + index, prompt),), arrival=float(time))
         found.append((where, sample))
     found.sort(key=lambda item: _arrival(item[1]))
     yield from found
     if failed:
         notices.append(f"{failed} requests that failed have no answer's length: left out")
+
+
+def _shown(value: object) -> str:
+    """What stands there, shortened."""
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -274,5 +298,5 @@ def _is_number(value: object) -> TypeGuard[float]:
 def _length(path: Path, number: int, record: dict[str, Any], name: str) -> int:
     value = record.get(name)
     if type(value) is not int or not 0 <= value <= _LONGEST:
-        raise DatasetError(f"{path}:{number}: {name} is {value!r}, not a length")
+        raise DatasetError(f"{path}:{number}: {name} is {_shown(value)}, not a length")
     return value

@@ -276,7 +276,7 @@ def test_options_reach_the_settings() -> None:
         (["--header", "a"], "NAME=VALUE"),
         (["--extra-body", "[]"], "not a JSON object"),
         (["--extra-body", "{"], "not JSON"),
-        (["--request-rate", "0"], "above 0"),
+        (["--request-rate", "0"], "--request-rate is from"),
         (["--ramp-up-strategy", "linear"], "needs"),
         (["--ramp-up-start-rps", "1"], "need --ramp-up-strategy"),
         (["--ramp-up-strategy", "up"], "neither linear"),
@@ -284,7 +284,7 @@ def test_options_reach_the_settings() -> None:
         (["--base-url", "ftp://x"], "not a URL"),
         (["--num-prompts", "0"], "--num-prompts"),
         (["--dataset-name", "azure"], "needs a --dataset-path"),
-        (["--trace-speedup", "0"], "above 0"),
+        (["--trace-speedup", "0"], "--trace-speedup is from"),
         (["--percentile-metrics", "x"], "none of"),
     ],
 )

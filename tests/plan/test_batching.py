@@ -318,6 +318,57 @@ def test_what_holds_for_any_load(
     assert more.spread.waiting >= spread.waiting
 
 
+@pytest.mark.parametrize(("prompt", "most"), [(1, 1000), (16, 62.5), (17, 1000 / 17)])
+def test_prompts_shorter_than_what_a_step_is_divided_into(prompt: int, most: float) -> None:
+    """1 ms a token of a prompt and next to nothing else: 1000 ÷ prompt requests a second."""
+    step = LinearStep(1e-6, 0, 1e-3)
+    found = batching(step, Load(Lengths.fixed(prompt), Lengths.fixed(2), 0.0), Limits(64, 2048))
+    assert found.saturation.requests_per_second == pytest.approx(most, rel=1e-3)
+
+
+@given(
+    token=st.floats(1e-6, 1),
+    prompts=st.one_of(
+        st.integers(1, 40).map(Lengths.fixed),
+        st.integers(1, 3000).map(Lengths.fixed),
+        st.floats(1, 200).map(Lengths.geometric),
+    ),
+    output=st.integers(1, 60),
+    seqs=st.integers(1, 64),
+    budget=st.sampled_from([64, 100, 512, 2048]),
+)
+@settings(max_examples=8, deadline=None)
+def test_no_prompt_is_lost(
+    token: float, prompts: Lengths, output: int, seqs: int, budget: int
+) -> None:
+    """What all prompts of a second take is at most a second; and static batches lose none."""
+    step, load = LinearStep(1e-9, 0, token), Load(prompts, Lengths.geometric(output), 0.0)
+    found = batching(step, load, Limits(seqs, budget))
+    for rate in (found.saturation.requests_per_second, found.static.requests_per_second):
+        assert rate * prompts.mean * token <= 1 + 1e-6
+    assert found.saturation.requests_per_second * prompts.mean * token > 0.99
+
+
+def test_prompts_of_very_many_steps() -> None:
+    found = batching(LINEAR, Load(Lengths.fixed(200_000), Lengths.fixed(5), 1e-5), Limits(8, 16))
+    assert found.saturation.requests_per_second * 200_000 * LINEAR.per_prompt_token < 1
+    assert 12_500 * LINEAR.constant < found.ttft_seconds < 2 * 12_500 * LINEAR.constant
+    assert found.tpot_seconds >= 0
+
+
+def test_a_cache_for_less_than_two() -> None:
+    load = Load(parse("3000"), parse("100"), 0.001)
+    found = batching(LINEAR, load, Limits(64, 512, cached_seqs=1.5))
+    assert found.tpot_seconds >= LINEAR.constant
+
+
+def test_a_static_batch_that_does_not_fit_the_cache() -> None:
+    load, limits = Load(parse("50"), parse("100"), 0.0), Limits(64, 512, cached_seqs=12.5)
+    assert batching(LINEAR, load, limits, 12).static.size == 12
+    with pytest.raises(ValueError, match=r"--static-batch 13: the cache holds 12\.5 sequences"):
+        batching(LINEAR, load, limits, 13)
+
+
 # --- the command ---------------------------------------------------------------------------------
 
 
@@ -381,6 +432,7 @@ def test_of_a_model_and_a_trace(tmp_path: Path) -> None:
         (("--step-ms", "1", "--output-len", "zipf:2"), "--output-len 'zipf:2'"),
         (("--step-ms", "1", "--max-num-seqs", "600"), "--max-num-batched-tokens 512 is below"),
         (("--step-ms", "1", "--static-batch", "0"), "--static-batch"),
+        (("--step-ms", "1", "--static-batch", "1" + 29 * "0"), "--static-batch"),
         (("--step-ms", "1", "--input-len", "5", "--trace", "x.csv"), "--input-len does not go"),
         (("llama-3-8b", "--device", "h900"), "h900"),
         (("llama-3-8b", "--device", "h100", "--compute-share", "0"), "--compute-share"),
@@ -412,7 +464,16 @@ def test_traces_that_are_refused(rows: list[str], message: str, tmp_path: Path) 
         run("--step-ms", "1", "--trace", str(trace))
 
 
+def test_answers_of_a_token_to_prompts_of_one() -> None:
+    facts = json.loads(
+        run("llama-3-8b", "--device", "h100", "--input-len", "1", "--output-len", "1", "--json")
+    )
+    assert facts["saturation"]["request_throughput"] * facts["saturation"]["step_seconds"] >= 1
+
+
 def test_what_no_model_could_do() -> None:
+    with pytest.raises(SettingsError, match=r"--static-batch 100: the cache holds \d"):
+        run("llama-3-8b", "--device", "a10", "--static-batch", "100", "--input-len", "4000")
     with pytest.raises(SettingsError, match="more than the model's context"):
         run("llama-3-8b", "--device", "h100", "--input-len", "9000")
     small = "memory=100,bf16=1000,capacity=4"

@@ -35,6 +35,8 @@ from octavo.plan.lengths import Lengths
 from octavo.plan.phase import mixed_batch
 
 Limit = Literal["sequences", "tokens", "cache"]
+_ROOM_BINS = 64  # that a step's room for prompts is divided into, at most
+_MOST_BINS = 1 << 13  # of the longest prompt
 _NODES = 25  # of functions of the batch or of a step's tokens, between which lines are drawn
 
 
@@ -174,16 +176,24 @@ class Mix:
         return float(prompts.shares @ before) / prompts.mean
 
     @cached_property
-    def _queue(self) -> tuple[int, npt.NDArray[np.float64], float]:
+    def _queue(self) -> tuple[float, npt.NDArray[np.float64], float]:
         """Tokens a bin; by bins, the chances of so many tokens of prompts being read in a step;
         tokens left for later steps, mean. A Poisson number of prompts begins in each, and what it
         has no room for waits for the next (Lindley's recursion, 1952).
         """
-        prompts = self.load.prompts
-        width = max(1, round(self.room / 64), len(prompts.shares) >> 10)
-        room = max(1, round(self.room / width))
-        if self.begun * prompts.mean >= self.room * (1 - 1e-9):
-            return width, np.eye(room + 1)[room], inf
+        prompts, asked = self.load.prompts, self.begun * self.load.prompts.mean
+        longest = len(prompts.shares)
+        room = min(_ROOM_BINS, floor(self.room / max(1, longest >> 10))) or 1
+        width = self.room / room
+        if asked >= self.room * (1 - 1e-9):
+            return asked / room, np.eye(room + 1)[room], inf
+        if longest / width > _MOST_BINS:
+            # Prompts of so many steps each fill theirs: a queue of the kind M/G/1, whose work that
+            # waits is Pollaczek's and Khinchine's, but no more than half of those that are read.
+            rest = prompts.square / (2 * prompts.mean)
+            waits = min(asked / (self.room - asked), self.begun * self.reads) * rest
+            full = asked / self.room
+            return width, (1 - full) * np.eye(room + 1)[0] + full * np.eye(room + 1)[room], waits
         arrives = _compound(prompts, self.begun, width)
         size = max(16 * room, 2 * len(arrives))
         moments = np.fft.rfft(arrives, 2 * size)
@@ -199,7 +209,16 @@ class Mix:
             if change < 1e-5:
                 break
         read = np.append(total[:room], total[room:].sum())
-        return width, read / read.sum(), float(left @ np.arange(size)) * width
+        read /= read.sum()
+        # In the long run all that comes is read. Where the recursion stopped before that, the steps
+        # that are missing are full ones.
+        bins = asked / width
+        mean = float(read @ np.arange(room + 1))
+        at, end = (room, float(room)) if mean < bins else (0, 0.0)
+        share = (bins - mean) / (end - mean) if end != mean else 0.0
+        read *= 1 - share
+        read[at] += share
+        return width, read, float(left @ np.arange(size)) * width
 
     def times(self, step: StepTime) -> StepMoments:
         load = self.load
@@ -237,10 +256,15 @@ class StepMoments(NamedTuple):
     behind: float  # seconds of the steps that read what is left of earlier prompts
 
 
-def _compound(lengths: Lengths, mean: float, width: int) -> npt.NDArray[np.float64]:
-    """[i] the chance that a Poisson number (of this mean) of lengths add up to i · width tokens."""
-    bins = np.round(lengths.tokens / width).astype(np.int64)
-    shares = np.bincount(bins, lengths.shares)
+def _compound(lengths: Lengths, mean: float, width: float) -> npt.NDArray[np.float64]:
+    """[i] the chance that a Poisson number (of this mean) of lengths add up to i · width tokens.
+    A length between two bins is now one, now the other, so that the mean stays as it is.
+    """
+    below = np.floor(lengths.tokens / width)
+    above = lengths.tokens / width - below
+    bins = below.astype(np.int64)
+    shares = np.bincount(bins, lengths.shares * (1 - above), int(bins[-1]) + 2)
+    shares += np.bincount(bins + 1, lengths.shares * above, len(shares))
     reach = mean * lengths.mean + 10 * (mean * lengths.square) ** 0.5  # far into the tail
     size = 1 << int(np.ceil(np.log2(len(shares) + reach / width)))
     found = np.fft.irfft(np.exp(mean * (np.fft.rfft(shares, size) - 1)), size)
@@ -351,9 +375,14 @@ def batching(
 ) -> Batching:
     """``static_batch``: sequences of a static batch; None: as many as may run together.
 
-    Raises `ValueError` when not one sequence fits the cache.
+    Raises `ValueError` when not one sequence fits the cache, or not such a static batch.
     """
     saturation = _saturation(step, load, limits)
+    if static_batch is not None and static_batch > limits.cached_seqs:
+        raise ValueError(
+            f"--static-batch {static_batch}: the cache holds {limits.cached_seqs:,.4g} sequences "
+            f"of {held_tokens(load):,.0f} tokens"
+        )
     static = _static(step, load, limits, static_batch or max(1, floor(saturation.running)))
     budget = limits.max_num_batched_tokens
     fixed = None
@@ -368,7 +397,8 @@ def batching(
         spread = _spread(through, saturation)
         mix = Mix(load, max(1.0, spread.running), budget)
         times = mix.times(step)
-        stays = spread.running / load.rate if load.rate else times.mean * mix.steps
+        # Never less than a request alone, also where less than two fit the cache.
+        stays = max(spread.running / load.rate, through[0]) if load.rate else through[0]
     reading = mix.reading(step)
     tpot = (stays - reading) / load.decodes if load.decodes else 0.0
     # The step under way ends first, then what earlier prompts have left over is read.

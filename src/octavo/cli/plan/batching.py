@@ -126,7 +126,7 @@ def command(
     static_batch: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Sequences of a static batch.",
+            metavar="N", min=1, max=1 << 20, help="Sequences of a static batch.",
             show_default="as many as run continuously",
         ),
     ] = None,

@@ -267,7 +267,7 @@ def test_a_wrong_trace_is_named_by_line_and_field(
         ((*ON, "--dataset-name", "nonsense"), "is none of"),
         ((*ON, "--trace", "a", "--dataset-path", "b"), "two names of one thing"),
         ((*ON, "--plot", "x.gif"), "a plot is a file of .svg, .png, .pdf"),
-        ((*ON, "--timeline", "x.txt"), "a timeline is a file of .json"),
+        ((*ON, "--timeline", "x.txt"), "not a file of .json"),
         ((*ON, "--timeline", "/no/such/folder/x.json"), "there is no folder"),
         ((*ON, "--price", "-1"), "not above 0"),
         ((*ON, "--max-num-seqs", "4096"), "max_num_batched_tokens 2048 is below max_num_seqs"),

@@ -15,7 +15,17 @@ import typer
 from octavo.cli.console import now_and_then, on_stderr
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import ENGINE_OPTIONS, engine_config, option, takes
-from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
+from octavo.cli.planned import (
+    Bits,
+    EmbeddingFormat,
+    GroupSize,
+    LayersFormat,
+    OnDevice,
+    Price,
+    Unit,
+    check_file,
+    chosen_scheme,
+)
 from octavo.cli.serve import QUEUE_OPTIONS
 
 if TYPE_CHECKING:
@@ -138,41 +148,13 @@ def command(
             show_default=False,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, "
-            "f32.",
-            show_default="as the file has them, else bf16",
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
-        ),
-    ] = None,
-    embedding_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
-    ] = "bf16",
-    arithmetic: Annotated[
-        str,
-        typer.Option(
-            metavar="UNIT",
-            help="What multiplies quantized weights: int8 (as Octavo does) or bf16 (as weight-only "
-            "kernels do).",
-        ),
-    ] = "int8",
-    price: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Of the device an hour: adds what a million tokens cost."),
-    ] = None,
+    device: OnDevice = "machine",
+    format: LayersFormat = None,
+    bits: Bits = None,
+    group_size: GroupSize = None,
+    embedding_format: EmbeddingFormat = "bf16",
+    arithmetic: Unit = "int8",
+    price: Price = None,
     plot: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Draw it over time: .svg, .png or .pdf."),
@@ -198,10 +180,6 @@ def command(
     from octavo.plan.subject import Subject
     from octavo.plan.timeline import Timeline
 
-    if arithmetic not in ("int8", "bf16"):
-        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
-    if price is not None and not 0 < price < 1e9:  # nan neither
-        raise typer.BadParameter(f"--price {price:g} is not above 0 and below 10⁹ an hour")
     try:
         model, limits = words(model, more or [])
         slo = service_level(objectives["goodput"] + limits, objectives["slo"])
@@ -212,7 +190,7 @@ def command(
         raise typer.BadParameter(str(error)) from None
     for path, suffix in ((plot, None), (timeline, ".json")):
         if path is not None:
-            _check_file(path, suffix)
+            check_file(path, suffix)
     asked, notices = samples(load)
     subject = Subject.find(model)
     config, notes = configure(engine, technique, on, subject.program.config.context_length)
@@ -318,19 +296,3 @@ def configure(
         return engine_config(values), notices
     except ValueError as error:
         raise SettingsError(str(error)) from None
-
-
-def _check_file(path: Path, suffix: str | None) -> None:
-    """Before anything is computed. Raises `SettingsError`."""
-    from octavo.engine.load import SettingsError
-    from octavo.quant.plot import PlotError, check_suffix
-
-    try:
-        if suffix is None:
-            check_suffix(path)
-        elif path.suffix != suffix:
-            raise PlotError(f"{path}: a timeline is a file of {suffix}")
-    except PlotError as error:
-        raise SettingsError(str(error)) from None
-    if not path.parent.is_dir():
-        raise SettingsError(f"{path}: there is no folder {path.parent}")

@@ -11,7 +11,15 @@ import typer
 
 from octavo.cli.console import on_stderr
 from octavo.cli.options import length
-from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
+from octavo.cli.planned import (
+    DEVICE_HELP,
+    KV_DTYPE_HELP,
+    BandwidthShare,
+    ComputeShare,
+    LayersFormat,
+    chosen_scheme,
+    memory_utilization_option,
+)
 from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
 
 if TYPE_CHECKING:
@@ -51,36 +59,17 @@ def command(
     device: Annotated[
         str | None, typer.Option(metavar="DEVICE", help=DEVICE_HELP, show_default="machine")
     ] = None,
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Of the layers: a GGUF one, gptq, awq, compressed-tensors, bf16, f32.",
-            show_default="as the file has them, else bf16",
-        ),
-    ] = None,
+    format: LayersFormat = None,
     kv_cache_dtype: Annotated[
         str | None,
         typer.Option(
             metavar="DTYPE",
-            help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4.",
+            help=KV_DTYPE_HELP,
             show_default="auto",
         ),
     ] = None,
-    compute_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Of the device's peaks, that predictions assume.",
-            show_default="of a GPU 0.6, else 1",
-        ),
-    ] = None,
-    bandwidth_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Of its bandwidth, the same.", show_default="of a GPU 0.8, else 1"
-        ),
-    ] = None,
+    compute_share: ComputeShare = None,
+    bandwidth_share: BandwidthShare = None,
     input_len: Annotated[
         str | None,
         typer.Option(metavar="LENGTHS", help=f"Of prompts. {_DIST}", show_default="512"),
@@ -114,14 +103,7 @@ def command(
         ),
     ] = None,
     memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-utilization",
-            "--gpu-memory-utilization",
-            metavar="X",
-            help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
-            show_default="0.5; of a GPU 0.9",
-        ),
+        float | None, memory_utilization_option("0.5; of a GPU 0.9")
     ] = None,
     static_batch: Annotated[
         int | None,

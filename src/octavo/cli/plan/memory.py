@@ -11,7 +11,14 @@ import typer
 
 from octavo.cli.console import on_stderr, plural
 from octavo.cli.options import PlannedModel, amount, length
-from octavo.cli.plan.quantization import chosen_scheme
+from octavo.cli.planned import (
+    KV_DTYPE_HELP,
+    Asymmetric,
+    Bits,
+    GroupSize,
+    chosen_scheme,
+    memory_utilization_option,
+)
 
 if TYPE_CHECKING:
     from octavo.plan.memory import Alternative, Load, Need, Place
@@ -47,7 +54,7 @@ def command(
             "--kv-dtype",
             "--kv-cache-dtype",
             metavar="DTYPE",
-            help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4.",
+            help=KV_DTYPE_HELP,
         ),
     ] = "auto",
     format: Annotated[
@@ -62,19 +69,9 @@ def command(
             show_default="as stored, else bf16",
         ),
     ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
-        ),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")
-    ] = False,
+    bits: Bits = None,
+    group_size: GroupSize = None,
+    asymmetric: Asymmetric = False,
     device: Annotated[
         str | None,
         typer.Option(
@@ -97,16 +94,7 @@ def command(
             parser=amount, metavar="TOKENS", help="Most tokens in a step.", show_default="512"
         ),
     ] = None,
-    memory_utilization: Annotated[
-        float | None,
-        typer.Option(
-            "--memory-utilization",
-            "--gpu-memory-utilization",
-            metavar="X",
-            help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
-            show_default="0.9",
-        ),
-    ] = None,
+    memory_utilization: Annotated[float | None, memory_utilization_option("0.9")] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes.")
     ] = False,

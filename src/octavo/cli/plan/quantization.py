@@ -12,6 +12,16 @@ import typer
 
 from octavo.cli.console import on_stderr
 from octavo.cli.options import Model, length
+from octavo.cli.planned import (
+    Asymmetric,
+    Bits,
+    EmbeddingFormat,
+    GroupSize,
+    KvCacheDtype,
+    OnDevice,
+    Unit,
+    chosen_scheme,
+)
 
 if TYPE_CHECKING:
     from octavo.kv.layout import KvLayout
@@ -27,12 +37,6 @@ EXAMPLES = (
     "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
 )
 
-DEVICE_HELP = (
-    "machine: this one's limits, as octavo bench machine stores them. A GPU by its name, such as "
-    "h100. Or figures: memory in GB/s, then peaks in Gop/s (a multiply-add is two), as "
-    "memory=48,int8=940,bf16=470,fp32=235; for what has to fit, capacity in GiB."
-)
-
 
 def command(
     model: Model,
@@ -45,24 +49,10 @@ def command(
             show_default="all in a table",
         ),
     ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            help="Inputs that share a scale; -1: a whole row.",
-            show_default="128",
-        ),
-    ] = None,
-    asymmetric: Annotated[
-        bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")
-    ] = False,
-    embedding_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
-    ] = "bf16",
+    bits: Bits = None,
+    group_size: GroupSize = None,
+    asymmetric: Asymmetric = False,
+    embedding_format: EmbeddingFormat = "bf16",
     context: Annotated[
         str | None,
         typer.Option(
@@ -78,21 +68,9 @@ def command(
             parser=length, metavar="TOKENS", help="Read at once in prefill.", show_default="512"
         ),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
-        ),
-    ] = "auto",
-    arithmetic: Annotated[
-        str,
-        typer.Option(
-            metavar="UNIT",
-            help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
-            "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
-        ),
-    ] = "int8",
-    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
+    kv_cache_dtype: KvCacheDtype = "auto",
+    arithmetic: Unit = "int8",
+    device: OnDevice = "machine",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
     ] = False,
@@ -110,8 +88,6 @@ def command(
     from octavo.plan import quantization as planning
     from octavo.plan.subject import Subject
 
-    if arithmetic not in ("int8", "bf16"):
-        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
     try:
         edges = schemes.scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, asymmetric)
@@ -172,20 +148,6 @@ def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
     if tokens > most:
         raise SettingsError(f"{flag} {tokens} is more than the model's context of {most} tokens")
     return tokens
-
-
-def chosen_scheme(
-    name: str | None, bits: int | None, group: int | None, asymmetric: bool
-) -> Scheme | None:
-    from octavo.plan import schemes
-
-    if name is None and bits is None and group is None and not asymmetric:
-        return None
-    if name is None:
-        name = "compressed-tensors" if asymmetric else "gptq"
-    if asymmetric and name != "compressed-tensors":
-        raise ValueError("--asymmetric is for compressed-tensors; the others are as they are")
-    return schemes.scheme(name, bits, group, symmetric=not asymmetric)
 
 
 # --- JSON ----------------------------------------------------------------------------------------

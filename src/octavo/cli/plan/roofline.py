@@ -11,7 +11,20 @@ import typer
 
 from octavo.cli.console import on_stderr
 from octavo.cli.options import Model, length
-from octavo.cli.plan.quantization import DEVICE_HELP, chosen_scheme
+from octavo.cli.planned import (
+    BandwidthShare,
+    Bits,
+    ComputeShare,
+    EmbeddingFormat,
+    GroupSize,
+    KvCacheDtype,
+    LayersFormat,
+    OnDevice,
+    Price,
+    Unit,
+    check_file,
+    chosen_scheme,
+)
 
 if TYPE_CHECKING:
     from octavo.plan.phase import Phase
@@ -48,29 +61,11 @@ def batches(text: str) -> tuple[int, ...]:
 
 def command(
     model: Model,
-    device: Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)] = "machine",
-    format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT",
-            help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, "
-            "f32.",
-            show_default="as the file has them, else bf16",
-        ),
-    ] = None,
-    bits: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
-    ] = None,
-    group_size: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
-        ),
-    ] = None,
-    embedding_format: Annotated[
-        str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
-    ] = "bf16",
+    device: OnDevice = "machine",
+    format: LayersFormat = None,
+    bits: Bits = None,
+    group_size: GroupSize = None,
+    embedding_format: EmbeddingFormat = "bf16",
     context: Annotated[
         str | None,
         typer.Option(
@@ -107,38 +102,11 @@ def command(
             show_default="all of it",
         ),
     ] = None,
-    kv_cache_dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="DTYPE", help="Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
-        ),
-    ] = "auto",
-    arithmetic: Annotated[
-        str,
-        typer.Option(
-            metavar="UNIT",
-            help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
-            "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
-        ),
-    ] = "int8",
-    compute_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="Of the peaks, that predictions assume.",
-            show_default="of a GPU 0.6, else 1",
-        ),
-    ] = None,
-    bandwidth_share: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X", help="Of the bandwidth, the same.", show_default="of a GPU 0.8, else 1"
-        ),
-    ] = None,
-    price: Annotated[
-        float | None,
-        typer.Option(metavar="X", help="Of the device an hour: adds what a million tokens cost."),
-    ] = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+    arithmetic: Unit = "int8",
+    compute_share: ComputeShare = None,
+    bandwidth_share: BandwidthShare = None,
+    price: Price = None,
     plot: Annotated[
         Path | None,
         typer.Option(
@@ -164,10 +132,6 @@ def command(
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
-    if arithmetic not in ("int8", "bf16"):
-        raise typer.BadParameter(f"arithmetic {arithmetic!r} is neither int8 nor bf16")
-    if price is not None and not 0 < price < 1e9:  # nan neither
-        raise typer.BadParameter(f"--price {price:g} is not above 0 and below 10⁹ an hour")
     try:
         edges = schemes.scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, False)
@@ -176,7 +140,7 @@ def command(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
-        check_plot(plot)
+        check_file(plot)
     try:
         on = on.assuming(compute_share, bandwidth_share)
     except ValueError as error:
@@ -205,19 +169,6 @@ def command(
         typer.echo(json.dumps(as_dict(found, price, setup.basis()), indent=2))
     else:
         typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
-
-
-def check_plot(path: Path) -> None:
-    """Before anything is computed. Raises `SettingsError`."""
-    from octavo.engine.load import SettingsError
-    from octavo.quant.plot import PlotError, check_suffix
-
-    try:
-        check_suffix(path)
-    except PlotError as error:
-        raise SettingsError(str(error)) from None
-    if not path.parent.is_dir():
-        raise SettingsError(f"--plot {path}: there is no folder {path.parent}")
 
 
 def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -> tuple[int, ...]:

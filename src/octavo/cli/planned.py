@@ -1,0 +1,144 @@
+"""Options that plans and simulations share: in which numbers a model is, and on which device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from octavo.plan.schemes import Scheme
+
+# --- numbers -------------------------------------------------------------------------------------
+
+LayersFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, f32.",
+        show_default="as the file has them, else bf16",
+    ),
+]
+Bits = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+]
+GroupSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
+    ),
+]
+Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")]
+EmbeddingFormat = Annotated[
+    str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
+]
+
+KV_DTYPE_HELP = "Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
+KvCacheDtype = Annotated[str, typer.Option(metavar="DTYPE", help=KV_DTYPE_HELP)]
+
+
+def _unit(name: str) -> str:
+    if name not in ("int8", "bf16"):
+        raise typer.BadParameter(f"arithmetic {name!r} is neither int8 nor bf16")
+    return name
+
+
+Unit = Annotated[
+    str,
+    typer.Option(
+        metavar="UNIT",
+        help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
+        "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
+        callback=_unit,
+    ),
+]
+
+
+def chosen_scheme(
+    name: str | None, bits: int | None, group: int | None, asymmetric: bool
+) -> Scheme | None:
+    """What the options say; None where they say nothing. Raises `ValueError`."""
+    from octavo.plan import schemes
+
+    if name is None and bits is None and group is None and not asymmetric:
+        return None
+    if name is None:
+        name = "compressed-tensors" if asymmetric else "gptq"
+    if asymmetric and name != "compressed-tensors":
+        raise ValueError("--asymmetric is for compressed-tensors; the others are as they are")
+    return schemes.scheme(name, bits, group, symmetric=not asymmetric)
+
+
+# --- device --------------------------------------------------------------------------------------
+
+DEVICE_HELP = (
+    "machine: this one's limits, as octavo bench machine stores them. A GPU by its name, such as "
+    "h100. Or figures: memory in GB/s, then peaks in Gop/s (a multiply-add is two), as "
+    "memory=48,int8=940,bf16=470,fp32=235; for what has to fit, capacity in GiB."
+)
+OnDevice = Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)]
+
+ComputeShare = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Of the device's peaks, that predictions assume.",
+        show_default="of a GPU 0.6, else 1",
+    ),
+]
+BandwidthShare = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X", help="Of its bandwidth, the same.", show_default="of a GPU 0.8, else 1"
+    ),
+]
+
+
+def memory_utilization_option(default: str) -> Any:
+    """The option, where the default is said so."""
+    return typer.Option(
+        "--memory-utilization",
+        "--gpu-memory-utilization",
+        metavar="X",
+        help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
+        show_default=default,
+    )
+
+
+def _price(an_hour: float | None) -> float | None:
+    if an_hour is not None and not 0 < an_hour < 1e9:  # nan neither
+        raise typer.BadParameter(f"{an_hour:g} is not above 0 and below 10⁹ an hour")
+    return an_hour
+
+
+Price = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Of the device an hour: adds what a million tokens cost.",
+        callback=_price,
+    ),
+]
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+def check_file(path: Path, suffix: str | None = None) -> None:
+    """That a plot, or a file of this suffix, can be written there, before anything is computed.
+    Raises `SettingsError`.
+    """
+    from octavo.engine.load import SettingsError
+    from octavo.quant.plot import PlotError, check_suffix
+
+    try:
+        if suffix is None:
+            check_suffix(path)
+        elif path.suffix != suffix:
+            raise PlotError(f"{path}: not a file of {suffix}")
+    except PlotError as error:
+        raise SettingsError(str(error)) from None
+    if not path.parent.is_dir():
+        raise SettingsError(f"{path}: there is no folder {path.parent}")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import repeat
 from math import inf
 from typing import Any
 
@@ -14,17 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checking import layout
-from octavo.engine.clock import VirtualClock
-from octavo.engine.engine import Engine, Leap, Step
-from octavo.execute.batch import Batch
+from octavo.engine.clock import RealClock, VirtualClock
+from octavo.engine.engine import Engine, Step
+from octavo.engine.leap import Leap
+from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.execute.cost import CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
+from octavo.sample.sampler import Sampled
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import AdmissionError, Request, RequestRecord
+from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 
 VOCAB = 5  # small: requests generate the same tokens, and so share blocks
@@ -173,7 +176,7 @@ def state(engine: Engine) -> dict[str, Any]:
     requests = engine._requests.values()
     return {
         "now": engine.clock.now(),
-        "stats": replace(engine.stats(), last_step_tokens=0),
+        "stats": replace(engine.stats()),
         "records": [replace(request.record) for request in requests],
         "tokens": [
             (seq.status, seq.slot, seq.token_ids.tolist(), seq.output.num_tokens)
@@ -191,11 +194,15 @@ def state(engine: Engine) -> dict[str, Any]:
         "registered": kv._registered[:],
         "refs": kv.pool.refs[:],
         "empty": kv.pool._empty[:],
+        "never used": kv.pool._never_used,
+        "shared tails": set(kv.shared_tails),
         "cached": list(kv.pool._cached),
         "index": {
             key: (node.tokens, node.blocks[:], node.refs) for key, node in kv.index._nodes.items()
         },
         "waiting": [seq.order for seq in scheduler.waiting],
+        "blocked": scheduler._blocked and (scheduler._blocked[0].order, scheduler._blocked[1]),
+        "to join": scheduler._to_join,
     }
 
 
@@ -305,6 +312,83 @@ def test_an_observer_that_wants_every_step_gets_it() -> None:
     engine.observers.append(Watchful())
     engine.step()
     assert engine.leap(inf) is None
+
+
+class Faulty(CostExecutor):
+    """Its fourth step fails."""
+
+    executed = 0
+
+    def execute(self, batch: Batch) -> StepResult:
+        self.executed += 1
+        if self.executed == 4:
+            raise RuntimeError("the fourth step")
+        return super().execute(batch)
+
+
+class Slow(CostExecutor):
+    """Promises anew what it overrides."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        return StepResult(None, 0.25)
+
+    def decode_seconds(self, positions: Int32) -> Iterator[float]:
+        return repeat(0.25)
+
+
+class Repeating(ScriptedSampler):
+    def sample(self, *args: Any) -> Sampled:
+        return super().sample(*args)._replace(token_ids=[0] * len(args[1]))
+
+
+def leaps_with(**replaced: Any) -> Leap | None:
+    """What becomes of a leap in an engine with a part of another kind."""
+    engine = build(decoding(1))
+    for name, part in replaced.items():
+        setattr(engine, name, part)
+    engine.add_request(decoding(1).arrivals[0].request)
+    engine.step()
+    return engine.leap(inf)
+
+
+def executor(kind: type[CostExecutor]) -> CostExecutor:
+    return kind(program(model((None,))), layout((None,), 4), num_blocks=200, rates=RATES[1])
+
+
+def test_a_promise_is_not_inherited() -> None:
+    """Whoever overrides what was promised of gets every step."""
+
+    class Ticking(VirtualClock):
+        def now(self) -> float:
+            self.advance(1e-6)
+            return super().now()
+
+    assert leaps_with() is not None
+    assert leaps_with(executor=executor(CostExecutor)) is not None
+    assert leaps_with(executor=executor(Faulty)) is None
+    assert leaps_with(sampler=Repeating(VOCAB)) is None
+    assert leaps_with(clock=Ticking()) is None
+    assert leaps_with(clock=RealClock()) is None
+    patched = executor(CostExecutor)
+    patched.execute = executor(Faulty).execute  # type: ignore[method-assign]
+    assert leaps_with(executor=patched) is None
+
+
+def test_a_promise_made_anew_is_trusted() -> None:
+    leap = leaps_with(executor=executor(Slow))
+    assert leap is not None
+    assert np.diff(leap.times).tolist() == [0.25] * 98
+
+
+def test_a_fault_is_met_in_a_loop_that_leaps() -> None:
+    engine = build(decoding(1))
+    engine.executor = executor(Faulty)
+    record = engine.add_request(decoding(1).arrivals[0].request)
+    while engine.has_work():
+        if engine.leap(inf) is None:
+            engine.step()
+    assert (record.outcome, record.completion_tokens) == (Outcome.FAILED, 3)
+    assert "the fourth step" in (record.error or "")
 
 
 @settings(max_examples=50, deadline=None)

@@ -310,6 +310,18 @@ def test_closing_a_slot_closes_its_branches_and_no_others() -> None:
     kv.check()
 
 
+def test_going_on_without_room_is_an_error_and_no_hole_in_the_tables() -> None:
+    kv = cache(num_blocks=16)
+    slots = np.array([kv.open(NO_HIT), kv.open(NO_HIT)], np.int32)
+    tokens = [ids(100), ids(100, 1000)]
+    for slot, token_ids in zip(slots.tolist(), tokens, strict=True):
+        write(kv, slot, token_ids[:16])
+    assert kv.steps_of_room(slots, 84) == 16
+    with pytest.raises(RuntimeError, match="no block for position 32, after 16 of 17"):
+        kv.go_on(slots, tokens, 17)
+    kv.check()
+
+
 @given(st.data())
 def test_whatever_is_branched_and_adopted_the_content_is_right(data: st.DataObject) -> None:
     """Each block holds a list of tokens; what a slot's table shows is what was written to it."""

@@ -7,18 +7,16 @@ import random
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
-from octavo.engine.clock import Clock, VirtualClock
+from octavo.engine.clock import Clock
 from octavo.engine.detokenize import Released
 from octavo.engine.draw import Drawn, draw
+from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
-from octavo.execute.cost import CostExecutor
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampler, SamplerState, TokenLogprobs
-from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.batching import Scheduled
 from octavo.schedule.request import (
     AdmissionError,
@@ -83,19 +81,6 @@ class Step(NamedTuple):
     ended: float
 
 
-class Leap(NamedTuple):
-    """Steps taken at once, in each of which the same sequences drew a token and nothing else
-    happened.
-    """
-
-    decodes: list[Sequence]
-    times: list[float]  # clock seconds when the first began and when each ended
-
-    @property
-    def steps(self) -> int:
-        return len(self.times) - 1
-
-
 class Observer(Protocol):
     """Told of every step and every outcome, on the engine's thread. Must not raise or block."""
 
@@ -105,15 +90,6 @@ class Observer(Protocol):
         """``record.outcome`` has just been set. Rejected requests are told too, on the thread
         that submitted them.
         """
-        ...
-
-
-@runtime_checkable
-class LeapObserver(Protocol):
-    """An observer that does not need to see every step for itself."""
-
-    def on_leap(self, leap: Leap) -> None:
-        """Told in place of `Observer.on_step`, after the steps."""
         ...
 
 
@@ -354,60 +330,22 @@ class Engine:
 
     def leap(self, until: float) -> Leap | None:
         """Take all steps at once that begin before ``until`` and of which is known before that the
-        same sequences will draw a token each and nothing else will happen (`steady_steps`). All is
+        same sequences will draw a token each and nothing else will happen (engine/leap.py). All is
         then as if `step` had taken them, to the last digit, but that no Delta is made of them.
 
         None if the next step may be another, and always where numbers are computed.
         """
-        executor, sampler, clock = self.executor, self.sampler, self.clock
-        if not (
-            isinstance(executor, CostExecutor)
-            and isinstance(sampler, ScriptedSampler)
-            and isinstance(clock, VirtualClock)
-            and self._text is NoText
-            and self.speculator is None
-            and not self._ended
-            and all(isinstance(observer, LeapObserver) for observer in self.observers)
-        ):
+        if self._text is not NoText or self.speculator is not None or self._ended:
             return None
-        limit = self.scheduler.steady_steps()
-        decodes = self.scheduler.decoding[:]
-        outputs: list[_Output] = [seq.output for seq in decodes]
-        states: list[Any] = [output.sampler for output in outputs]
-        if limit:
-            limit = min(limit, *map(sampler.draws_to_go, states))
-        if not limit or any(output.wants_logprobs for output in outputs):
+        observers = [observer for observer in self.observers if takes_leaps(observer)]
+        if len(observers) < len(self.observers):
             return None
-        times = [clock.now()]
-        for seconds in executor.decode_seconds(self.scheduler.decode_positions()):
-            if len(times) > limit or times[-1] >= until:
-                break
-            clock.advance(seconds)
-            times.append(clock.now())
-        leap = Leap(decodes, times)
-        if not leap.steps:
-            return None
-        self.scheduler.leap(sampler.sample_ahead(states, leap.steps))
-        for seq, output in zip(decodes, outputs, strict=True):
-            output.num_tokens += leap.steps
-            seq.owner.record.completion_tokens += leap.steps
-            seq.owner.record.last_token = times[-1]
-        self._count_leap(leap)
-        for observer in self.observers:
-            observer.on_leap(leap)  # type: ignore[attr-defined]
-        return leap
-
-    def _count_leap(self, leap: Leap) -> None:
-        stats = self._stats
-        tokens = len(leap.decodes) * leap.steps
-        stats.steps += leap.steps
-        stats.decode_passes += tokens
-        stats.computed_tokens += tokens
-        stats.generation_tokens += tokens
-        stats.last_step_tokens = len(leap.decodes)
-        for started, ended in pairwise(leap.times):
-            stats.last_step_seconds = ended - started
-            stats.step_seconds += stats.last_step_seconds
+        taken = leap(self.executor, self.scheduler, self.sampler, self.clock, until)
+        if taken is not None:
+            taken.add_to(self._stats)
+            for observer in observers:
+                observer.on_leap(taken)
+        return taken
 
     def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:
         """After a failed step: its requests run again, each alone; one that fails alone ends."""

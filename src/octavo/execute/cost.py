@@ -270,8 +270,9 @@ class CostModel:
         return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
 
     def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
-        """The seconds of successive steps in which each of some sequences, now at ``positions``,
-        decodes a token: those of `step`, to the last digit.
+        """The seconds of successive steps in which each of some sequences, at first at
+        ``positions`` [sequences], decodes a token: those of `step`, to the last digit, without an
+        end.
         """
         sequences = len(positions)
         dense = self._dense(sequences, sequences, rates).seconds
@@ -401,7 +402,9 @@ class CostExecutor:
         return StepResult(None, 0.0 if self._free else self.cost(batch).seconds)
 
     def decode_seconds(self, positions: Int32) -> Iterator[float]:
-        """How long successive steps take in which sequences, now at ``positions``, only decode."""
+        """How long successive steps take in which sequences, at first at ``positions`` [sequences],
+        decode a token each: what `execute` would say, without an end.
+        """
         return repeat(0.0) if self._free else self.costs.decode_seconds(positions, self.rates)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:

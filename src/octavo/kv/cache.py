@@ -289,8 +289,8 @@ class KvCache:
         self.num_tokens[slot] += count
 
     def steps_of_room(self, slots: Int32, limit: int) -> int:
-        """How often, ``limit`` at most, all of the slots could go on by a position with the blocks
-        that are free now.
+        """How often, ``limit`` at most, all of the slots [sequences] could go on by a position with
+        the blocks that are free now.
         """
         starts, held = self.num_tokens[slots], self.num_blocks[slots]
         free = self.pool.num_free // len(self._windows)
@@ -303,10 +303,11 @@ class KvCache:
         return bisect_right(range(limit), free, key=more) - 1
 
     def go_on(self, slots: Int32, tokens: Sequence[array[int]], steps: int) -> None:
-        """All of the slots by a position, and that ``steps`` times: `reserve` for those at the
-        beginning of a block, `advance`, `register` for those at the end of one; for each slot its
-        sequence's tokens. Nothing is done where nothing comes of it, but what is done is done in
-        the order of single steps: it decides which blocks are handed out and which stay cached.
+        """All of the slots [sequences] by a position, and that ``steps`` times, at most
+        `steps_of_room`: `reserve` for those at the beginning of a block, `advance`, `register` for
+        those at the end of one. ``tokens`` are each slot's sequence's, those to come included.
+        Nothing is done where nothing comes of it, but what is done is done in the order of single
+        steps: it decides which blocks are handed out and which stay cached.
         """
         starts = self.num_tokens[slots]
         size = self.block_size
@@ -324,7 +325,11 @@ class KvCache:
                     self.register(slot, token_ids)
             if step < steps:
                 for slot, _, _ in here:
-                    self.reserve(slot, 1)
+                    if not self.reserve(slot, 1):
+                        raise RuntimeError(
+                            f"slot {slot} has no block for position {self.num_tokens[slot]}, "
+                            f"after {step} of {steps} steps that were taken to have room"
+                        )
         self.num_tokens[slots] = starts + steps
 
     def settle(self, slot: int) -> None:

@@ -14,7 +14,8 @@ from typing import Protocol
 
 import numpy as np
 
-from octavo.engine.engine import Engine, Leap
+from octavo.engine.engine import Engine
+from octavo.engine.leap import Leap
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
 from octavo.workload.datasets import Sample, draws

@@ -11,7 +11,8 @@ import heapq
 from itertools import pairwise
 from typing import Any
 
-from octavo.engine.engine import Leap, Step
+from octavo.engine.engine import Step
+from octavo.engine.leap import Leap
 from octavo.plan.simulation import Simulation
 from octavo.schedule.request import RequestRecord
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import now_and_then, on_stderr
-from octavo.cli.options import ENGINE_OPTIONS, engine_config, length, takes
+from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
 
 if TYPE_CHECKING:
     from octavo.engine.load import EngineConfig
@@ -94,14 +94,7 @@ def command(
     if reference not in ("exact", "served"):
         raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")
     if plot is not None:
-        from octavo.quant.plot import PlotError, check_suffix
-
-        try:
-            check_suffix(plot)
-        except PlotError as error:
-            raise SettingsError(str(error)) from None
-        if not plot.parent.is_dir():
-            raise SettingsError(f"--plot {plot}: there is no folder {plot.parent}")
+        check_file(plot)
     from octavo.bench.fidelity import measure
     from octavo.quant.fidelity import TextError
 

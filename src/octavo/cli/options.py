@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
@@ -111,6 +112,24 @@ def strings(values: list[str]) -> tuple[str, ...]:
             raise typer.BadParameter(f"{value!r} is not a list of strings")
         flat += items
     return tuple(flat)
+
+
+def check_file(path: Path, suffix: str | None = None) -> None:
+    """That a plot, or a file of this suffix, can be written there, before anything is computed.
+    Raises `SettingsError`.
+    """
+    from octavo.engine.load import SettingsError
+    from octavo.quant.plot import PlotError, check_suffix
+
+    try:
+        if suffix is None:
+            check_suffix(path)
+        elif path.suffix != suffix:
+            raise PlotError(f"{path}: not a file of {suffix}")
+    except PlotError as error:
+        raise SettingsError(str(error)) from None
+    if not path.parent.is_dir():
+        raise SettingsError(f"{path}: there is no folder {path.parent}")
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -121,24 +120,3 @@ Price = Annotated[
         callback=_price,
     ),
 ]
-
-
-# --- files ---------------------------------------------------------------------------------------
-
-
-def check_file(path: Path, suffix: str | None = None) -> None:
-    """That a plot, or a file of this suffix, can be written there, before anything is computed.
-    Raises `SettingsError`.
-    """
-    from octavo.engine.load import SettingsError
-    from octavo.quant.plot import PlotError, check_suffix
-
-    try:
-        if suffix is None:
-            check_suffix(path)
-        elif path.suffix != suffix:
-            raise PlotError(f"{path}: not a file of {suffix}")
-    except PlotError as error:
-        raise SettingsError(str(error)) from None
-    if not path.parent.is_dir():
-        raise SettingsError(f"{path}: there is no folder {path.parent}")

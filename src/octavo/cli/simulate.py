@@ -14,7 +14,7 @@ import typer
 
 from octavo.cli.console import now_and_then, on_stderr
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
-from octavo.cli.options import ENGINE_OPTIONS, engine_config, option, takes
+from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, option, takes
 from octavo.cli.planned import (
     Bits,
     EmbeddingFormat,
@@ -23,7 +23,6 @@ from octavo.cli.planned import (
     OnDevice,
     Price,
     Unit,
-    check_file,
     chosen_scheme,
 )
 from octavo.cli.serve import QUEUE_OPTIONS

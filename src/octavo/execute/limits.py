@@ -215,10 +215,7 @@ class Limits:
     def save(self) -> Path:
         """Store as this machine's; returns the file."""
         path = stored_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_suffix(f".{os.getpid()}")
-        staged.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        staged.replace(path)
+        store(path, self.as_dict())
         return path
 
     @classmethod
@@ -391,6 +388,14 @@ def cpu_model() -> str:
 def kernel_build() -> str:
     """Names this build of the native module: another one may find other limits."""
     return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
+
+
+def store(path: Path, facts: dict[str, Any]) -> None:
+    """Write it as JSON, whole or not at all; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".{os.getpid()}")
+    staged.write_text(json.dumps(facts, indent=1) + "\n")
+    staged.replace(path)
 
 
 def stored_path() -> Path:

@@ -24,7 +24,7 @@ from octavo.checkpoint.pull import cache_dir
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError
 from octavo.execute.cost import Rates
 from octavo.execute.cpu import usable_cpus
-from octavo.execute.limits import Limits, cpu_model, kernel_build
+from octavo.execute.limits import Limits, cpu_model, kernel_build, store
 from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
 from octavo.model.program import Program
@@ -191,10 +191,7 @@ class Calibration:
     def save(self) -> Path:
         """Store it for its subject; returns the file."""
         path = self.subject.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_suffix(f".{os.getpid()}")
-        staged.write_text(json.dumps(self.as_dict(), indent=1) + "\n")
-        staged.replace(path)
+        store(path, self.as_dict())
         return path
 
     @classmethod

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import on_stderr
-from octavo.cli.options import Model, length
+from octavo.cli.options import Model, check_file, length
 from octavo.cli.planned import (
     BandwidthShare,
     Bits,
@@ -22,7 +22,6 @@ from octavo.cli.planned import (
     OnDevice,
     Price,
     Unit,
-    check_file,
     chosen_scheme,
 )
 

@@ -248,7 +248,7 @@ def test_a_wrong_trace_is_named_by_line_and_field(
         (("--model", "no-such-model", "--device", "h100"), "no-such-model"),
         ((*ON, "--trace", "missing.csv"), "missing.csv: No such file"),
         ((*ON, "--dataset-name", "result", "--trace", os.devnull), "is no regular file"),
-        ((*ON, "--max-model-len", "9000"), "max_model_len 9000 is more than the model's context"),
+        ((*ON, "--max-model-len", "9000"), "--max-model-len 9000 is more than the model's context"),
         ((*ON, "--goodput", "ttft:-1"), "0 or more milliseconds"),
         ((*ON, "--goodput", "ttft"), "is not KEY:MS"),
         ((*ON, "--goodput", "ttft:1", "--slo", "ttft=1"), "two names of one thing"),
@@ -270,10 +270,26 @@ def test_a_wrong_trace_is_named_by_line_and_field(
         ((*ON, "--timeline", "x.txt"), "not a file of .json"),
         ((*ON, "--timeline", "/no/such/folder/x.json"), "there is no folder"),
         ((*ON, "--price", "-1"), "not above 0"),
-        ((*ON, "--max-num-seqs", "4096"), "max_num_batched_tokens 2048 is below max_num_seqs"),
+        ((*ON, "--plot", "/no/such/folder/x.svg"), "there is no folder"),
+        ((*ON, "--request-rate", "5", "--burstiness", "1e-300"), "--burstiness 1e-300"),
+        ((*ON, "--request-rate", "1e-308", "--num-prompts", "5"), "--request-rate is from"),
+        ((*ON, "--num-prompts", "1000000000000"), "--num-prompts"),
+        ((*ON, "--random-input-len", "9999999999999"), "--random-input-len"),
+        ((*ON, "--max-num-seqs", "1000000000000"), "--max-num-seqs"),
+        ((*ON, "--trace-speedup", "1e-308", "--trace", "x"), "--trace-speedup is from"),
+        (
+            ("llama-3-8b", "--device", "memory=3000,bf16=900000,capacity=1e9"),
+            "blocks of KV cache: at most 67,108,864 are simulated; give --device less capacity",
+        ),
+        (
+            (*ON, "--num-prompts", "2", "--random-output-len", "99999999"),
+            "none of the 2 requests could be served; request 0 was rejected: 1024 prompt tokens + "
+            "99999999 max_tokens",
+        ),
+        ((*ON, "--max-num-seqs", "4096"), "--max-num-batched-tokens 2048 is below --max-num-seqs"),
         (
             (*ON, "--no-enable-chunked-prefill", "--max-num-batched-tokens", "4096"),
-            "max_num_batched_tokens 4096 is below max_model_len 8192",
+            "--max-num-batched-tokens 4096 is below --max-model-len 8192",
         ),
     ],
 )

@@ -75,8 +75,8 @@ def test_what_is_refused() -> None:
         scheme("q4_0", 4)
     with pytest.raises(ValueError, match="awq has 4 bits, not 3"):
         scheme("awq", 3)
-    for group in (0, -2, 16, 48):
-        with pytest.raises(ValueError, match=f"group size {group} is neither"):
+    for group in (0, -2, 16, 48, 2**31 + 32, 10**21 + 64):
+        with pytest.raises(ValueError, match=f"--group-size {group} is neither"):
             scheme("gptq", 4, group)
     with pytest.raises(ValueError, match="Q4_K: rows of 576 are no whole groups of 256"):
         scheme("q4_k").matrix_bytes(576, 576)

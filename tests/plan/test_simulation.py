@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from octavo.engine.load import DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import CostExecutor
+from octavo.plan import replay as replays
 from octavo.plan.hardware import PUBLISHED, Device
 from octavo.plan.phase import prefill_batch
 from octavo.plan.replay import QUEUE_FULL, replay
@@ -132,6 +133,24 @@ def test_what_does_not_fit_the_context_is_counted_and_named() -> None:
     assert "! 2 x rejected: request 0: the prompt has 8192 tokens; the context" in text(found)
     assert run.replay.records[2].detail.startswith("8100 prompt tokens + 93 max_tokens = 8193,")
     assert found["request_goodput"] == 1 / found["duration"]
+
+
+def test_tokens_of_what_is_too_long_are_never_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    draws = replays.draws
+
+    def seen(seed: int, key: int, length: int) -> Any:
+        made.append(length)
+        return draws(seed, key, length)
+
+    monkeypatch.setattr(replays, "draws", seen)
+    samples = [
+        Sample(length, 5, (Part(RANDOM + 1, length),), arrival=0.0) for length in (99_999_999, 50)
+    ]
+    records = simulate(setup(), samples).replay.records
+    assert [record.reason for record in records] == ["rejected", ""]
+    assert "the prompt has 99999999 tokens; the context of" in records[0].detail
+    assert made == [50]
 
 
 def test_what_does_not_fit_the_device_is_refused_with_the_arithmetic() -> None:

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.cli import serve as serve_cli
 from octavo.cli.options import engine_flags
-from octavo.cli.tune import serve_command
-from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig
+from octavo.cli.tune import _confirmed_lines, comparison, serve_command
+from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import Rates
 from octavo.plan import tune
 from octavo.plan.hardware import Device
@@ -395,7 +395,13 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--slo", "ttft=0"], "no request takes no time"),
+        (["--slo", "ttft=0"], "no request takes less than 1e-06 ms"),
+        (["--slo", "ttft=1e-308"], "no request takes less than 1e-06 ms"),
+        (["--slo", "ttft=5", "--max-seconds", "1e-9"], "no trial could be made, the time was up"),
+        (["--slo", "ttft=5", "--max-seconds", "0"], "no trial could be made, the time was up"),
+        (["--slo", "ttft=5", "--plot", "/no/such/folder/a.svg"], "there is no folder"),
+        (["--slo", "ttft=5", "--max-num-seqs", "1000000000000"], "--max-num-seqs"),
+        (["--slo", "ttft=5", "--block-size", "17"], "--block-size is 17, not a multiple"),
         (["--slo", "ttft=-5"], "--slo"),
         (["--slo", "ttft=nan"], "--slo"),
         (["--slo", "latency=5"], "'latency' is none of ttft, tpot, e2el"),
@@ -437,8 +443,27 @@ def test_bad_traces_are_named(config: Path, tmp_path: Path, text: str, said: str
     path = tmp_path / "trace.csv"
     path.write_text(text)
     result = run(config, "--trace", path, "--slo", "ttft=5", "--device", FIGURES)
-    assert result.exit_code != 0
-    assert said in " ".join(result.output.split())
+    assert isinstance(result.exception, SettingsError)  # exit code 1, as of octavo simulate
+    assert said in str(result.exception)
+
+
+def test_figures_that_nobody_has_are_null() -> None:
+    none = Figures(2, 0, 0, 1.0, 0, {"ttft": Latency(math.inf, math.inf)})
+    some = Figures(2, 2, 2, 1.0, 9, {"ttft": Latency(3.0, 4.0)})
+    for predicted, measured in ((none, some), (some, none), (none, none)):
+        compared = comparison(predicted, measured)
+        json.dumps(compared, allow_nan=False)
+        _confirmed_lines(compared)
+    assert comparison(some, none)["pairs"]["ttft_ms_p50"] == (3.0, None)
+
+
+def test_the_defaults_of_gpus_are_said_as_octavo_simulate_says_them() -> None:
+    shown = [
+        " ".join(CliRunner().invoke(app, [command, "--help"]).output.split())
+        for command in ("tune", "simulate")
+    ]
+    for text in ("512; of other devices 2048", "0.5; of other devices 0.9"):
+        assert all(text in help for help in shown)
 
 
 def test_confirming_needs_weights(config: Path, trace: Path) -> None:

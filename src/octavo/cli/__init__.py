@@ -28,6 +28,7 @@ from octavo.cli import (
     tune,
     verify,
 )
+from octavo.cli.options import named_flags
 from octavo.execute.cpu import usable_cpus
 
 app = typer.Typer(
@@ -116,7 +117,7 @@ def _explain(error: Exception) -> str:
         "GenerationError",
         "VerificationError",
     ):
-        return f"octavo: {text}"
+        return f"octavo: {named_flags(text)}"
     if isinstance(error, OSError) and error.strerror:
         return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")
     if isinstance(error, MemoryError):

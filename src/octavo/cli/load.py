@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from octavo.workload.demand import Demand
 
 DATASET, TRAFFIC = "Dataset", "Traffic"
+MOST_REQUESTS, MOST_TOKENS = 10**6, 10**8  # of a load, and of a prompt or an answer
 
 DATASET_OPTIONS = [
     option(
@@ -24,36 +25,49 @@ DATASET_OPTIONS = [
     ),
     option("dataset_path", Path | None, None, "The dataset's file.", DATASET, metavar="FILE"),
     option(
-        "num_prompts", int | None, None, "Requests.", DATASET, min=1,
+        "num_prompts", int | None, None, "Requests.", DATASET, min=1, max=MOST_REQUESTS,
         show_default="1000; of a trace all in the window",
     ),
     option("seed", int, 0, "Same seed, same prompts and arrivals.", DATASET, min=0),
     option(
-        "input_len", int | None, None, "The same as --random-input-len.", DATASET, min=0
+        "input_len", int | None, None, "The same as --random-input-len.", DATASET,
+        min=0, max=MOST_TOKENS,
     ),
     option(
         "output_len", int | None, None, "Answer length, of any dataset but traces.", DATASET,
-        min=1,
+        min=1, max=MOST_TOKENS,
     ),
-    option("random_input_len", int, 1024, "Prompt tokens.", DATASET, min=0),
-    option("random_output_len", int, 128, "Answer tokens.", DATASET, min=1),
+    option("random_input_len", int, 1024, "Prompt tokens.", DATASET, min=0, max=MOST_TOKENS),
+    option("random_output_len", int, 128, "Answer tokens.", DATASET, min=1, max=MOST_TOKENS),
     option(
         "random_range_ratio", float, 0.0, "Lengths are uniform in length * (1 +- this).", DATASET
     ),
     option(
         "random_prefix_len", int, 0, "Tokens before each prompt, the same for all.", DATASET,
-        min=0,
+        min=0, max=MOST_TOKENS,
     ),
-    option("prefix_repetition_prefix_len", int, 256, "Shared tokens.", DATASET, min=0),
-    option("prefix_repetition_suffix_len", int, 256, "Tokens of its own.", DATASET, min=0),
-    option("prefix_repetition_num_prefixes", int, 10, "Different prefixes.", DATASET, min=1),
-    option("prefix_repetition_output_len", int, 128, "Answer tokens.", DATASET, min=1),
+    option(
+        "prefix_repetition_prefix_len", int, 256, "Shared tokens.", DATASET,
+        min=0, max=MOST_TOKENS,
+    ),
+    option(
+        "prefix_repetition_suffix_len", int, 256, "Tokens of its own.", DATASET,
+        min=0, max=MOST_TOKENS,
+    ),
+    option(
+        "prefix_repetition_num_prefixes", int, 10, "Different prefixes.", DATASET,
+        min=1, max=MOST_REQUESTS,
+    ),
+    option(
+        "prefix_repetition_output_len", int, 128, "Answer tokens.", DATASET,
+        min=1, max=MOST_TOKENS,
+    ),
     option(
         "custom_output_len", int, 256, "Answer tokens; -1: each line's output_tokens.", DATASET,
-        min=-1,
+        min=-1, max=MOST_TOKENS,
     ),
     option(
-        "sharegpt_output_len", int | None, None, "Answer tokens.", DATASET, min=1,
+        "sharegpt_output_len", int | None, None, "Answer tokens.", DATASET, min=1, max=MOST_TOKENS,
         show_default="the conversation's own",
     ),
     option(
@@ -73,11 +87,11 @@ DATASET_OPTIONS = [
     option("trace_speedup", float, 1.0, "2: a trace runs in half its time.", DATASET),
     option(
         "max_input_len", int | None, None, "Cut a trace's prompts to so many tokens.", DATASET,
-        min=1,
+        min=1, max=MOST_TOKENS,
     ),
     option(
         "max_output_len", int | None, None, "Cut a trace's answers to so many tokens.", DATASET,
-        min=1,
+        min=1, max=MOST_TOKENS,
     ),
 ]  # fmt: skip
 

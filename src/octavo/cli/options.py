@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -33,6 +34,7 @@ PlannedModel = Annotated[
         metavar="MODEL",
     ),
 ]
+
 
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
@@ -128,8 +130,12 @@ def check_file(path: Path, suffix: str | None = None) -> None:
             raise PlotError(f"{path}: not a file of {suffix}")
     except PlotError as error:
         raise SettingsError(str(error)) from None
+    if path.is_dir():
+        raise SettingsError(f"{path}: is a folder")
     if not path.parent.is_dir():
         raise SettingsError(f"{path}: there is no folder {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise SettingsError(f"{path}: may not be written")
 
 
 _METAVARS = {int: "N", float: "X", str: "TEXT"}
@@ -177,7 +183,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
                 try:
                     values[name] = build(given)
                 except ValueError as error:
-                    raise typer.BadParameter(str(error)) from None
+                    raise typer.BadParameter(named_flags(str(error))) from None
             command(**values)
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -190,6 +196,13 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
 # --- the engine ----------------------------------------------------------------------------------
 
 _ENGINE = "Engine"
+MOST_SEQUENCES = 1 << 20  # of a step, and users of a plan
+
+
+def named_flags(message: str) -> str:
+    """An error of the engine's rooms, in which its settings have the names of their options."""
+    return _SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), message)
+
 
 # None: what EngineConfig says, shown in the help and checked by a test.
 ENGINE_OPTIONS = [
@@ -200,7 +213,7 @@ ENGINE_OPTIONS = [
     ),
     option(
         "max_num_seqs", int | None, None, "Most sequences in a step.", _ENGINE,
-        show_default="256", min=1,
+        show_default="256", min=1, max=MOST_SEQUENCES,
     ),
     option(
         "max_num_batched_tokens", str | None, None, "Most tokens in a step.", _ENGINE,
@@ -249,6 +262,13 @@ ENGINE_OPTIONS = [
         envvar="OCTAVO_ISA", show_default="the best here",
     ),
 ]  # fmt: skip
+
+
+_SETTINGS = re.compile(
+    r"(?<![\w-])(?:"
+    + "|".join(parameter.name for parameter in ENGINE_OPTIONS if "_" in parameter.name)
+    + r"|max_num_queued_(?:reqs|tokens))(?!\w)"
+)
 
 
 def engine_config(given: Mapping[str, Any]) -> Any:

@@ -63,9 +63,16 @@ def _with_gpu_default(parameter: Parameter) -> Parameter:
     return parameter.replace(annotation=Annotated[kind, info])
 
 
+def with_gpu_defaults(parameters: list[Parameter]) -> list[Parameter]:
+    return [
+        _with_gpu_default(parameter) if parameter.name in _ON_GPUS else parameter
+        for parameter in parameters
+    ]
+
+
 _ENGINE_OPTIONS = [
-    _with_gpu_default(parameter) if parameter.name in _ON_GPUS else parameter
-    for parameter in ENGINE_OPTIONS + QUEUE_OPTIONS
+    parameter
+    for parameter in with_gpu_defaults(ENGINE_OPTIONS + QUEUE_OPTIONS)
     if parameter.name not in _NOT_SIMULATED
 ]
 
@@ -221,6 +228,13 @@ def command(
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None
+    records = simulation.replay.records
+    if not any(record.success for record in records):
+        first = records[0]
+        raise SettingsError(
+            f"none of the {len(records)} requests could be served; request {first.index} was "
+            f"{first.reason}: {first.detail}"
+        )
     if on.measured:
         notices.append(setup.basis())
     result = report.figures(simulation, slo, price) | {"notices": notices}

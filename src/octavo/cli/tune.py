@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import now_and_then, on_stderr, plural
-from octavo.cli.load import SIMULATED_OPTIONS, demand
-from octavo.cli.options import ENGINE_OPTIONS, Model, engine_flags, takes
-from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
+from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
+from octavo.cli.options import ENGINE_OPTIONS, Model, check_file, engine_flags, named_flags, takes
+from octavo.cli.simulate import (
+    GPU_MAX_NUM_BATCHED_TOKENS,
+    GPU_MEMORY_UTILIZATION,
+    with_gpu_defaults,
+)
 
 if TYPE_CHECKING:
     from octavo.plan.hardware import Device
@@ -34,7 +38,7 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@takes(engine=(ENGINE_OPTIONS, _given), load=(SIMULATED_OPTIONS, demand))
+@takes(engine=(with_gpu_defaults(ENGINE_OPTIONS), _given), load=(SIMULATED_OPTIONS, demand))
 def command(
     model: Model,
     engine: dict[str, Any],
@@ -101,7 +105,6 @@ def command(
     from octavo.plan import hardware, tune, tune_plot
     from octavo.plan.slo import Slo
     from octavo.plan.subject import Subject
-    from octavo.quant.plot import check_suffix
     from octavo.workload.metrics import parse_slo
 
     try:
@@ -125,11 +128,11 @@ def command(
         on = hardware.device(device, on_stderr)
         if on.memory_bytes is None:
             raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
-        if plot is not None:
-            check_suffix(plot)
-        samples, notices = load.timed(len, strict=True)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error))) from None
+    if plot is not None:
+        check_file(plot)
+    asked, notices = samples(load)
     subject = Subject.find(model)
     if confirm and subject.stored is None:
         raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")
@@ -143,11 +146,12 @@ def command(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate
         )
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error))) from None
     with on_stderr() as show:
         search = tune.Search(
-            subject, on, samples, promise, space, base,
-            trials=trials, seconds=max_seconds or math.inf, seed=load.seed, acceptance=rate,
+            subject, on, asked, promise, space, base,
+            trials=trials, seconds=math.inf if max_seconds is None else max_seconds,
+            seed=load.seed, acceptance=rate,
             report=show, watch=now_and_then(show, 5.0),
         )  # fmt: skip
         tuned = search.search()
@@ -161,7 +165,7 @@ def command(
         from octavo.plan.confirm import confirmed
 
         with on_stderr() as show:
-            measured = confirmed(model, tuned.best.config, samples, promise, load.seed, show)
+            measured = confirmed(model, tuned.best.config, asked, promise, load.seed, show)
         result["confirmed"] = comparison(tuned.best.figures, measured)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
@@ -290,10 +294,15 @@ def comparison(predicted: Figures, measured: Figures) -> dict[str, Any]:
     return {
         "measured": measured.as_dict(),
         "error": {
-            name: (guess - real) / real if real and math.isfinite(guess) else None
+            name: (guess - real) / real
+            if real and math.isfinite(guess) and math.isfinite(real)
+            else None
             for name, (guess, real) in pairs.items()
         },
-        "pairs": pairs,
+        "pairs": {
+            name: tuple(value if math.isfinite(value) else None for value in pair)
+            for name, pair in pairs.items()
+        },
     }
 
 
@@ -483,8 +492,11 @@ def _confirmed_lines(confirmed: Mapping[str, Any]) -> list[str]:
         "on the live engine, the same load in real time",
         f"{'':<20}{'predicted':>11}{'measured':>11}{'error':>9}",
     ]
-    for name, (guess, real) in confirmed["pairs"].items():
+    for name, pair in confirmed["pairs"].items():
         error = confirmed["error"][name]
         shown = "" if error is None else f"{100 * error:+.1f} %"
-        lines.append(f"{name.replace('_', ' '):<20}{guess:>11.4g}{real:>11.4g}{shown:>9}")
+        figures = ("none" if value is None else f"{value:.4g}" for value in pair)
+        lines.append(
+            f"{name.replace('_', ' '):<20}{''.join(f'{each:>11}' for each in figures)}{shown:>9}"
+        )
     return lines

@@ -244,10 +244,11 @@ def plan_cache(
     table_bytes = 4 * len(layout.groups) * table_rows  # a block of each
     table_room = max(left // 8, _TABLES_ALWAYS)
     longest_table = table_room // table_bytes * layout.block_size
-    if config.max_model_len is not None and wanted > longest_table:
+    if wanted > longest_table and (config.max_model_len is not None or not longest_table):
         raise DoesNotFit(
             f"block tables of {config.max_num_seqs} sequences of {wanted} tokens take "
-            f"{_size(-(-wanted // layout.block_size) * table_bytes)}, more than {_size(table_room)}"
+            f"{_size(-(-wanted // layout.block_size) * table_bytes)}, more than "
+            f"{_size(table_room)}: lower max_num_seqs or max_model_len"
         )
     wanted = min(wanted, longest_table)
 

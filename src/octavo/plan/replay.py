@@ -153,7 +153,9 @@ def _begin(
             min_tokens=sample.output_len - 1,
             stop_token_ids=(_STOP,),
         )
-    prompt = prompt_token_ids(sample, seed, engine.vocab_size)
+    prompt: Sequence[int] = range(sample.prompt_len)  # of what is refused for its length alone
+    if len(prompt) < engine.scheduler.config.max_model_len:
+        prompt = prompt_token_ids(sample, seed, engine.vocab_size)
     request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
     try:
         engine.add_request(request, start + sent)

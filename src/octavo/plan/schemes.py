@@ -124,6 +124,7 @@ GGUF = {
     )
 }  # fmt: skip
 
+_LARGEST_GROUP = 1 << 31
 GROUPED = {3: WeightFormat.I3, 4: WeightFormat.I4, 8: WeightFormat.I8}
 BITS = {"gptq": (3, 4, 8), "awq": (4,), "compressed-tensors": (4, 8)}
 NAMES = (*(format.name.lower() for format in GGUF), *BITS)
@@ -153,8 +154,10 @@ def scheme(
     if bits not in BITS[name]:
         allowed = " or ".join(map(str, BITS[name]))
         raise ValueError(f"{name} has {allowed} bits, not {bits}")
-    if group != -1 and (group < 32 or group % 32):
-        raise ValueError(f"group size {group} is neither a multiple of 32 nor -1, a whole row")
+    if group != -1 and (not 32 <= group <= _LARGEST_GROUP or group % 32):
+        raise ValueError(
+            f"--group-size {group} is neither a multiple of 32 up to 2³¹ nor -1, a whole row"
+        )
     per = max(group, 0)
     terms = [Term(bits, ""), Term(16, "scale", per)]
     if name != "compressed-tensors" or not symmetric:

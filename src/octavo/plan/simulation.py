@@ -28,6 +28,8 @@ from octavo.speculate.scripted import ScriptedDrafter
 from octavo.speculate.speculator import Speculator
 from octavo.workload.datasets import Sample
 
+MOST_BLOCKS = 1 << 26  # of a simulated cache: each takes 8 bytes here
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -122,6 +124,11 @@ def simulated_engine(setup: Setup) -> Engine:
     """
     plan, layout = setup.plan()
     config = setup.config
+    if plan.num_blocks > MOST_BLOCKS:
+        raise SettingsError(
+            f"{plan.num_blocks:,} blocks of KV cache: at most {MOST_BLOCKS:,} are simulated; give "
+            "--device less capacity, or less of it with --kv-cache-memory-bytes"
+        )
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,

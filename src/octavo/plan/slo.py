@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.workload.metrics import GOODPUT as METRICS
-from octavo.workload.metrics import Record, is_good
+from octavo.workload.metrics import SHORTEST, Record, is_good
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Slo:
         if not self.limits:
             raise ValueError("an SLO needs a limit, such as ttft=500")
         for name, limit in self.limits.items():
-            if name not in METRICS or not 0 < limit < math.inf:
+            if name not in METRICS or not SHORTEST <= limit < math.inf:
                 raise ValueError(f"{name}={limit:g} is no limit of {', '.join(METRICS)} in ms")
         if not 0 < self.attainment <= 1:
             raise ValueError(f"the attainment must be above 0 and at most 1, not {self.attainment}")

@@ -31,7 +31,7 @@ from itertools import product
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.rounding import BLOCK, FLOATS, QUANTIZATIONS
-from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig
+from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import Rates
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored, as_stored, held, in_scheme
@@ -366,7 +366,10 @@ class Search:
         for choice in self._halved(candidates):
             self.try_whole(choice)
         if not self._whole:
-            raise ValueError("no trial could be made: allow more with --trials or --max-seconds")
+            raise SettingsError(
+                f"no trial could be made, {self._stopped}: allow more with --trials or "
+                "--max-seconds"
+            )
         self._descend(self.space.axes)
         best = max(self._whole.values(), key=self.merit)
         if best.choice.loss:  # then what can be had without is of interest, too

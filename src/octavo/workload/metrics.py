@@ -53,17 +53,22 @@ class Record:
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
+SHORTEST = 1e-6  # limit of an SLO, milliseconds
+
+
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     """``ttft:500`` and the like to milliseconds by metric. Raises `ValueError`."""
     return _objectives("--goodput", pairs, ":")
 
 
 def parse_slo(text: str) -> dict[str, float]:
-    """``ttft=500,tpot=50``, limits above 0, to milliseconds by metric. Raises `ValueError`."""
+    """``ttft=500,tpot=50``, limits of `SHORTEST` or more, to milliseconds by metric. Raises
+    `ValueError`.
+    """
     limits = _objectives("--slo", [pair.strip() for pair in text.split(",")], "=")
     for name, limit in limits.items():
-        if not limit:
-            raise ValueError(f"--slo {name}=0: no request takes no time")
+        if limit < SHORTEST:
+            raise ValueError(f"--slo {name}={limit:g}: no request takes less than {SHORTEST:g} ms")
     return limits
 
 

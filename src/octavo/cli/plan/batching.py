@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import on_stderr
-from octavo.cli.options import length
+from octavo.cli.options import MOST_SEQUENCES, length, named_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
     KV_DTYPE_HELP,
@@ -91,7 +91,8 @@ def command(
         ),
     ] = None,
     max_num_seqs: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Most sequences in a step.")
+        int,
+        typer.Option(metavar="N", min=1, max=MOST_SEQUENCES, help="Most sequences in a step."),
     ] = 256,
     max_num_batched_tokens: Annotated[
         str | None,
@@ -108,7 +109,7 @@ def command(
     static_batch: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, max=1 << 20, help="Sequences of a static batch.",
+            metavar="N", min=1, max=MOST_SEQUENCES, help="Sequences of a static batch.",
             show_default="as many as run continuously",
         ),
     ] = None,
@@ -220,8 +221,8 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
     values = {flag: value or 0.0 for flag, value in given.items()}
     for flag, value in values.items():
         least = flag == "--step-ms"
-        if not (0 < value < 1e9 if least else 0 <= value < 1e9):  # nan neither
-            word = "above 0" if least else "0 or more"
+        if not (1e-6 if least else 0.0) <= value < 1e9:  # nan neither
+            word = "at least 10⁻⁶" if least else "0 or more"
             raise typer.BadParameter(f"{flag} must be {word} and below 10⁹ ms, not {value:g}")
     constant, sequence, token = values.values()
     words = [f"{constant:g} ms"]
@@ -241,7 +242,7 @@ def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
     try:
         return Limits(max_num_seqs, tokens, cached)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error))) from None
 
 
 def _model(
@@ -273,7 +274,7 @@ def _model(
             kv_cache_dtype=kv_cache_dtype,
         )
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error))) from None
     subject = Subject.find(model)
     stored = weights_on(on, subject, chosen)
     setup = Setup(subject, stored, on, config)

@@ -139,6 +139,10 @@ def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:
     assert made(max_num_seqs=1).max_model_len == 1 << 27
     with pytest.raises(DoesNotFit, match="256 sequences of 134217728 tokens take 8 GiB, more than"):
         made(max_model_len=1 << 27)
+    with pytest.raises(
+        DoesNotFit, match=r"block tables of 200000000 sequences .* lower max_num_seqs"
+    ):
+        made(max_num_seqs=200_000_000)
 
 
 @pytest.mark.parametrize(

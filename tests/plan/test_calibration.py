@@ -370,8 +370,8 @@ def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     calibration(subject()).save()
     config = EngineConfig(threads=2, max_model_len=longest, kv_cache_memory_bytes=1 << 28)
     engine = simulated_engine(replace(setup(), config=config))
-    seen = observe(engine, seconds=5.0)
-    assert engine.clock.now() == pytest.approx(5.0, rel=0.1)
+    seen = observe(engine, seconds=10.0)
+    assert engine.clock.now() == pytest.approx(10.0, rel=0.1)
     kinds = {kind_of(each.batch) for each in seen}
     assert all(each.seconds > 0 for each in seen)
     assert max(int(each.batch.positions.max()) for each in seen) < longest

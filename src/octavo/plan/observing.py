@@ -25,6 +25,7 @@ SECONDS = 36.0  # of observing, together
 
 _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_MIXES = 8  # in a round: most of a load's prompts come while others decode
 _RUN = 24, 8  # steps of decoding, few sequences and many: the longer, the more caches keep
 _SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
 _MOST_SHORT, _MOST_LONG = 64, 8
@@ -126,15 +127,18 @@ class _Script:
 
     def _round(self, short: list[list[int]], long: list[list[int]]) -> Iterator[Callable[[], None]]:
         """Every kind of work once, in any order."""
-        works: list[Callable[[], None]] = [lambda: self._mix(short + long)] * 4
+        works: list[Callable[[], None]] = [lambda: self._mix(short + long)] * _MIXES
         for sequences in _SEQUENCES:
             if sequences <= len(short):
                 works.append(lambda n=sequences: self._decode(short, n, _RUN[n > 8]))  # type: ignore
             if sequences <= len(long):
                 works.append(lambda n=sequences: self._decode(long, n, 8))  # type: ignore
+        longest = min(self._most_tokens, self._longest // 2)
         for length in _CHUNKS:
-            if length <= min(self._most_tokens, self._longest // 2):
-                works.append(lambda n=length: self._read(n))  # type: ignore
+            if length <= longest:
+                about = length * self._random.uniform(0.85, 1.15)  # not only kernels' favourites
+                some = min(int(about), longest)
+                works.append(lambda n=some: self._read(n))  # type: ignore
         for index in self._random.permutation(len(works)):
             yield works[index]
 

@@ -280,6 +280,27 @@ DAMAGE = [
     lambda data: data.update(errors=[{"kind": 1}]),
     lambda data: data.update(error="low"),
     lambda data: data.update(deviations=[1, 2]),
+    lambda data: data["rates"].update(step_overhead=1e308),
+    lambda data: data["rates"].update(bytes_per_second=1e-320),
+    lambda data: data["rates"].update(ops_per_second=10**400),
+    lambda data: data["rates"].update(ramp=1e308),
+    lambda data: data["limits"].update(bytes_per_second=1e300),
+    lambda data: data.update(error=-5),
+    lambda data: data.update(error=True),
+    lambda data: data.update(date="a\nb"),
+    lambda data: data.update(date=5),
+    lambda data: data.update(date="yesterday"),
+    lambda data: data.update(name="a\nb"),
+    lambda data: data.update(tier=None),
+    lambda data: data.update(steps="many"),
+    lambda data: data.update(steps=-1),
+    lambda data: data.update(seconds=math.inf),
+    lambda data: data.update(deviations={"knee": math.nan}),
+    lambda data: data["errors"][0].update(kind=["a"]),
+    lambda data: data["errors"][0].update(steps=0.5),
+    lambda data: data["errors"][0].update(seconds=None),
+    lambda data: data["errors"][0].update(bias=-7.0),
+    lambda data: data["errors"][0].update(error="low"),
 ]
 
 
@@ -290,7 +311,7 @@ def test_a_damaged_file_is_as_none(damage: object, caplog: pytest.LogCaptureFixt
     damage(data)  # type: ignore[operator]
     path.write_text(json.dumps(data))
     assert Calibration.load(subject()) is None
-    assert "the stored calibration is unreadable" in caplog.text
+    assert f"the stored calibration is unreadable: {path}: not a calibration" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", "null", "[" * 100_000, "\x00\xff"])

@@ -182,9 +182,9 @@ class Calibration:
             values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
             for name in ("rates", "limits"):
                 values[name] = _rates(values[name])
-            if not isfinite(values["error"]) or not isinstance(values["name"], str):
-                raise ValueError("a figure is missing")
-            return cls(**values)
+            found = cls(**values)
+            _check(found)
+            return found
         except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
             raise ValueError(f"not a calibration: {error}") from error
 
@@ -210,6 +210,47 @@ class Calibration:
         return calibration if calibration.subject == subject else None
 
 
+_MOST = 1e6  # seconds, steps' shares of each other
+
+
+def _check(found: Calibration) -> None:
+    """Raises `ValueError` for a field of another kind, or that no measurement can give."""
+    for name in ("name", "tier", "date"):
+        _check_text(name, getattr(found, name))
+    datetime.fromisoformat(found.date)
+    _check_count("steps", found.steps)
+    for name in ("seconds", "error"):
+        _check_figure(name, getattr(found, name))
+    for name, value in found.deviations.items():
+        _check_text("a deviation's name", name)
+        _check_figure(f"the deviation of {name}", value)
+    for each in found.errors:
+        _check_text("kind", each.kind)
+        _check_count("steps", each.steps)
+        _check_figure("seconds", each.seconds)
+        _check_figure("bias", each.bias, -1.0)
+        _check_figure("error", each.error)
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
+        raise ValueError(f"{name} is {value!r:.60}, not a line of text")
+
+
+def _check_count(name: str, value: object) -> None:
+    if type(value) is not int or not 0 <= value <= 10**9:
+        raise ValueError(f"{name} is {value!r:.60}, not a number of steps")
+
+
+def _check_figure(name: str, value: object, least: float = 0.0, most: float = _MOST) -> None:
+    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
+        raise ValueError(f"{name} is {value!r:.60}, not from {least:g} to {most:g}")
+
+
+# What a machine can have: a byte a second, to a thousand times the fastest there are.
+_RANGES = {"per_second": (1.0, 1e18), "overhead": (0.0, 60.0), "ramp": (0.0, 1e3)}
+
+
 def _rates(values: Any) -> Rates:
     """Raises `ValueError` for what no measurement can give. A knee may be infinite."""
     names = [field.name for field in fields(Rates)]
@@ -218,5 +259,8 @@ def _rates(values: Any) -> Rates:
     for name, value in values.items():
         known = type(value) in (int, float) and (isfinite(value) or name.endswith("knee"))
         if not known and value is not None:
-            raise ValueError(f"{name} is {value!r}, not a number")
+            raise ValueError(f"{name} is {value!r:.60}, not a number")
+        for end, (least, most) in _RANGES.items():
+            if value is not None and name.endswith(end):
+                _check_figure(name, value, least, most)
     return Rates(**values)

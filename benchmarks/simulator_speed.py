@@ -55,21 +55,21 @@ def run(trace: Path, requests: int | None, leaps: bool) -> dict[str, Any]:
 
 def apart(trace: Path, requests: int | None, leaps: bool) -> dict[str, Any]:
     """`run` in a process of its own."""
-    request = json.dumps([str(trace), requests, leaps])
-    command = [sys.executable, __file__, "--one", request]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=-1).stdout)
+    command = [sys.executable, __file__, str(trace), "--one", json.dumps([requests, leaps])]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
+    found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("traces", nargs="*", type=Path)
+    parser.add_argument("traces", nargs="+", type=Path)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
-        trace, requests, leaps = json.loads(arguments.one)
-        print(json.dumps(run(Path(trace), requests, leaps)))
+        requests, leaps = json.loads(arguments.one)
+        print(json.dumps(run(arguments.traces[0], requests, leaps)))
         return
     rows = []
     for trace in arguments.traces:

@@ -94,6 +94,15 @@ def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
     assert any("answers cut to 8 tokens" in notice for notice in found["notices"])
 
 
+def test_answers_that_max_tokens_cuts_are_counted(azure: Path) -> None:
+    found = figures("--trace", str(azure), "--max-tokens", "20")
+    assert found["total_output_tokens"] == sum(min(tokens, 20) for tokens in range(5, 25))
+    assert found["notices"][1:] == [
+        "--max-tokens 20 cuts 4 of 20 answers (290 tokens in the load, 280 asked)"
+    ]
+    assert len(figures("--trace", str(azure), "--max-tokens", "24")["notices"]) == 1
+
+
 def test_what_bench_serve_wrote_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     detailed = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import replace
 from functools import cache
@@ -79,18 +80,89 @@ def test_a_request_alone_takes_what_its_steps_cost() -> None:
     assert (record.output_tokens, record.waited, record.cached_tokens) == (5, 0.0, 0)
 
 
-def test_time_adds_up() -> None:
+@pytest.mark.parametrize(
+    ("count", "rate", "output_len"), [(300, 20.0, 100), (40, 0.1, 100), (40, 0.02, 5)]
+)
+def test_time_adds_up(count: int, rate: float, output_len: int) -> None:
     """Little's law: sequences that run are arrivals a second times the time that each runs."""
-    run = simulate(setup(), poisson(300, 20.0))
+    run = simulate(setup(), poisson(count, rate, output_len=output_len))
     found = figures(run, SLO)
     served = [record.latency - record.waited for record in run.replay.records]
-    assert found["running"]["mean"] == pytest.approx(sum(served) / found["duration"], rel=0.05)
-    assert found["completed"] == 300
+    assert found["running"]["mean"] == pytest.approx(sum(served) / found["duration"], rel=1e-6)
+    over = found["over_time"]
+    assert sum(over["running"]) / INTERVALS == pytest.approx(found["running"]["mean"])
+    assert found["completed"] == count
     assert found["total_output_tokens"] == sum(sample.output_len for sample in run.samples)
     assert found["steps"] * found["mean_step_ms"] / 1e3 == pytest.approx(
         found["duration"] - run.replay.idle
     )
     run.engine.check_integrity()
+
+
+def test_means_are_of_the_whole_time_also_of_that_without_requests() -> None:
+    """Five requests a minute apart: busy for 1.2 % of the time, with one sequence."""
+    timeline = Timeline()
+    samples = [alone(index, 500, 100, arrival=60.0 * index) for index in range(5)]
+    run = simulate(setup(), samples, observers=[timeline])
+    found = figures(run, SLO)
+    assert found["busy"] < 0.02
+    assert found["running"]["mean"] == pytest.approx(found["busy"])
+    assert found["running"]["max"] == 1
+    held = found["kv_usage"]["max"] * found["busy"]
+    assert 0.8 * held < found["kv_usage"]["mean"] < held
+    over = found["over_time"]
+    assert max(over["running"]) < 0.5  # of an interval of 2.4 s each request takes 0.7
+    assert [value for value in over["running"][2:24] if value] == []
+    levels = [e["args"]["running"] for e in events(timeline, run) if e["name"] == "running"]
+    times = [e["ts"] / 1e6 for e in events(timeline, run) if e["name"] == "running"]
+    area = sum(
+        level * (after - before)
+        for level, (before, after) in zip(levels, pairwise(times), strict=False)
+    )
+    assert area == pytest.approx(found["busy"] * found["duration"])
+    idle = [
+        after - before
+        for level, (before, after) in zip(levels, pairwise(times), strict=False)
+        if level == 0
+    ]
+    assert sum(idle) == pytest.approx(run.replay.idle, rel=0.01)
+
+
+def events(timeline: Timeline, run: Simulation) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = timeline.trace(run)["traceEvents"]
+    return found
+
+
+def test_what_a_client_holds_back_is_shown() -> None:
+    """Half of what 8 sequences serve is sent by a client that allows 2 at a time."""
+    samples = poisson(100, 0.8 * capacity())
+    run = simulate(setup(**FEW), samples, max_concurrency=2)
+    found = figures(run, SLO) | {"notices": []}
+    waits = [record.queue_time for record in run.replay.records]
+    assert found["client_queue_ms"]["mean"] == pytest.approx(1e3 * np.mean(waits))
+    assert found["client_queue_ms"]["max"] == 1e3 * max(waits) > 1000
+    assert found["queue_ms"]["max"] < 100
+    assert found["saturated"]
+    assert "waited to be sent throughout the last" in found["saturation"]["why"]
+    held = sum(wait > 0 for wait in waits)
+    said = f"the client held back {held} of 100 requests, for "
+    assert said in found["saturation"]["why"]
+    assert said in text(found)
+    assert "held back by the client" in text(found)
+    free = figures(simulate(setup(**FEW), samples), SLO) | {"notices": []}
+    assert free["client_queue_ms"]["max"] == free["saturation"]["held"] == 0
+    assert "client" not in text(free)
+    few = figures(simulate(setup(**FEW), poisson(100, 1.0), max_concurrency=2), SLO)
+    assert few["saturation"]["held"] > 0
+    assert not few["saturated"]
+    assert "the client held back" in few["saturation"]["why"]
+
+
+def test_a_client_that_holds_some_back_does_not_hide_the_engines_own_queue() -> None:
+    found = verdict(poisson(150, 3 * capacity()), most=40)
+    assert found.held > 0
+    assert found.saturated
+    assert "the queue was never empty" in found.why
 
 
 def test_a_closed_loop_keeps_to_its_concurrency() -> None:
@@ -299,8 +371,8 @@ def test_the_real_policy_drafts_more_where_guesses_are_better() -> None:
 FEW: dict[str, Any] = {"max_num_seqs": 8}
 
 
-def verdict(samples: list[Sample], **more: Any) -> Any:
-    run = simulate(setup(**(FEW | more)), samples)
+def verdict(samples: list[Sample], most: int | None = None, **more: Any) -> Any:
+    run = simulate(setup(**(FEW | more)), samples, max_concurrency=most)
     return saturation(run.replay.records, run.series)
 
 
@@ -326,6 +398,15 @@ def test_a_burst_is_not_saturation_wherever_it_comes() -> None:
         samples = sorted(calm + burst, key=lambda sample: sample.arrival or 0.0)
         found = verdict(samples)
         assert not found.saturated, (when, found.why)
+
+
+@pytest.mark.parametrize("leaps", [True, False])
+def test_a_burst_after_a_pause_has_not_waited_through_the_pause(leaps: bool) -> None:
+    samples = [alone(0, 512, 100), *(alone(1 + i, 512, 100, 40.0) for i in range(60))]
+    run = simulate(setup(**FEW), [*samples, alone(61, 512, 100, 41.0)], leaps=leaps)
+    found = saturation(run.replay.records, run.series)
+    assert found.queue_seconds == pytest.approx(1.0)
+    assert not found.saturated, found.why
 
 
 def test_requests_that_all_come_at_once_are_too_many_where_some_wait_for_others_to_end() -> None:
@@ -358,6 +439,30 @@ def test_what_is_shown_over_time_adds_up() -> None:
     assert width * sum(over["output_throughput"]) == pytest.approx(found["total_output_tokens"])
     assert max(over["waiting"]) <= found["waiting"]["max"]
     assert max(over["kv_usage"]) <= found["kv_usage"]["max"] + 1e-12
+
+
+def test_percentiles_of_the_table_are_of_the_requests_of_each_row() -> None:
+    run = simulate(setup(**FEW), poisson(150, 30.0))
+    found = figures(run, SLO) | {"notices": []}
+    rows = found["over_tenths"]
+    lines = [line.split() for line in text(found).splitlines() if re.match(r" +\d+ s ", line)]
+    assert len(lines) == len(rows["time"]) == 10
+    for row, until in enumerate(rows["time"]):
+        arrived = [
+            record
+            for record in run.replay.records
+            if until - rows["time"][0] <= record.start < until
+        ]
+        assert rows["arrived"][row] == len(arrived)
+        if not arrived:
+            assert rows["ttft_ms_p99"][row] is None
+            continue
+        for percentile in (50, 99):
+            expected = np.percentile([1e3 * record.ttft for record in arrived], percentile)
+            assert rows[f"ttft_ms_p{percentile}"][row] == pytest.approx(expected)
+        assert f"{rows['ttft_ms_p99'][row]:.0f}" in {
+            lines[row][9].replace(",", ""), f"{float(lines[row][9].replace(',', '')):.0f}",
+        }  # fmt: skip
 
 
 def test_samples_stay_few_however_long_it_takes() -> None:

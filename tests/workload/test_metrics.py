@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from octavo.plan.slo import Figures, Slo
 from octavo.workload.metrics import (
     LATENCIES,
     Record,
@@ -16,7 +18,9 @@ from octavo.workload.metrics import (
     parse_percentiles,
     peak_requests,
     peak_tokens,
+    seconds,
     summarise,
+    totals,
 )
 
 
@@ -109,21 +113,54 @@ def test_of_nothing() -> None:
     assert peak_tokens([]) == peak_requests([]) == 0
 
 
+def test_what_no_request_has_is_said_in_the_same_way_by_all() -> None:
+    """No TPOT where answers are of one token; no latency where nothing was served."""
+    single = [record(0, ttft=0.5, latency=0.5), record(1, ttft=0.3, latency=0.3)]
+    failed = [record(0, success=False, reason="failed")]
+    limits = {"tpot": 0.001}
+    found = totals(single, 2.0, limits)
+    assert (found.requests, found.completed, found.good, found.goodput) == (2, 2, 2, 1.0)
+    assert found.attainment == 1
+    assert found.spread("tpot", (50,)) is None
+    assert found.spread("itl", (50,)) is None
+    assert found.spread("ttft", (50, 99.9)) == pytest.approx(
+        {"mean": 400, "p50": 400, "p99.9": 499.8, "max": 500, "std": 100}
+    )
+    for records, duration in (([], 0.0), (failed, 1.0)):
+        none = totals(records, duration, limits)
+        assert (none.completed, none.good, none.goodput, none.attainment) == (0, 0, 0, 0)
+        assert none.request_throughput == none.output_throughput == none.token_throughput == 0
+        assert all(none.spread(name, (50,)) is None for name in (*LATENCIES, "queue"))
+        promised = Figures.of(records, duration, Slo(limits))
+        assert promised.as_dict()["tpot_ms"] == {"p50": None, "p99": None}
+        assert (promised.attainment, promised.pressure(Slo(limits))) == (0, math.inf)
+    kept = Figures.of(single, 2.0, Slo(limits))
+    assert kept.as_dict()["tpot_ms"] == {"p50": None, "p99": None}
+    assert kept.as_dict()["ttft_ms"] == pytest.approx({"p50": 400, "p99": 498})
+    assert (kept.goodput, kept.attainment, kept.pressure(Slo(limits))) == (1.0, 1, 0)
+    shown = summarise(single, 2.0, goodput=limits, percentiles=[99], metrics=["tpot", "ttft"])
+    assert shown["request_goodput"] == kept.goodput
+    assert shown["p99_tpot_ms"] == 0  # as vLLM has it
+    assert shown["p99_ttft_ms"] == kept.latencies["ttft"].p99
+    with pytest.raises(ValueError, match="'tps' is no latency"):
+        seconds("tps", single)
+
+
 def test_a_request_that_starts_as_another_ends_does_not_overlap_it() -> None:
     assert peak_requests([record(start=0, latency=1), record(start=1, latency=1)]) == 1
     assert peak_requests([record(start=0, latency=1), record(start=0.999, latency=1)]) == 2
 
 
-seconds = st.floats(0, 30)
+times = st.floats(0, 30)
 
 
 @st.composite
 def records(draw: st.DrawFn) -> Record:
     itl = draw(st.lists(st.floats(0, 3), max_size=6))
-    ttft = draw(seconds)
+    ttft = draw(times)
     tokens = draw(st.integers(1, 3))
     return record(
-        start=draw(seconds),
+        start=draw(times),
         prompt_len=draw(st.integers(0, 999)),
         output_tokens=tokens * (1 + len(itl)),
         ttft=ttft,
@@ -150,8 +187,8 @@ def test_against_another_computation(
         "e2el": [r.ttft + sum(r.itl) for r in done],
     }
     word = str(percentile).removesuffix(".0")
-    for name, times in values.items():
-        times = sorted(times) or [0.0]
+    for name, unordered in values.items():
+        times = sorted(unordered) or [0.0]
         place = (len(times) - 1) * percentile / 100
         low = int(place)
         high = min(low + 1, len(times) - 1)

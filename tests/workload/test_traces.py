@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from octavo.workload import datasets
 from octavo.workload.datasets import (
     PREFIXES,
     SUFFIXES,
+    UNIT,
     DatasetError,
     Part,
+    _kept,
     custom,
     draws,
     prefix_repetition,
@@ -45,9 +48,9 @@ def mooncake(*records: dict[str, Any]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def line(time: float, prompt: int, output: int, ids: list[int]) -> dict[str, Any]:
+def line(at: float, prompt: int, output: int, ids: list[int]) -> dict[str, Any]:
     return {
-        "timestamp": time, "input_length": prompt, "output_length": output, "hash_ids": ids,
+        "timestamp": at, "input_length": prompt, "output_length": output, "hash_ids": ids,
     }  # fmt: skip
 
 
@@ -73,6 +76,25 @@ def test_azure_columns_may_stand_in_another_order_and_times_have_zones(tmp_path:
     samples, notices = load(write(tmp_path, text), "azure", Window())
     assert [(s.arrival, s.prompt_len, s.output_len) for s in samples] == [(0, 10, 8), (1.5, 9, 7)]
     assert "sorted" in notices[1]
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/New_York", "Australia/Lord_Howe"])
+def test_times_without_a_zone_are_the_same_everywhere(
+    zone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 2023-11-05 and 2023-04-02 clocks in these zones went back."""
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    try:
+        for day in ("2023-11-05", "2023-04-02", "2023-03-12"):
+            hours = "".join(f"{day} {hour:02}:30:00,3,5\n" for hour in range(6))
+            path = write(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n" + hours)
+            samples, notices = load(path, None, Window(), strict=True)
+            assert [sample.arrival for sample in samples] == [3600.0 * hour for hour in range(6)]
+            assert len(notices) == 1
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_window_speed_and_limits(tmp_path: Path) -> None:
@@ -355,3 +377,36 @@ def test_taking_more_than_there_are() -> None:
     assert len(take(samples, 7, seed=0, shuffle=True, oversample=True)) == 7
     assert len(take(samples, 7, seed=0, shuffle=True, oversample=False)) == 3
     assert samples[0].parts == (Part(PREFIXES, 1), Part(SUFFIXES, 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ('{\n\n  "num_prompts": 1,\n  oops\n}\n', ":4: not JSON"),
+        ('{\n"num_prompts": 1\n}\n\n{}\n', ":5: not JSON (Extra data): a result is one"),
+        (b'{\n"num_prompts": 1,\n"a": "\xff"}\n', ":3: not UTF-8"),
+        ("\n \n", ": is empty"),
+        ('\n["num_prompts"]', ": not a JSON object"),
+        ("[" * 100_000, ": JSON nested too deep"),
+        ('{"num_prompts": ' + "1" * 5000 + "}", ": not JSON (Exceeds the limit"),
+    ],
+)
+def test_what_is_wrong_with_a_result_is_named_by_its_line(
+    text: str | bytes, about: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DatasetError) as refused:
+        load(write(tmp_path, text), "result", Window())
+    assert f"trace{about}" in str(refused.value)
+
+
+def test_draws_that_are_kept_are_few_bytes() -> None:
+    """Short parts, which requests share, are drawn once; long ones are not kept."""
+    assert draws(0, 1, UNIT) is draws(0, 1, UNIT)
+    assert draws(0, 1, 100) is draws(0, 1, 100)
+    assert draws(0, 1, UNIT + 1) is not draws(0, 1, UNIT + 1)
+    assert draws(0, 1, UNIT + 1)[:100].tolist() == draws(0, 1, 100).tolist()
+    kept = _kept.cache_info().maxsize
+    assert kept is not None
+    assert kept * UNIT * 4 <= 8 << 20
+    whole = draws(0, 1, 100).base
+    assert whole is None or whole.nbytes == UNIT * 4

@@ -198,6 +198,7 @@ def command(
         if path is not None:
             check_file(path, suffix)
     asked, notices = samples(load)
+    notices += cut_answers([sample.output_len for sample in asked], technique["max_tokens"])
     subject = Subject.find(model)
     config, notes = configure(engine, technique, on, subject.program.config.context_length)
     notices += notes
@@ -248,6 +249,18 @@ def command(
         typer.echo(json.dumps(result))
     else:
         typer.echo(report.text(result))
+
+
+def cut_answers(lengths: list[int], most: int | None) -> list[str]:
+    """The notice of answers that --max-tokens cuts, if there are any."""
+    cut = 0 if most is None else sum(length > most for length in lengths)
+    if most is None or not cut:
+        return []
+    asked = sum(min(length, most) for length in lengths)
+    return [
+        f"--max-tokens {most} cuts {cut} of {len(lengths)} answers ({sum(lengths)} tokens in the "
+        f"load, {asked} asked)"
+    ]
 
 
 def words(model: str | None, given: list[str]) -> tuple[str, list[str]]:

@@ -29,7 +29,7 @@ QUEUE_FULL = "queue full"  # why a request was refused that might have been serv
 class Replay:
     """What came of a load. Times are seconds from its start, in the engine's clock."""
 
-    records: list[Record]
+    records: list[Record]  # by index, as the requests arrived, not as they ended
     duration: float  # to the end of the last request
     idle: float  # of it, without any request
 
@@ -39,9 +39,10 @@ class Watch(Protocol):
 
     next: float  # when it wants to look next: at the end of the step under way then
 
-    def observe(self, engine: Engine, now: float) -> None:
-        """After a step that ended ``now``; of many like ones before ``next`` only the first and the
-        last.
+    def observe(self, engine: Engine, now: float, ended: int = 0) -> None:
+        """After a step that ended ``now`` and ``ended`` requests with it; of many like ones before
+        ``next`` only the first and the last. And after a time without any request, before the
+        next is there.
         """
         ...
 
@@ -91,15 +92,18 @@ def replay(
             began = clock.now()
             clock.sleep_until(start + _arrival(samples[arrived]))
             idle += clock.now() - began
+            if watch:
+                watch.observe(engine, clock.now() - start)
             continue
         due = _due(samples, arrived) if len(live) < most else inf
         until = start + min(due, watch.next if watch else inf)
         if leaps and (leap := engine.leap(until)):
             _record(leap, start, live, last)
             if watch:
-                for ended in dict.fromkeys((leap.times[1], leap.times[-1])):
-                    watch.observe(engine, ended - start)
+                for time in dict.fromkeys((leap.times[1], leap.times[-1])):
+                    watch.observe(engine, time - start)
             continue
+        ended = 0
         for delta in engine.step():
             record, now = live[delta.request_id], clock.now() - start
             if delta.token_ids:
@@ -112,9 +116,10 @@ def replay(
                 if len(live) == most:
                     room_since = now
                 records.append(live.pop(delta.request_id))
+                ended += 1
                 progress(len(records))
         if watch:
-            watch.observe(engine, clock.now() - start)
+            watch.observe(engine, clock.now() - start, ended)
     records.sort(key=lambda record: record.index)
     return Replay(records, clock.now() - start, idle)
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.engine.engine import EngineStats
 from octavo.plan.replay import QUEUE_FULL
 from octavo.plan.saturation import saturation
+from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
-from octavo.workload.metrics import Record, all_gaps, is_good
+from octavo.workload.metrics import Record, Totals, is_good, seconds, spread, totals
 
 INTERVALS = 100
 PERCENTILES = (50, 90, 95, 99)
@@ -23,6 +23,7 @@ LATENCIES = {
     "itl_ms": "between tokens",
     "e2el_ms": "end to end",
     "queue_ms": "in the queue",
+    "client_queue_ms": "held back by the client",
 }
 _COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 ROWS = 10  # of the table over time
@@ -35,51 +36,58 @@ def figures(
     milliseconds by metric; ``price``: of the device an hour.
     """
     engine, series = simulation.engine, simulation.series
-    records, duration = simulation.replay.records, max(simulation.replay.duration, 1e-9)
-    done = [record for record in records if record.success]
-    good = sum(is_good(record, goodput) for record in done)
-    total_input = sum(record.prompt_len for record in done)
-    total_output = sum(record.output_tokens for record in done)
+    records = simulation.replay.records
+    load = totals(records, simulation.replay.duration, goodput)
+    duration = load.duration
     stats = engine.stats()
-    columns = series.columns()
-    used = columns["kv_blocks_used"] / max(stats.kv_blocks, 1)
+    means, most = series.means(), dict(zip(GAUGES, series.most, strict=True))
+    blocks = max(stats.kv_blocks, 1)
     verdict = saturation(records, series)
     return {
         **_described(simulation),
-        "requests": len(records),
-        "completed": len(done),
+        "requests": load.requests,
+        "completed": load.completed,
         "rejected": sum(record.reason in ("rejected", QUEUE_FULL) for record in records),
         "failed": sum(record.reason == "failed" for record in records),
         "reasons": _reasons(records),
         "duration": duration,
         "last_arrival": series.span,
-        "total_input_tokens": total_input,
-        "total_output_tokens": total_output,
-        "request_throughput": len(done) / duration,
-        "output_throughput": total_output / duration,
-        "total_token_throughput": (total_input + total_output) / duration,
+        "total_input_tokens": load.input_tokens,
+        "total_output_tokens": load.output_tokens,
+        "request_throughput": load.request_throughput,
+        "output_throughput": load.output_throughput,
+        "total_token_throughput": load.token_throughput,
         "slo": {f"{name}_ms": limit for name, limit in goodput.items()},
-        "good": good,
-        "request_goodput": good / duration,
-        **_latencies(done),
+        "good": load.good,
+        "request_goodput": load.goodput,
+        **{name: load.spread(_metric(name), PERCENTILES) for name in LATENCIES},
         "saturated": verdict.saturated,
         "saturation": verdict._asdict(),
         "steps": stats.steps,
         "busy": 1 - simulation.replay.idle / duration,
         "mean_step_ms": 1e3 * (duration - simulation.replay.idle) / max(stats.steps, 1),
         "tokens_per_step": stats.computed_tokens / max(stats.steps, 1),
-        "running": {"mean": _mean(columns["running"]), "max": _most(columns["running"])},
-        "waiting": {"mean": _mean(columns["waiting"]), "max": float(series.peak_waiting)},
-        "kv_usage": {"mean": _mean(used), "max": _most(used)},
+        "running": {"mean": means["running"], "max": most["running"]},
+        "waiting": {"mean": means["waiting"], "max": most["waiting"]},
+        "kv_usage": {
+            "mean": means["kv_blocks_used"] / blocks,
+            "max": most["kv_blocks_used"] / blocks,
+        },
         "kv_waste": series.waste(),
         "preemptions": stats.preemptions,
         "prefix_queries": stats.prefix_queries,
         "prefix_hits": stats.prefix_hits,
         "prefix_hit_rate": stats.prefix_hits / max(stats.prefix_queries, 1),
         "speculation": _speculation(stats),
-        "cost": None if price is None else _cost(price, duration, total_output, good),
-        "over_time": _over_time(simulation, goodput),
+        "cost": None if price is None else _cost(price, load),
+        "over_time": _over_time(simulation, goodput, INTERVALS),
+        "over_tenths": _over_time(simulation, goodput, ROWS),
     }
+
+
+def _metric(name: str) -> str:
+    """Of `LATENCIES`, as workload.metrics names it."""
+    return "client_queue_time" if name == "client_queue_ms" else name.removesuffix("_ms")
 
 
 def _described(simulation: Simulation) -> dict[str, Any]:
@@ -130,23 +138,15 @@ def _speculation(stats: EngineStats) -> dict[str, float] | None:
     }
 
 
-def _cost(price: float, duration: float, tokens: int, good: int) -> dict[str, float | None]:
+def _cost(price: float, load: Totals) -> dict[str, float | None]:
     """What the device's time costs, for each million of output tokens and 1,000 good requests."""
-    spent = price * duration / 3600
+    spent, tokens, good = price * load.duration / 3600, load.output_tokens, load.good
     return {
         "price_per_hour": price,
         "total": spent,
         "per_million_output_tokens": 1e6 * spent / tokens if tokens else None,
         "per_thousand_good_requests": 1e3 * spent / good if good else None,
     }
-
-
-def _mean(values: npt.NDArray[np.float64]) -> float:
-    return float(values.mean()) if len(values) else 0.0
-
-
-def _most(values: npt.NDArray[np.float64]) -> float:
-    return float(values.max()) if len(values) else 0.0
 
 
 def _reasons(records: Sequence[Record]) -> list[dict[str, Any]]:
@@ -164,37 +164,15 @@ def _reasons(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _latencies(done: Sequence[Record]) -> dict[str, dict[str, float] | None]:
-    seconds = {
-        "ttft_ms": np.array([record.ttft for record in done]),
-        "tpot_ms": np.array([record.tpot for record in done if record.output_tokens > 1]),
-        "itl_ms": all_gaps(done),
-        "e2el_ms": np.array([record.latency for record in done]),
-        "queue_ms": np.array([record.waited for record in done]),
-    }
-    return {name: spread(values * 1e3) for name, values in seconds.items()}
-
-
-def spread(values: npt.NDArray[np.float64]) -> dict[str, float] | None:
-    """Mean, percentiles and the like; None of nothing."""
-    if not len(values):
-        return None
-    percentiles = np.percentile(values, PERCENTILES)
-    return {
-        "mean": float(values.mean()),
-        **{f"p{p}": float(v) for p, v in zip(PERCENTILES, percentiles, strict=True)},
-        "max": float(values.max()),
-        "std": float(values.std()),
-    }
-
-
-def _over_time(simulation: Simulation, goodput: Mapping[str, float]) -> dict[str, Any]:
-    """`INTERVALS` equal parts of the time; requests count where they arrive."""
-    parts = simulation.series.intervals(INTERVALS)
+def _over_time(simulation: Simulation, goodput: Mapping[str, float], count: int) -> dict[str, Any]:
+    """``count`` equal parts of the time: means over each; percentiles of the requests that arrived
+    in it (with --max-concurrency: that were sent).
+    """
+    parts = simulation.series.intervals(count)
     records = simulation.replay.records
     width = parts["time"][0]
     at = np.array([record.start for record in records])
-    part = np.minimum((at / width).astype(np.int64), INTERVALS - 1) if len(records) else at
+    part = np.minimum((at / width).astype(np.int64), count - 1) if len(records) else at
     blocks = max(simulation.engine.stats().kv_blocks, 1)
     unfilled = parts.pop("kv_unfilled_blocks")
     used = parts.pop("kv_blocks_used")
@@ -204,7 +182,7 @@ def _over_time(simulation: Simulation, goodput: Mapping[str, float]) -> dict[str
     parts["prefix_hit_rate"] = [a / b if b else 0.0 for a, b in zip(hits, queries, strict=True)]
     parts["output_throughput"] = [n / width for n in parts.pop("generation_tokens")]
     parts["computed_throughput"] = [n / width for n in parts.pop("computed_tokens")]
-    chosen = [[] for _ in range(INTERVALS)]  # type: list[list[Record]]
+    chosen: list[list[Record]] = [[] for _ in range(count)]
     for index, record in zip(part.tolist(), records, strict=True):
         chosen[int(index)].append(record)
     parts["arrived"] = [len(each) for each in chosen]
@@ -219,12 +197,8 @@ def _over_time(simulation: Simulation, goodput: Mapping[str, float]) -> dict[str
 
 def _percentile(name: str, percentile: int, records: Sequence[Record]) -> float | None:
     """Milliseconds; None where no request has it."""
-    values = [
-        getattr(record, name)
-        for record in records
-        if record.success and (name != "tpot" or record.output_tokens > 1)
-    ]
-    return 1e3 * float(np.percentile(values, percentile)) if values else None
+    found = spread(seconds(name, [record for record in records if record.success]), (percentile,))
+    return None if found is None else found[f"p{percentile}"]
 
 
 # --- for people ----------------------------------------------------------------------------------
@@ -265,11 +239,12 @@ def text(result: Mapping[str, Any]) -> str:
         + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max")),
     ]
     for name, title in LATENCIES.items():
-        if (spread := result[name]) is not None:
-            short = name.removesuffix("_ms").upper() if name != "queue_ms" else ""
-            lines.append(
-                f"{short:<5}{title:<19}" + "".join(f"{_ms(spread[each]):>10}" for each in _COLUMNS)
-            )
+        found = result[name]
+        if found is None or (name == "client_queue_ms" and not found["max"]):
+            continue
+        short = "" if "queue" in name else name.removesuffix("_ms").upper()
+        label = f"{short:<5}{title:<19}" if len(title) < 19 else f"{title:<24}"
+        lines.append(label + "".join(f"{_ms(found[each]):>10}" for each in _COLUMNS))
     running, waiting, usage = result["running"], result["waiting"], result["kv_usage"]
     lines += [
         "",
@@ -331,25 +306,18 @@ def _ms(value: float) -> str:
 
 
 def _table_over_time(result: Mapping[str, Any]) -> list[str]:
-    over = result["over_time"]
-    each = INTERVALS // ROWS
+    over = result["over_tenths"]
     lines = [
         f"{'until':>9}{'arrived':>9}{'running':>9}{'queue':>8}{'KV use':>8}{'out tok/s':>11}"
         f"{'TTFT p50':>10}{'TTFT p99':>10}{'TPOT p50':>10}{'good':>7}"
     ]
-    for row in range(ROWS):
-        part = slice(row * each, (row + 1) * each)
-
-        def mean(name: str, part: slice = part) -> float | None:
-            values = [value for value in over[name][part] if value is not None]
-            return sum(values) / len(values) if values else None
-
-        arrived, good = sum(over["arrived"][part]), sum(over["good"][part])
-        times = [mean(f"{name}") for name in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50")]
+    for row, until in enumerate(over["time"]):
+        arrived, good = over["arrived"][row], over["good"][row]
+        times = [over[name][row] for name in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50")]
         lines.append(
-            f"{over['time'][part][-1]:>7.0f} s{arrived:>9,}{mean('running'):>9.1f}"
-            f"{mean('waiting'):>8.1f}{100 * (mean('kv_usage') or 0):>6.1f} %"
-            f"{mean('output_throughput'):>11,.0f}"
+            f"{until:>7.0f} s{arrived:>9,}{over['running'][row]:>9.1f}"
+            f"{over['waiting'][row]:>8.1f}{100 * over['kv_usage'][row]:>6.1f} %"
+            f"{over['output_throughput'][row]:>11,.0f}"
             + "".join(f"{'-' if each is None else _ms(each):>10}" for each in times)
             + (f"{100 * good / arrived:>5.0f} %" if arrived else f"{'-':>7}")
         )

@@ -1,9 +1,9 @@
-"""An engine's state over time, looked at now and then: queue, running sequences, cache, counts."""
+"""An engine's state over time: queue, running sequences, cache, counts."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,84 +13,149 @@ from octavo.engine.engine import Engine
 _MOST = 4096  # samples kept; beyond it every other one goes
 _LEAST = 1e-3  # seconds between samples
 
-COLUMNS = (
-    *("time", "running", "waiting", "kv_blocks_used", "kv_unfilled_blocks"),
-    *("generation_tokens", "computed_tokens", "prefix_queries", "prefix_hits", "preemptions"),
-)  # fmt: skip
-_COUNTERS = COLUMNS[5:]
+GAUGES = ("running", "waiting", "kv_blocks_used", "kv_unfilled_blocks")
+COUNTERS = ("generation_tokens", "computed_tokens", "prefix_queries", "prefix_hits", "preemptions")
+COLUMNS = ("time", *GAUGES, *COUNTERS)
 
 Float64 = npt.NDArray[np.float64]
 
 
+class _State(NamedTuple):
+    """`GAUGES`."""
+
+    running: int
+    waiting: int
+    used: int
+    unfilled: float
+
+
+_IDLE = _State(0, 0, 0, 0.0)
+
+
 class Series:
-    """Samples of gauges and counters, and of the queue more: whether somebody waits is looked at
-    after every step.
+    """Gauges and counters as sums up to now: a gauge's is its integral over time, of every step and
+    of the time between steps, so that a mean over any time is a difference of two samples. What
+    runs and what waits is that of each step; of the cache it is what is held at a step's end.
 
     ``span`` is the time of the last arrival, in seconds from the start.
     """
 
     def __init__(self, span: float) -> None:
         self.span = span
-        self.peak_waiting = 0
         self.queue_since = math.inf  # when the queue was empty last, as of ``span``; inf: it is
+        self.most = [0.0] * len(GAUGES)  # of each gauge
         self._every = max(span / (_MOST / 2), _LEAST)
         self.next = 0.0  # when a sample is due
-        self._last = 0.0
+        self._sums = [0.0] * len(GAUGES)  # up to ``_from``
+        # Like steps are added up as one stretch: leaps tell of its first and last only, and the
+        # same additions are made without them.
+        self._from, self._first = 0.0, _IDLE
+        self._last, self._state = 0.0, _IDLE
+        self._idle = True  # from ``_last`` on
         self._rows: list[tuple[float, ...]] = []
 
-    def observe(self, engine: Engine, now: float) -> None:
-        """After a step that ended ``now``, in seconds from the start."""
-        waiting = len(engine.scheduler.waiting)
-        self.peak_waiting = max(self.peak_waiting, waiting)
+    def observe(self, engine: Engine, now: float, ended: int = 0) -> None:
+        """After a step, or a time without any, that ended ``now``, in seconds from the start.
+        ``ended`` requests ended with the step.
+        """
+        state = _state(engine, ended)
+        if ended and state.used < self._state.used:  # what they held was held in the step, too
+            state = state._replace(used=self._state.used, unfilled=self._state.unfilled)
         if now <= self.span:
-            if not waiting:
+            if not state.waiting:
                 self.queue_since = math.inf
             elif self.queue_since == math.inf:
                 self.queue_since = self._last
-        self._last = now
+        self.most = [max(pair) for pair in zip(self.most, state, strict=True)]
+        idle = not engine.has_work()
+        if self._idle and idle and not ended and now - self._last > self._every:
+            self._sample(engine, self._last)  # both edges of a long time without work
+        if ended or self._idle or state[:2] != self._state[:2]:
+            self._close()
+            self._add(now - self._last, state)
+            self._from, self._first = now, state
+        self._last, self._state = now, state
+        self._idle = idle
         if now >= self.next:
-            self.sample(engine, now)
+            self._sample(engine, now)
 
-    def sample(self, engine: Engine, now: float) -> None:
+    def finish(self, engine: Engine) -> None:
+        """After the last step."""
+        self._sample(engine, self._last)
+
+    def _close(self) -> None:
+        """Add the stretch up to ``_last``; along it gauges go evenly from the first to the last."""
+        width = self._last - self._from
+        if width > 0:
+            self._add(width / 2, self._first)
+            self._add(width / 2, self._state)
+        self._from, self._first = self._last, self._state
+
+    def _add(self, seconds: float, state: _State) -> None:
+        for index, value in enumerate(state):
+            self._sums[index] += seconds * value
+
+    def _sample(self, engine: Engine, now: float) -> None:
+        """``now`` is ``_last``; the counters have not moved since."""
+        self._close()
+        if self._rows and self._rows[-1][0] == now:
+            self._rows.pop()
         stats = engine.stats()
-        gauges = (stats.running, stats.waiting, stats.kv_blocks_used)
-        unfilled = stats.kv_waste * stats.kv_blocks_used
-        counters = (getattr(stats, name) for name in _COUNTERS)
-        self._rows.append((now, *gauges, unfilled, *counters))
+        self._rows.append((now, *self._sums, *(getattr(stats, name) for name in COUNTERS)))
         if len(self._rows) >= _MOST:
             del self._rows[::2]
             self._every *= 2
         self.next = now + self._every
 
     def columns(self) -> dict[str, Float64]:
-        """[samples] of each of `COLUMNS`."""
+        """[samples] of each of `COLUMNS`: the time, gauges as integrals over the seconds up to it,
+        counters.
+        """
         table = np.array(self._rows, dtype=np.float64).reshape(-1, len(COLUMNS))
         return dict(zip(COLUMNS, table.T, strict=True))
 
-    def waste(self) -> float:
-        """Allocated but unfilled slots ÷ allocated slots, over all samples."""
+    def levels(self, gauge: str) -> list[tuple[float, float]]:
+        """Times, and the gauge's mean from each to the next; at the end nothing runs."""
         columns = self.columns()
-        used = columns["kv_blocks_used"].sum()
-        return float(columns["kv_unfilled_blocks"].sum() / used) if used else 0.0
+        times, sums = (np.concatenate(([0.0], columns[name])) for name in ("time", gauge))
+        widths = np.diff(times)
+        there = widths > 0
+        values = np.diff(sums)[there] / widths[there]
+        return [*zip(times[:-1][there].tolist(), values.tolist(), strict=True), (times[-1], 0.0)]
+
+    def means(self) -> dict[str, float]:
+        """Of each gauge over the whole time."""
+        seconds = self._rows[-1][0] if self._rows else 0.0
+        sums = self._rows[-1][1:] if self._rows else self._sums
+        return {name: sums[index] / max(seconds, 1e-9) for index, name in enumerate(GAUGES)}
+
+    def waste(self) -> float:
+        """Allocated but unfilled slots ÷ allocated slots, over the whole time."""
+        means = self.means()
+        used = means["kv_blocks_used"]
+        return means["kv_unfilled_blocks"] / used if used else 0.0
 
     def intervals(self, count: int) -> dict[str, Any]:
-        """Over ``count`` equal parts of the time: means of gauges, what counters rose by. A part
-        without a sample has the state before it.
-        """
+        """Over ``count`` equal parts of the time: means of gauges, what counters rose by."""
         columns = self.columns()
         times = columns["time"]
         end = max(float(times[-1]), 1e-9) if len(times) else 1.0
         edges = np.linspace(0.0, end, count + 1)
-        part = np.clip(np.searchsorted(edges, times, side="left") - 1, 0, count - 1)
-        samples = np.bincount(part, minlength=count)
-        last = np.cumsum(samples) - 1  # the last sample in or before each part
+        width = end / count
         result: dict[str, Any] = {"time": edges[1:].tolist()}
-        for name in COLUMNS[1:5]:
-            sums = np.bincount(part, columns[name], count)
-            before = np.where(last >= 0, columns[name][np.maximum(last, 0)], 0.0)
-            means = np.where(samples > 0, sums / np.maximum(samples, 1), before)
-            result[name] = means.tolist()
-        for name in _COUNTERS:
-            counted = np.interp(edges, [0.0, *times], [0.0, *columns[name]])
-            result[name] = np.diff(counted).tolist()
+        for name in COLUMNS[1:]:
+            risen = np.diff(np.interp(edges, [0.0, *times], [0.0, *columns[name]]))
+            result[name] = (risen / width if name in GAUGES else risen).tolist()
         return result
+
+
+def _state(engine: Engine, ended: int) -> _State:
+    """In the step that has been."""
+    scheduler = engine.scheduler
+    used = scheduler.kv.pool.num_used
+    return _State(
+        len(scheduler.decoding) + len(scheduler.prefilling) + ended,
+        len(scheduler.waiting),
+        used,
+        scheduler.kv.waste() * used,
+    )

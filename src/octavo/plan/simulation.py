@@ -227,5 +227,5 @@ def simulate(
         watch=series,
         leaps=leaps,
     )
-    series.sample(engine, done.duration)
+    series.finish(engine)
     return Simulation(setup, engine, samples, done, series)

@@ -7,10 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-
 from octavo.workload.metrics import GOODPUT as METRICS
-from octavo.workload.metrics import SHORTEST, Record, is_good
+from octavo.workload.metrics import SHORTEST, Record, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,10 @@ class Latency(NamedTuple):
     p99: float
 
 
+UNSERVED = Latency(math.inf, math.inf)  # no request was served
+NONE = Latency(0.0, 0.0)  # answers of one token: there is no time between tokens to be too long
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What came of a load; rates are of its whole time, from the start to the last token."""
@@ -48,23 +50,23 @@ class Figures:
     good: int
     duration: float  # seconds
     output_tokens: int
-    latencies: Mapping[str, Latency]  # of each of METRICS; inf where no request has it
+    latencies: Mapping[str, Latency]  # of each of METRICS; UNSERVED or NONE where no request has it
 
     @classmethod
     def of(cls, records: Sequence[Record], duration: float, slo: Slo) -> Figures:
-        done = [record for record in records if record.success]
-        milliseconds = {
-            "ttft": [1e3 * record.ttft for record in done],
-            "tpot": [1e3 * record.tpot for record in done if record.output_tokens > 1],
-            "e2el": [1e3 * record.latency for record in done],
-        }
+        found = totals(records, duration, slo.limits)
+        missing = NONE if found.completed else UNSERVED
+        latencies = {}
+        for name in METRICS:
+            spread = found.spread(name, (50, 99))
+            latencies[name] = missing if spread is None else Latency(spread["p50"], spread["p99"])
         return cls(
-            len(records),
-            len(done),
-            sum(is_good(record, slo.limits) for record in done),
-            max(duration, 1e-9),
-            sum(record.output_tokens for record in done),
-            {name: _latency(values, bool(done)) for name, values in milliseconds.items()},
+            found.requests,
+            found.completed,
+            found.good,
+            found.duration,
+            found.output_tokens,
+            latencies,
         )
 
     @property
@@ -74,7 +76,7 @@ class Figures:
 
     @property
     def attainment(self) -> float:
-        return self.good / self.requests
+        return self.good / max(self.requests, 1)
 
     @property
     def request_throughput(self) -> float:
@@ -101,16 +103,9 @@ class Figures:
             "duration": self.duration,
             **{
                 f"{name}_ms": {
-                    key: value if math.isfinite(value) else None
+                    key: None if latency in (UNSERVED, NONE) else value
                     for key, value in latency._asdict().items()
                 }
                 for name, latency in self.latencies.items()
             },
         }
-
-
-def _latency(milliseconds: Sequence[float], served: bool) -> Latency:
-    if not milliseconds:  # answers of one token have no time between tokens
-        return Latency(0.0, 0.0) if served else Latency(math.inf, math.inf)
-    p50, p99 = np.percentile(milliseconds, (50, 99))
-    return Latency(float(p50), float(p99))

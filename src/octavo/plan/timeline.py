@@ -62,17 +62,16 @@ class Timeline:
             _named("process_name", "requests", _REQUESTS),
             *self._steps,
         ]
-        columns = simulation.series.columns()
         blocks = max(simulation.engine.stats().kv_blocks, 1)
-        for at, time in enumerate(columns["time"].tolist()):
-            for name, value in (
-                ("running", columns["running"][at]),
-                ("waiting", columns["waiting"][at]),
-                ("KV cache %", 100 * columns["kv_blocks_used"][at] / blocks),
-            ):
+        for counter, gauge, unit in (
+            ("running", "running", 1.0),
+            ("waiting", "waiting", 1.0),
+            ("KV cache %", "kv_blocks_used", 100 / blocks),
+        ):
+            for time, value in simulation.series.levels(gauge):
                 events.append(
-                    {"name": name, "ph": "C", "ts": 1e6 * time, "pid": _ENGINE,
-                     "args": {name: float(value)}}
+                    {"name": counter, "ph": "C", "ts": 1e6 * time, "pid": _ENGINE,
+                     "args": {counter: unit * value}}
                 )  # fmt: skip
         events += self._lanes()
         other = {"device": simulation.setup.device.name, "steps_left_out": self._left_out}

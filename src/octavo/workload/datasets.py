@@ -49,13 +49,21 @@ class DatasetError(ValueError):
     """A file that is not what its format says, with the line."""
 
 
-@functools.lru_cache(maxsize=4096)
 def draws(seed: int, key: int, length: int) -> npt.NDArray[np.uint32]:
-    """[length] random numbers that depend on the seed and the key alone."""
+    """[length] random numbers that depend on the seed and the key alone. Short parts, such as the
+    blocks that a Mooncake trace shares, are kept: 8 MiB at most.
+    """
+    return _kept(seed, key, length) if length <= UNIT else _draw(seed, key, length)
+
+
+def _draw(seed: int, key: int, length: int) -> npt.NDArray[np.uint32]:
     whole = -(-length // UNIT) * UNIT
     drawn = np.random.default_rng((seed, key)).integers(0, 2**32, whole, np.uint32)[:length]
     drawn.flags.writeable = False
     return drawn
+
+
+_kept = functools.lru_cache(maxsize=4096)(_draw)  # each UNIT · 4 bytes, cut or not
 
 
 def _lengths(rng: np.random.Generator, mean: int, ratio: float, count: int) -> list[int]:

@@ -1,15 +1,21 @@
-"""What a run amounts to, by the definitions of ``vllm bench serve``."""
+"""What a run amounts to, by the definitions of ``vllm bench serve``.
+
+`totals` is where a load's figures are defined; bench serve, simulate and tune only name them.
+"""
 
 from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+Float64 = npt.NDArray[np.float64]
 
 GOODPUT = ("ttft", "tpot", "e2el")
 LATENCIES = {
@@ -114,6 +120,107 @@ def parse_metrics(text: str) -> list[str]:
     return names
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """A load's figures. Rates are of its whole time, from the start to the last token; tokens,
+    latencies and what is good are of the requests that were served.
+    """
+
+    requests: int
+    done: Sequence[Record]  # that were served
+    good: int
+    duration: float  # seconds, above 0
+    input_tokens: int
+    output_tokens: int
+
+    @property
+    def completed(self) -> int:
+        return len(self.done)
+
+    @property
+    def goodput(self) -> float:
+        """Requests a second that are within all limits (Zhong et al., DistServe, 2024)."""
+        return self.good / self.duration
+
+    @property
+    def attainment(self) -> float:
+        """The share of all requests that is good; 0 of none."""
+        return self.good / max(self.requests, 1)
+
+    @property
+    def request_throughput(self) -> float:
+        return self.completed / self.duration
+
+    @property
+    def output_throughput(self) -> float:
+        return self.output_tokens / self.duration
+
+    @property
+    def token_throughput(self) -> float:
+        return (self.input_tokens + self.output_tokens) / self.duration
+
+    def spread(self, name: str, percentiles: Sequence[float]) -> dict[str, float] | None:
+        """Of a latency of `seconds`: `spread`."""
+        return spread(seconds(name, self.done), percentiles)
+
+
+def totals(records: Sequence[Record], duration: float, goodput: Mapping[str, float]) -> Totals:
+    """``duration`` in seconds; ``goodput``: limits in milliseconds by metric."""
+    done = [record for record in records if record.success]
+    return Totals(
+        len(records),
+        done,
+        sum(is_good(record, goodput) for record in done),
+        max(duration, 1e-9),
+        sum(record.prompt_len for record in done),
+        sum(record.output_tokens for record in done),
+    )
+
+
+def seconds(name: str, done: Sequence[Record]) -> Float64:
+    """[values] of one of `LATENCIES`, or of ``queue``, the wait in the server's own, over requests
+    that were served. TPOT is that of answers with a token after the first: others have none.
+    """
+    match name:
+        case "ttft":
+            values = [record.ttft for record in done]
+        case "tpot":
+            values = [record.tpot for record in done if record.output_tokens > 1]
+        case "itl":
+            return all_gaps(done)
+        case "e2el":
+            values = [record.latency for record in done]
+        case "queue":
+            values = [record.waited for record in done]
+        case "client_queue_time":
+            values = [record.queue_time for record in done]
+        case "e2el_including_client_queue":
+            values = [record.latency + record.queue_time for record in done]
+        case _:
+            raise ValueError(f"{name!r} is no latency")
+    return np.array(values, dtype=np.float64)
+
+
+def spread(values: Float64, percentiles: Sequence[float]) -> dict[str, float] | None:
+    """Of seconds, in milliseconds: ``mean``, the percentiles as ``p50`` or ``p99.9``, ``max`` and
+    ``std``. None of nothing: there is no such latency.
+    """
+    if not len(values):
+        return None
+    milliseconds = values * 1e3
+    found = np.percentile(milliseconds, percentiles)
+    return {
+        "mean": float(milliseconds.mean()),
+        **{_word(each): float(value) for each, value in zip(percentiles, found, strict=True)},
+        "max": float(milliseconds.max()),
+        "std": float(milliseconds.std()),
+    }
+
+
+def _word(percentile: float) -> str:
+    return f"p{int(percentile) if percentile == int(percentile) else percentile}"
+
+
 def summarise(
     records: Sequence[Record],
     duration: float,
@@ -122,24 +229,23 @@ def summarise(
     percentiles: Sequence[float],
     metrics: Sequence[str],
 ) -> dict[str, Any]:
-    """The figures, under vLLM's names. ``goodput`` in milliseconds; ``duration`` in seconds."""
-    done = [record for record in records if record.success]
-    duration = max(duration, 1e-9)
-    total_input = sum(record.prompt_len for record in done)
-    total_output = sum(record.output_tokens for record in done)
-    good = sum(is_good(record, goodput) for record in done)
+    """The figures, under vLLM's names. ``goodput`` in milliseconds; ``duration`` in seconds. A
+    latency that no request has is 0, as vLLM's.
+    """
+    found = totals(records, duration, goodput)
+    done = found.done
     cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
     result: dict[str, Any] = {
-        "duration": duration,
+        "duration": found.duration,
         "completed": len(done),
         "failed": len(records) - len(done),
-        "total_input_tokens": total_input,
+        "total_input_tokens": found.input_tokens,
         "total_cached_tokens": sum(cached) if cached else None,
-        "total_output_tokens": total_output,
-        "request_throughput": len(done) / duration,
-        "request_goodput": good / duration if goodput else None,
-        "output_throughput": total_output / duration,
-        "total_token_throughput": (total_input + total_output) / duration,
+        "total_output_tokens": found.output_tokens,
+        "request_throughput": found.request_throughput,
+        "request_goodput": found.goodput if goodput else None,
+        "output_throughput": found.output_throughput,
+        "total_token_throughput": found.token_throughput,
         "input_lens": [record.prompt_len for record in records],
         "output_lens": [record.output_tokens if record.success else 0 for record in records],
         "ttfts": [record.ttft for record in records],
@@ -152,23 +258,13 @@ def summarise(
         "max_output_tokens_per_s": peak_tokens(done),
         "max_concurrent_requests": peak_requests(done),
     }
-    samples: dict[str, Sequence[float] | npt.NDArray[np.float64]] = {
-        "ttft": [record.ttft for record in done],
-        "tpot": [record.tpot for record in done if record.output_tokens > 1],
-        "itl": all_gaps(done),
-        "e2el": [record.latency for record in done],
-        "client_queue_time": [record.queue_time for record in done],
-        "e2el_including_client_queue": [r.latency + r.queue_time for r in done],
-    }
     for name in metrics:
-        milliseconds = np.asarray(samples[name]) * 1000 if len(samples[name]) else np.zeros(1)
-        result[f"mean_{name}_ms"] = float(milliseconds.mean())
-        result[f"median_{name}_ms"] = float(np.median(milliseconds))
-        result[f"std_{name}_ms"] = float(milliseconds.std())
+        values = found.spread(name, (50, *percentiles)) or defaultdict(float)
+        result[f"mean_{name}_ms"] = values["mean"]
+        result[f"median_{name}_ms"] = values["p50"]
+        result[f"std_{name}_ms"] = values["std"]
         for percentile in percentiles:
-            value = float(np.percentile(milliseconds, percentile))
-            word = int(percentile) if percentile == int(percentile) else percentile
-            result[f"p{word}_{name}_ms"] = value
+            result[f"{_word(percentile)}_{name}_ms"] = values[_word(percentile)]
     return result
 
 
@@ -178,7 +274,7 @@ PER_REQUEST = (
 )  # fmt: skip
 
 
-def all_gaps(done: Sequence[Record]) -> npt.NDArray[np.float64]:
+def all_gaps(done: Sequence[Record]) -> Float64:
     """Every gap between two events with a token, request after request, in seconds."""
     gaps = array("d")
     for record in done:

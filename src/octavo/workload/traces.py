@@ -11,10 +11,11 @@ does: the times and lengths of each request; which tokens they shared it does no
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -199,7 +200,10 @@ def _azure(path: Path, notices: list[str]) -> Iterator[Found]:
             )
         time, prompt, output = (fields[columns[name]] for name in names)
         try:
-            arrival = datetime.fromisoformat(time).timestamp()
+            moment = datetime.fromisoformat(time)
+            if moment.tzinfo is None:  # the same everywhere, and every hour has 3,600 seconds
+                moment = moment.replace(tzinfo=UTC)
+            arrival = moment.timestamp()
         except (ValueError, OverflowError):
             raise DatasetError(
                 f"{path}:{number}: TIMESTAMP is {_shown(time)}, not a time"
@@ -250,13 +254,7 @@ def _result(path: Path, notices: list[str]) -> Iterator[Found]:
     """One JSON object of lists, an item a request. They stand in the order in which requests were
     due, which is not always the one in which they were sent.
     """
-    lines = [line for _, line in numbered_lines(path)]
-    if not lines:
-        raise DatasetError(f"{path}: is empty")
-    try:
-        record = json_object(path, 1, "\n".join(lines))
-    except DatasetError as error:
-        raise DatasetError(f"{error}: a result is one JSON object") from None
+    record = _whole_object(path)
     columns: list[list[Any]] = []
     for name in _FIELDS:
         column = record.get(name)
@@ -289,6 +287,27 @@ def _shown(value: object) -> str:
     """What stands there, shortened."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _whole_object(path: Path) -> dict[str, Any]:
+    lines: list[str] = []
+    for number, line in numbered_lines(path):
+        lines += [""] * (number - 1 - len(lines)) + [line]  # blank ones count
+    if not lines:
+        raise DatasetError(f"{path}: is empty")
+    try:
+        value = json.loads("\n".join(lines))
+    except json.JSONDecodeError as error:
+        raise DatasetError(
+            f"{path}:{error.lineno}: not JSON ({error.msg}): a result is one JSON object"
+        ) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise DatasetError(f"{path}: not JSON ({error})") from None
+    except RecursionError:
+        raise DatasetError(f"{path}: JSON nested too deep") from None
+    if not isinstance(value, dict):
+        raise DatasetError(f"{path}: not a JSON object, as a result is")
+    return value
 
 
 def _is_number(value: object) -> TypeGuard[float]:

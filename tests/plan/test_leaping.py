@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.engine import Leap, Step
+from octavo.engine.engine import Step
+from octavo.engine.leap import Leap
 from octavo.engine.load import EngineConfig
 from octavo.plan.hardware import PUBLISHED
 from octavo.plan.simulation import Setup, simulate, weights_on

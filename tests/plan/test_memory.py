@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
-from octavo.engine.load import EngineConfig
+from octavo.cli.simulate import configure
+from octavo.engine.load import EngineConfig, SettingsError
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype
+from octavo.plan.hardware import PUBLISHED
 from octavo.plan.memory import (
     KvCache,
     Load,
@@ -28,11 +30,15 @@ from octavo.plan.memory import (
     narrower,
     need,
 )
-from octavo.plan.quantization import in_scheme
+from octavo.plan.quantization import as_asked, in_scheme
 from octavo.plan.schemes import scheme
+from octavo.plan.simulation import Setup, weights_on
 from octavo.plan.subject import Subject
 
 GIB = 1 << 30
+TECHNIQUES: dict[str, Any] = {
+    "enable_chunked_prefill": True, "memory": "paged", "speculative_acceptance": None,
+}  # fmt: skip
 
 
 def planned(*arguments: str) -> dict[str, Any]:
@@ -68,6 +74,51 @@ def test_plain_numbers() -> None:
     assert kv_cache_bytes(**shape, users=3, window=512) == 3 * GIB // 4
     with pytest.raises(ValueError, match="users is 0"):
         kv_cache_bytes(**shape, users=0)
+
+
+def test_the_engine_has_the_same_cache() -> None:
+    """By default, on a GPU and on this machine, and with what is given."""
+    subject = Subject.find("llama-3-8b")
+    given: dict[str, Any]
+    for given in (
+        {},
+        {"memory_utilization": 0.7, "max_num_batched_tokens": 600},
+        {"max_num_seqs": 2048, "max_num_batched_tokens": 4096},
+    ):
+        for here in (True, False):
+            device = replace(PUBLISHED["h100"], measured=here)
+            config, _ = configure(given, TECHNIQUES, device, 8192)
+            stored = weights_on(device, subject)
+            cache, layout = Setup(subject, stored, device, config).plan()
+            assert device.memory_bytes is not None
+            place = Place(device.name, device.memory_bytes, here)
+            asked = place.usual(replace(EngineConfig(), **given), given)
+            found = need(Load(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place)
+            assert found is not None
+            assert (found.weight_bytes, found.work_bytes) == (stored.bytes, cache.work_bytes)
+            assert found.budget // layout.block_bytes == cache.num_blocks
+
+
+def test_a_device_has_its_own_defaults() -> None:
+    facts = planned("llama-3-8b", "--device", "h100", "--context", "8192")
+    assert (facts["memory_utilization"], facts["max_num_batched_tokens"]) == (0.9, 2048)
+    done = CliRunner().invoke(
+        app, ["simulate", "llama-3-8b", "--device", "h100", "--num-prompts", "1", "--json"]
+    )
+    block = facts["kv_bytes_per_token"] * facts["block_size"]
+    blocks = json.loads(done.stdout)["settings"]["kv_blocks"]
+    assert facts["devices"][0]["kv_budget_bytes"] // block == blocks
+    here = planned("llama-3-8b", "--context", "8192")
+    assert (here["memory_utilization"], here["max_num_batched_tokens"]) == (0.5, 512)
+    assert here["work_bytes"] < facts["work_bytes"]
+
+
+def test_why_it_does_not_fit() -> None:
+    facts = planned("llama-3-8b", "--device", "t4", "--context", "16")
+    assert "weights and work space leave nothing" in facts["verdict"]
+    assert "alone" not in facts["verdict"]
+    facts = planned("llama-2-7b", "--device", "memory=1,bf16=1,capacity=4")
+    assert "weights alone are too much" in facts["verdict"]
 
 
 SIZES = st.integers(1, 100)
@@ -244,6 +295,7 @@ def test_text_has_the_verdict_in_its_first_lines() -> None:
         (["--memory-utilization", "nan"], "--memory-utilization is nan"),
         (["--max-num-batched-tokens", "3", "--users", "4"], "fewer than the 4 users"),
         (["--draft-model", "nothing-9b"], "unknown model 'nothing-9b'"),
+        (["--draft-model", "qwen2.5-0.5b"], "vocabulary of 151,936 tokens and llama-3-8b one of"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(arguments: list[str], message: str) -> None:
@@ -276,6 +328,9 @@ CONFIG = {
         ({"rope_scaling": {"rope_type": "llama3", "factor": 0}}, "factor"),
         ({"rms_norm_eps": 1e400}, "not a finite number|rms_norm_eps|Infinity"),
         ({"model_type": "mamba"}, "mamba"),
+        ({"quantization_config": 5}, "quantization_config is 5, not an object"),
+        ({"quantization_config": ["gptq"]}, "quantization_config is .*, not an object"),
+        ({"compression_config": "fp8"}, "compression_config is 'fp8', not an object"),
         ({"model_type": "qwen3_moe", "num_experts": 10**8}, "experts"),
         ({"model_type": "mixtral", "num_key_value_heads": 4, "num_experts_per_tok": 99}, "99 of 8"),
     ],
@@ -303,11 +358,32 @@ def test_a_config_alone_is_enough(tmp_path: Path) -> None:
     assert facts["kv_bytes"] == 3 * 128 * 2 * 2 * 64 * 2
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("plan", "roofline"),
+        ("plan", "batching"),
+        ("simulate",),
+        ("tune", "--slo", "ttft=500"),
+        ("tune", "--slo", "ttft=500", "-q", "int4"),
+    ],
+)
+def test_nothing_plans_a_quantized_config_as_bf16(command: tuple[str, ...], tmp_path: Path) -> None:
+    how = {"quant_method": "awq"}
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": how}))
+    done = CliRunner().invoke(app, [*command, str(tmp_path), "--device", "h100", "--json"])
+    assert done.exit_code == 1
+    assert isinstance(done.exception, SettingsError)
+    assert "quantized (awq)" in str(done.exception)
+
+
 def test_a_quantized_models_config_alone_does_not_pass_for_bf16(tmp_path: Path) -> None:
     how = {"quant_method": "gptq", "bits": 4, "group_size": 32}
     (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": how}))
     done = CliRunner().invoke(app, ["plan", "memory", str(tmp_path), "--json"])
     assert done.exit_code == 1
     assert "quantized (gptq)" in str(done.exception)
+    rounded = CliRunner().invoke(app, ["plan", "memory", str(tmp_path), "-q", "int4", "--json"])
+    assert "quantized (gptq)" in str(rounded.exception)
     facts = planned(str(tmp_path), "--format", "gptq", "--bits", "4", "--group-size", "32")
     assert facts["weights"]["format"] == "gptq 4 bits, group 32"

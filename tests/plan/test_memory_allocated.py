@@ -40,7 +40,7 @@ def load_of(subject: Subject, **changes: object) -> Load:
 
 def check(path: Path, planned: Load, **settings: object) -> None:
     """Loads it with the planned cache, and compares."""
-    predicted = need(planned, HERE, 1.0)
+    predicted = need(replace(planned, config=replace(planned.config, memory_utilization=1.0)), HERE)
     assert predicted is not None
     config = replace(
         planned.config,

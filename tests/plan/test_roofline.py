@@ -229,6 +229,7 @@ def test_quantized_weights_have_a_roof_of_their_own() -> None:
         (("--batch-sizes", "0"), "1 to 16384"),
         (("--batch-sizes", "1,x"), "not a list of batch sizes"),
         (("--batch-sizes", "99999999999"), "1 to 16384"),
+        (("--batch-sizes", "1,99999999999"), "1 to 16384"),
         (("--batch-sizes", ""), "not a list of batch sizes"),
         (("--context", "12,-3"), "-3"),
         (("--context", "0"), "at least one token"),
@@ -260,3 +261,14 @@ def test_what_is_refused(arguments: tuple[str, ...], message: str) -> None:
 def test_what_the_model_or_the_disk_refuses(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(SettingsError, match=message):
         run("llama-3-8b", "--device", "h100", *arguments)
+
+
+@pytest.mark.parametrize("command", [("plan", "roofline"), ("simulate", "--num-prompts", "1")])
+def test_the_embeddings_format_of_a_stored_model(command: tuple[str, ...]) -> None:
+    """Which the file says; with --format it is a matter of choice."""
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    on = (model, "--device", "h100", "--embedding-format", "f32")
+    done = CliRunner().invoke(app, [*command, *on])
+    assert "--embedding-format F32 needs --format" in str(done.exception)
+    done = CliRunner().invoke(app, ["plan", "roofline", *on, "--format", "bf16"])
+    assert done.exit_code == 0, done.output

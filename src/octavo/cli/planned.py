@@ -31,7 +31,12 @@ GroupSize = Annotated[
 ]
 Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")]
 EmbeddingFormat = Annotated[
-    str, typer.Option(metavar="FORMAT", help="Of embedding and head, which are apart.")
+    str | None,
+    typer.Option(
+        metavar="FORMAT",
+        help="Of embedding and head, which are apart.",
+        show_default="bf16",
+    ),
 ]
 
 KV_DTYPE_HELP = "Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."

@@ -26,6 +26,7 @@ from octavo.cli.planned import (
     chosen_scheme,
 )
 from octavo.cli.serve import QUEUE_OPTIONS
+from octavo.plan.defaults import GPU, engine_defaults
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Observer
@@ -42,16 +43,9 @@ EXAMPLES = (
 )
 
 DEFAULT_GOODPUT = ("ttft:500", "tpot:50")
-# EngineConfig's defaults are for a machine whose cores and memory do other things, too. A GPU is
-# the engine's alone, and its steps are short enough for more tokens.
-GPU_MEMORY_UTILIZATION = 0.9
-GPU_MAX_NUM_BATCHED_TOKENS = 2048
 
 _NOT_SIMULATED = ("threads", "isa", "quantization", "speculative_config", "max_logprobs", "seed")
-_ON_GPUS = {
-    "memory_utilization": GPU_MEMORY_UTILIZATION,
-    "max_num_batched_tokens": GPU_MAX_NUM_BATCHED_TOKENS,
-}
+_ON_GPUS = GPU._asdict()
 
 
 def _with_gpu_default(parameter: Parameter) -> Parameter:
@@ -158,7 +152,7 @@ def command(
     format: LayersFormat = None,
     bits: Bits = None,
     group_size: GroupSize = None,
-    embedding_format: EmbeddingFormat = "bf16",
+    embedding_format: EmbeddingFormat = None,
     arithmetic: Unit = "int8",
     price: Price = None,
     plot: Annotated[
@@ -190,7 +184,7 @@ def command(
         model, limits = words(model, more or [])
         slo = service_level(objectives["goodput"] + limits, objectives["slo"])
         chosen = chosen_scheme(format, bits, group_size, False)
-        edges = schemes.scheme(embedding_format)
+        edges = None if embedding_format is None else schemes.scheme(embedding_format)
         on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -298,10 +292,8 @@ def configure(
     """
     from octavo.engine.load import SettingsError
 
-    values = dict(given)
+    values = engine_defaults(device.measured)._asdict() | dict(given)
     notices = []
-    if not device.measured:
-        values = _ON_GPUS | values
     if not technique["enable_chunked_prefill"] and "max_num_batched_tokens" not in given:
         values["max_num_batched_tokens"] = values.get("max_model_len", context)
         notices.append(

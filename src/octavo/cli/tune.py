@@ -14,11 +14,8 @@ import typer
 from octavo.cli.console import now_and_then, on_stderr, plural
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import ENGINE_OPTIONS, Model, check_file, engine_flags, named_flags, takes
-from octavo.cli.simulate import (
-    GPU_MAX_NUM_BATCHED_TOKENS,
-    GPU_MEMORY_UTILIZATION,
-    with_gpu_defaults,
-)
+from octavo.cli.simulate import with_gpu_defaults
+from octavo.plan.defaults import engine_defaults
 
 if TYPE_CHECKING:
     from octavo.plan.hardware import Device
@@ -103,6 +100,7 @@ def command(
     """
     from octavo.engine.load import EngineConfig
     from octavo.plan import hardware, tune, tune_plot
+    from octavo.plan.simulation import weights_on
     from octavo.plan.slo import Slo
     from octavo.plan.subject import Subject
     from octavo.workload.metrics import parse_slo
@@ -136,11 +134,8 @@ def command(
     subject = Subject.find(model)
     if confirm and subject.stored is None:
         raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")
-    memory, tokens = (
-        (base.memory_utilization, EngineConfig().max_num_batched_tokens)
-        if on.measured
-        else (GPU_MEMORY_UTILIZATION, GPU_MAX_NUM_BATCHED_TOKENS)
-    )
+    weights_on(on, subject)  # refuses what only a format could say
+    memory, tokens = engine_defaults(on.measured)
     try:
         space = tune.space(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate

@@ -13,7 +13,7 @@ weights do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
@@ -26,13 +26,13 @@ from octavo.engine.load import EngineConfig, all_work_bytes
 from octavo.kv.cache import peak_blocks, peak_of_window
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
+from octavo.plan.defaults import engine_defaults
 from octavo.plan.quantization import Stored, as_rounded, held, in_scheme
 from octavo.plan.schemes import GGUF, scheme
 from octavo.plan.subject import Subject, part
 from octavo.speculate.draft_model import needed_blocks
 
 MOST_USERS = 1 << 20
-UTILIZATION = 0.9  # of what weights and work space leave free, for the cache
 _NUMBER_BYTES = {
     KvDtype.BF16: Fraction(2),
     KvDtype.FP16: Fraction(2),
@@ -362,6 +362,16 @@ class Place(NamedTuple):
     memory_bytes: int
     here: bool = False
 
+    def usual(self, config: EngineConfig, given: Collection[str] = ()) -> EngineConfig:
+        """With the defaults of such a device, but for the settings that are ``given``. A step has a
+        token for each sequence that runs.
+        """
+        values = engine_defaults(self.here)._asdict()
+        values["max_num_batched_tokens"] = max(
+            values["max_num_batched_tokens"], config.max_num_seqs
+        )
+        return replace(config, **{k: v for k, v in values.items() if k not in given})
+
 
 class Draft(NamedTuple):
     """A draft model beside the model: its weights, and a cache of its own."""
@@ -379,7 +389,9 @@ class Load:
     context: int  # tokens of each sequence, prompt and output
     users: int
     dtype: KvDtype
-    config: EngineConfig  # its block size, the limits of a step, and how it drafts
+    # Its block size, the limits of a step, how it drafts, and the cache's share of the memory that
+    # is left. Each place has its own defaults: `Place.usual`.
+    config: EngineConfig
     draft: Draft | None = None
 
     @cached_property
@@ -454,15 +466,15 @@ class Need(NamedTuple):
         return self.kv_bytes <= self.budget
 
 
-def need(load: Load, place: Place, utilization: float = UTILIZATION) -> Need | None:
+def need(load: Load, place: Place) -> Need | None:
     """None when the engine cannot hold the weights' format there."""
     weights = load.weight_bytes(place)
-    return None if weights is None else _need(load, place, weights, utilization)
+    return None if weights is None else _need(load, place, weights)
 
 
-def _need(load: Load, place: Place, weights: int, utilization: float) -> Need:
+def _need(load: Load, place: Place, weights: int) -> Need:
     left = place.memory_bytes - weights - load.work_bytes
-    budget = int(left * utilization) if left > 0 else left
+    budget = int(left * load.config.memory_utilization) if left > 0 else left
     each, once = load.sequence_bytes()
     return Need(
         place,
@@ -521,9 +533,7 @@ def narrower(load: Load) -> list[Stored]:
     return found[1:]
 
 
-def alternatives(
-    load: Load, variants: Sequence[Stored], place: Place, utilization: float = UTILIZATION
-) -> list[Alternative]:
+def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[Alternative]:
     """What fits where ``load`` does not, the nearest first: narrower formats that keep context and
     users, each without need of a still narrower one; then fewer users and a shorter context, in the
     load's own formats if that is enough, else in the narrowest.
@@ -536,7 +546,7 @@ def alternatives(
 
     def fit(other: Load, w: int) -> Need | None:
         size = sizes[w]
-        return None if size is None else _need(other, place, size, utilization)
+        return None if size is None else _need(other, place, size)
 
     found: list[Alternative] = []
     kept: list[tuple[int, int]] = []

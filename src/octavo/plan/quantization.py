@@ -80,14 +80,38 @@ def as_stored(subject: Subject) -> Stored | None:
     )
 
 
+def as_asked(subject: Subject, scheme: Scheme | None = None, edges: Scheme | None = None) -> Stored:
+    """The weights in ``scheme``, embedding and head in ``edges`` (None: BF16); without a scheme as
+    a file has them or, where there is only a shape, in BF16.
+
+    Raises `ValueError` where a matrix cannot be stored so, where a shape alone says that its
+    weights are quantized, and for ``edges`` of weights that are taken as a file has them.
+    """
+    bf16 = GGUF[WeightFormat.BF16]
+    if scheme is not None:
+        return in_scheme(subject, scheme, edges or bf16)
+    if (stored := as_stored(subject)) is not None:
+        if edges is not None:
+            raise ValueError(
+                f"--embedding-format {edges.name} needs --format: {subject.name} is planned as its "
+                "file has it"
+            )
+        return stored
+    if subject.quantized is not None:
+        raise ValueError(
+            f"{subject.name}: its config.json says that weights are quantized ({subject.quantized})"
+            ", but not all of how: give weights, or say it with --format (and --bits, --group-size)"
+            " to a command that has it"
+        )
+    return in_scheme(subject, bf16, edges or bf16)
+
+
 def as_rounded(subject: Subject, name: str) -> Stored:
     """As ``--quantization`` int8 or int4 leaves a float checkpoint (checkpoint/rounding.py), its
     scales in 16 bits. Raises `ValueError` for weights that are quantized already.
     """
     layers, heads = QUANTIZATIONS[name]
-    before = as_stored(subject) or in_scheme(
-        subject, GGUF[WeightFormat.BF16], GGUF[WeightFormat.BF16]
-    )
+    before = as_asked(subject)
     formats, sizes, groups = dict(before.formats), dict(before.sizes), dict(before.groups)
     for role, shape in subject.program.weights.items():
         if len(shape) < 2:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from octavo.checkpoint.base import WeightFormat
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError, plan_cache
@@ -16,9 +15,9 @@ from octavo.model.families import program
 from octavo.plan import calibration
 from octavo.plan.calibration import Calibration
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic, as_stored, held, in_scheme
+from octavo.plan.quantization import Stored, arithmetic, as_asked, held
 from octavo.plan.replay import Replay, replay
-from octavo.plan.schemes import GGUF, Scheme
+from octavo.plan.schemes import Scheme
 from octavo.plan.series import Series
 from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
@@ -98,17 +97,13 @@ class Setup:
 def weights_on(
     device: Device, subject: Subject, scheme: Scheme | None = None, edges: Scheme | None = None
 ) -> Stored:
-    """The weights as the device would hold them: in ``scheme``, embedding and head in ``edges``;
-    without, as the file has them or, where there is only a shape, in BF16. On this machine it is
-    the engine's own packed copies that are counted. Raises `SettingsError`.
+    """The weights, `as_asked`, as the device would hold them: on this machine it is the engine's
+    own packed copies that are counted. Raises `SettingsError`.
     """
-    bf16 = GGUF[WeightFormat.BF16]
-    stored = as_stored(subject) if scheme is None else None
-    if stored is None:
-        try:
-            stored = in_scheme(subject, scheme or bf16, edges or bf16)
-        except ValueError as error:
-            raise SettingsError(str(error)) from None
+    try:
+        stored = as_asked(subject, scheme, edges)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     if not device.measured:
         return stored
     sizes = held(subject, stored)

@@ -43,9 +43,7 @@ class Subject:
         # Where the key is missing, transformers' classes tie Gemma's head and no other's.
         gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
         config = model_config(folder, () if gemma else ("lm_head.weight",))
-        how = folder.json(CONFIG).get("quantization_config")
-        method = str(how.get("quant_method")) if isinstance(how, dict) else None
-        return cls(config.name, program(config), quantized=method)
+        return cls(config.name, program(config), quantized=_quantized(folder))
 
     @classmethod
     def find(cls, model: str) -> Subject:
@@ -88,6 +86,18 @@ class Subject:
             for role, shape in self.program.weights.items()
             if len(shape) > 1 and part(role) == "layers"
         }
+
+
+def _quantized(folder: HfFolder) -> str | None:
+    """How a config.json says that weights are stored. Raises `CheckpointError`."""
+    for field in ("quantization_config", "compression_config"):
+        how = folder.json(CONFIG).get(field)
+        if how is None:
+            continue
+        if not isinstance(how, dict):
+            raise CheckpointError(f"{folder.path / CONFIG}: {field} is {how!r:.40}, not an object")
+        return str(how.get("quant_method") or "without a quant_method")
+    return None
 
 
 def part(role: str) -> str:

@@ -20,7 +20,7 @@ from octavo.cli.planned import (
     chosen_scheme,
     memory_utilization_option,
 )
-from octavo.cli.simulate import GPU_MAX_NUM_BATCHED_TOKENS, GPU_MEMORY_UTILIZATION
+from octavo.plan.defaults import engine_defaults
 
 if TYPE_CHECKING:
     from octavo.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
@@ -140,7 +140,9 @@ def command(
     step: LinearStep | ModelStep
     if model is None:
         step, how = _linear(given_step)
-        limits = _limits(max_num_seqs, tokens or 512, math.inf)
+        limits = _limits(
+            max_num_seqs, tokens or engine_defaults(True).max_num_batched_tokens, math.inf
+        )
     else:
         step, limits, how = _model(
             model, device or "machine", compute_share, bandwidth_share, format,
@@ -262,10 +264,11 @@ def _model(
     try:
         on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
         chosen = chosen_scheme(format, None, None, False)
+        usual = engine_defaults(on.measured)
         if tokens is None:
-            tokens = 512 if on.measured else GPU_MAX_NUM_BATCHED_TOKENS
+            tokens = usual.max_num_batched_tokens
         if memory_utilization is None:
-            memory_utilization = 0.5 if on.measured else GPU_MEMORY_UTILIZATION
+            memory_utilization = usual.memory_utilization
         limits = _limits(max_num_seqs, tokens, math.inf)
         config = EngineConfig(
             max_num_seqs=max_num_seqs,

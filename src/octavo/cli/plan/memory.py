@@ -91,10 +91,15 @@ def command(
     max_num_batched_tokens: Annotated[
         str | None,
         typer.Option(
-            parser=amount, metavar="TOKENS", help="Most tokens in a step.", show_default="512"
+            parser=amount,
+            metavar="TOKENS",
+            help="Most tokens in a step.",
+            show_default="512; of a GPU 2048",
         ),
     ] = None,
-    memory_utilization: Annotated[float | None, memory_utilization_option("0.9")] = None,
+    memory_utilization: Annotated[
+        float | None, memory_utilization_option("0.5; of a GPU 0.9")
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes.")
     ] = False,
@@ -110,9 +115,8 @@ def command(
     from octavo.plan import memory
     from octavo.plan.subject import Subject
 
-    utilization = memory.UTILIZATION if memory_utilization is None else memory_utilization
-    if not 0.0 < utilization <= 1.0:
-        raise typer.BadParameter(f"--memory-utilization is {utilization:g}, outside 0 to 1")
+    if memory_utilization is not None and not 0.0 < memory_utilization <= 1.0:  # nan neither
+        raise typer.BadParameter(f"--memory-utilization is {memory_utilization:g}, outside 0 to 1")
     number = _users(users)
     try:
         dtype = KvDtype.of(kv_dtype)
@@ -123,14 +127,20 @@ def command(
         ) from None
     try:
         config = EngineConfig(block_size=block_size)
-        # As the engine asks: a token a step for each sequence that runs.
-        budget = max(number, config.max_num_batched_tokens)
+        given: dict[str, Any] = {}
+        seqs = max(number, config.max_num_seqs)
         if max_num_batched_tokens is not None:
+            # As the engine asks: a token a step for each sequence that runs.
             budget = int(max_num_batched_tokens)
-        if budget < number:
-            raise ValueError(f"--max-num-batched-tokens is {budget}, fewer than the {number} users")
-        seqs = max(number, min(config.max_num_seqs, budget))
-        config = replace(config, max_num_seqs=seqs, max_num_batched_tokens=budget)
+            if budget < number:
+                raise ValueError(
+                    f"--max-num-batched-tokens is {budget}, fewer than the {number} users"
+                )
+            given["max_num_batched_tokens"] = budget
+            seqs = max(number, min(config.max_num_seqs, budget))
+        if memory_utilization is not None:
+            given["memory_utilization"] = memory_utilization
+        config = replace(config, max_num_seqs=seqs, **given)
         if draft_model is not None:
             speculation = {"method": "draft_model", "model": draft_model}
             config = replace(config, speculative_config=speculation)
@@ -151,21 +161,25 @@ def command(
         draft = None
         if draft_model is not None:
             beside = Subject.find(draft_model)
+            _same_vocabulary(subject, beside)
             draft = memory.Draft(beside, _stored(beside, None, None))
     except ValueError as error:
         raise SettingsError(str(error)) from None
-    load = memory.Load(subject, stored, tokens, number, dtype, config, draft)
-    found = [memory.need(load, place, utilization) for place in places]
-    asked, need = places[0], found[0]
+    loads = [
+        memory.Load(subject, stored, tokens, number, dtype, place.usual(config, given), draft)
+        for place in places
+    ]
+    found = [memory.need(load, place) for load, place in zip(loads, places, strict=True)]
+    load, asked, need = loads[0], places[0], found[0]
     instead = []
     if need is None or not need.fits:
-        instead = memory.alternatives(load, memory.narrower(load), asked, utilization)
+        instead = memory.alternatives(load, memory.narrower(load), asked)
     if as_json:
-        facts = as_dict(load, places, found, instead, utilization)
+        facts = as_dict(load, places, found, instead)
         typer.echo(json.dumps(facts, indent=2))
     else:
         serve = _serve(model, rounding, load)
-        typer.echo(as_text(load, places, found, instead, utilization, serve))
+        typer.echo(as_text(load, places, found, instead, serve, loads))
 
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:
@@ -216,21 +230,25 @@ def _places(device: str | None) -> list[Place]:
     return [place, here, *(gpu for gpu in gpus if gpu != place)]
 
 
+def _same_vocabulary(subject: Subject, draft: Subject) -> None:
+    """As far as shapes say. Raises `SettingsError`."""
+    from octavo.engine.load import SettingsError
+
+    own, others = (each.program.config.vocab_size for each in (subject, draft))
+    if own != others:
+        raise SettingsError(
+            f"--draft-model {draft.name} has a vocabulary of {others:,} tokens and {subject.name} "
+            f"one of {own:,}: a draft model needs the model's own"
+        )
+
+
 def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> Stored:
     """Raises `ValueError` where a weight cannot be stored so."""
-    from octavo.plan import quantization, schemes
+    from octavo.plan import quantization
 
     if rounding is not None:
         return quantization.as_rounded(subject, rounding)
-    bf16 = schemes.scheme("bf16")
-    if scheme is not None:
-        return quantization.in_scheme(subject, scheme, bf16)
-    if subject.quantized is not None:
-        raise ValueError(
-            f"{subject.name}: its config.json says that weights are quantized ({subject.quantized})"
-            ", but not all of how: say it with --format (and --bits, --group-size), or give weights"
-        )
-    return quantization.as_stored(subject) or quantization.in_scheme(subject, bf16, bf16)
+    return quantization.as_asked(subject, scheme)
 
 
 # --- JSON ----------------------------------------------------------------------------------------
@@ -241,7 +259,6 @@ def as_dict(
     places: list[Place],
     needs: list[Need | None],
     instead: list[Alternative],
-    utilization: float,
 ) -> dict[str, Any]:
     from octavo.plan import memory
 
@@ -279,7 +296,8 @@ def as_dict(
         },
         "work_bytes": load.work_bytes,
         "draft_model": None if load.draft is None else _draft_dict(load),
-        "memory_utilization": utilization,
+        "memory_utilization": load.config.memory_utilization,
+        "max_num_batched_tokens": load.config.max_num_batched_tokens,
         "devices": [_place_dict(place, need) for place, need in zip(places, needs, strict=True)],
         "alternatives": [_alternative_dict(each) for each in instead],
     }
@@ -342,7 +360,12 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
     if need.fits:
         return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
-        return f"Does not fit on {place.name}: {what} take {of}, and weights alone are too much."
+        why = (
+            "and weights alone are too much"
+            if need.weight_bytes > place.memory_bytes
+            else "and weights and work space leave nothing for a cache"
+        )
+        return f"Does not fit on {place.name}: {what} take {of}, {why}."
     return (
         f"Does not fit on {place.name}: {what} take {of}; the cache may have "
         f"{_size(need.budget)}, room for {need.sequences:,}."
@@ -361,8 +384,8 @@ def as_text(
     places: list[Place],
     needs: list[Need | None],
     instead: list[Alternative],
-    utilization: float,
     serve: str,
+    loads: list[Load],
 ) -> str:
     from octavo.plan import memory
 
@@ -381,7 +404,7 @@ def as_text(
         f"weights, {load.stored.name}",
         *_weight_lines(load),
         "",
-        *_place_lines(load, places, needs, utilization),
+        *_place_lines(loads, places, needs),
     ]
     if instead:
         lines += ["", *_instead_lines(places[0], instead)]
@@ -461,9 +484,8 @@ def _weight_lines(load: Load) -> list[str]:
     ]
 
 
-def _place_lines(
-    load: Load, places: list[Place], needs: list[Need | None], utilization: float
-) -> list[str]:
+def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None]) -> list[str]:
+    load = loads[0]
     lines = [
         f"{'':<18}{'memory':>11}{'takes':>11}{'for cache':>11}{'fits':>6}"
         f"{f'sequences of {load.context:,}':>22}{f'longest for {load.users:,}':>20}"
@@ -482,10 +504,18 @@ def _place_lines(
     return [
         *lines,
         "Of GPUs the memory is what their drivers show as total, published, not measured; of this",
-        "machine what is available now, and weights as Octavo repacks them. For the cache: "
-        f"{100 * utilization:g} % of",
-        f"what weights and work space ({_size(load.work_bytes)} of activations and logits) leave.",
+        "machine what is available now, and weights as Octavo repacks them. For the cache, of what",
+        f"weights and work space leave: {_shares(loads, places)}.",
     ]
+
+
+def _shares(loads: list[Load], places: list[Place]) -> str:
+    """The cache's share of what is left, and the work space, here and elsewhere."""
+    said = {
+        place.here: f"{100 * load.config.memory_utilization:g} % beside {_size(load.work_bytes)}"
+        for load, place in zip(loads, places, strict=True)
+    }
+    return said[True] if said[True] == said[False] else f"here {said[True]}, else {said[False]}"
 
 
 def _nothing(load: Load, place: Place) -> str:

@@ -52,7 +52,7 @@ def command(
     bits: Bits = None,
     group_size: GroupSize = None,
     asymmetric: Asymmetric = False,
-    embedding_format: EmbeddingFormat = "bf16",
+    embedding_format: EmbeddingFormat = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -89,7 +89,7 @@ def command(
     from octavo.plan.subject import Subject
 
     try:
-        edges = schemes.scheme(embedding_format)
+        edges = schemes.scheme(embedding_format or "bf16")
         chosen = chosen_scheme(format, bits, group_size, asymmetric)
         kv_dtype = KvDtype.of(kv_cache_dtype)
         on = hardware.device(device, on_stderr)

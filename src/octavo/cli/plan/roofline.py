@@ -52,8 +52,8 @@ def batches(text: str) -> tuple[int, ...]:
     items = text.split(",")
     if not all(item.strip().isascii() and item.strip().isdecimal() for item in items):
         raise typer.BadParameter(f"{text!r} is not a list of batch sizes such as 1,8,32")
-    found = sorted({int(item) for item in items if len(item) < 10})
-    if not found or not 1 <= found[0] <= found[-1] <= MOST_SEQUENCES or len(found) > len(items):
+    found = sorted({int(item) if len(item.strip()) < 10 else 10**9 for item in items})
+    if not 1 <= found[0] <= found[-1] <= MOST_SEQUENCES:
         raise typer.BadParameter(f"{text!r}: a batch is of 1 to {MOST_SEQUENCES} sequences")
     return tuple(found)
 
@@ -64,7 +64,7 @@ def command(
     format: LayersFormat = None,
     bits: Bits = None,
     group_size: GroupSize = None,
-    embedding_format: EmbeddingFormat = "bf16",
+    embedding_format: EmbeddingFormat = None,
     context: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +132,7 @@ def command(
     from octavo.plan.subject import Subject
 
     try:
-        edges = schemes.scheme(embedding_format)
+        edges = None if embedding_format is None else schemes.scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, False)
         kv_dtype = KvDtype.of(kv_cache_dtype)
         on = hardware.device(device, on_stderr)

@@ -21,7 +21,7 @@ from octavo.cli.options import engine_flags
 from octavo.cli.tune import _confirmed_lines, comparison, serve_command
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import Rates
-from octavo.plan import tune
+from octavo.plan import tune, tune_plot
 from octavo.plan.hardware import Device
 from octavo.plan.slo import Figures, Latency, Slo
 from octavo.plan.subject import Subject
@@ -193,6 +193,27 @@ def test_the_load_that_is_sustained(found: dict[float, tuple[Search, Tuned]]) ->
     assert kept
     assert failed
     assert max(kept) < min(failed) < 1.1 * max(kept)
+
+
+def test_the_pictures_legend_lies_on_no_point(
+    found: dict[float, tuple[Search, Tuned]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    search, tuned = found[80]
+    tune_plot.draw(
+        tuned, search.sustained(tuned.best), search.arrival_rate, SLO, "toy", tmp_path / "a.png"
+    )
+    monkeypatch.undo()
+    (figure,) = drawn
+    (legend,) = figure.legends
+    assert "best" in [text.get_text() for text in legend.get_texts()]
+    renderer = figure.canvas.get_renderer()
+    box = legend.get_window_extent(renderer)
+    assert not any(box.overlaps(axes.get_window_extent(renderer)) for axes in figure.axes)
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    plt.close(figure)
 
 
 def test_loads_that_come_at_once_have_no_speed(subject: Subject) -> None:

@@ -64,10 +64,11 @@ def draw(
         for point in sorted(points.values(), key=lambda point: (-point[0], point[1])):
             if not edge or point[1] < edge[-1][1]:
                 edge.append(point)
-        axes.plot(
-            *zip(*edge, strict=True), "o-", color="#222222", markersize=5, linewidth=1.2,
-            label="frontier",
-        )  # fmt: skip
+        if edge:
+            axes.plot(
+                *zip(*edge, strict=True), "o-", color="#222222", markersize=5, linewidth=1.2,
+                label="frontier",
+            )  # fmt: skip
         other = [
             (figures.output_throughput, figures.latencies[name].p99)
             for _, figures in speeds
@@ -97,7 +98,15 @@ def draw(
         axes.set_xlim(0, 1.1 * max((x for x, _ in everything), default=1.0))
         axes.set_xlabel("output tokens a second")
         axes.set_title(f"{name.upper()}, 99th percentile, ms", loc="left", fontsize=11)
-    panels[0].legend(loc="best", fontsize=9, framealpha=0.95, edgecolor="none")
+    labelled = {
+        label: handle
+        for axes in panels
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(  # beside the axes: among the points it would lie on some
+        labelled.values(), labelled.keys(), loc="outside lower center",
+        ncols=min(len(labelled), 3 * count), fontsize=9, frameon=False,
+    )  # fmt: skip
 
     if speeds:
         _loads(panels[-1], speeds, rate, slo)

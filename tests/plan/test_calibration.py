@@ -3,22 +3,25 @@
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+from bench.test_limits import made_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from octavo.bench.limits import Limits
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.cli.calibrate import as_text
-from octavo.engine.load import EngineConfig
+from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
 from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.plan import subject as planned
-from octavo.plan.calibration import Calibration, Subject
+from octavo.plan.calibration import Calibration, CalibrationKey
 from octavo.plan.fitting import KindError, Observation, fit, kind_of, slowness
 from octavo.plan.hardware import Device
 from octavo.plan.observing import Unobservable, observe
@@ -218,12 +221,20 @@ def own_cache(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
 TWO = EngineConfig(threads=2)
 
 
-def subject(config: EngineConfig = TWO, layout: KvLayout = LAYOUT) -> Subject:
+def key(config: EngineConfig = TWO, layout: KvLayout = LAYOUT) -> CalibrationKey:
     formats = dict.fromkeys(PROGRAM.weights, WeightFormat.Q8_0)
-    return Subject.of(PROGRAM, formats, {}, layout, config)
+    return CalibrationKey.of(PROGRAM, formats, {}, layout, config)
 
 
-def calibration(of: Subject) -> Calibration:
+def experts(chosen: int) -> CalibrationKey:
+    """Of a model of eight experts that sends each token to so many."""
+    layers = tuple(replace(layer, experts=Experts(8, chosen, 512, True)) for layer in CONFIG.layers)
+    sparse = program(replace(CONFIG, family="mixtral", layers=layers))
+    formats = dict.fromkeys(sparse.weights, WeightFormat.Q8_0)
+    return CalibrationKey.of(sparse, formats, {}, LAYOUT, TWO)
+
+
+def calibration(of: CalibrationKey) -> Calibration:
     errors = (KindError("decode, up to 1 token", 40, 3e-3, 0.01, 0.03),)
     return Calibration(
         "a model", of, "avx2", "2026-01-01T00:00:00+00:00", 900, 40.0, TRUE,
@@ -232,24 +243,27 @@ def calibration(of: Subject) -> Calibration:
 
 
 def test_what_is_stored_comes_back() -> None:
-    stored = calibration(subject())
-    assert Calibration.load(subject()) is None
+    stored = calibration(key())
+    assert Calibration.load(key()) is None
     path = stored.save()
-    assert Calibration.load(subject()) == stored
+    assert Calibration.load(key()) == stored
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
 def test_nothing_else_gets_it() -> None:
     """Another model, format, cache, number of threads, tier or machine has none."""
-    calibration(subject()).save()
+    calibration(key()).save()
     formats = dict.fromkeys(PROGRAM.weights, WeightFormat.Q8_0)
+    two, four = (experts(chosen) for chosen in (2, 4))
+    calibration(two).save()
     others = [
-        subject(EngineConfig(threads=1)),
-        subject(EngineConfig(threads=2, isa="generic")),
-        subject(layout=KvLayout.of(CONFIG, dtype=KvDtype.INT8)),
-        subject()._replace(cpu="another"),
-        subject()._replace(kernels="another"),
-        Subject.of(
+        four,
+        key(EngineConfig(threads=1)),
+        key(EngineConfig(threads=2, isa="generic")),
+        key(layout=KvLayout.of(CONFIG, dtype=KvDtype.INT8)),
+        key()._replace(cpu="another"),
+        key()._replace(kernels="another"),
+        CalibrationKey.of(
             PROGRAM,
             formats | {"layers.3.ffn_up": WeightFormat.Q4_0},
             {},
@@ -261,7 +275,7 @@ def test_nothing_else_gets_it() -> None:
 
 
 def test_a_file_of_another_subject_is_not_believed() -> None:
-    mine, other = subject(), subject()._replace(cpu="another")
+    mine, other = key(), key()._replace(cpu="another")
     path = calibration(other).save()
     path.rename(mine.path)
     assert Calibration.load(mine) is None
@@ -276,7 +290,7 @@ DAMAGE = [
     lambda data: data["rates"].update(step_overhead=math.inf),
     lambda data: data["rates"].update(more=1.0),
     lambda data: data.update(rates=[]),
-    lambda data: data.update(subject=3),
+    lambda data: data.update(key=3),
     lambda data: data.update(errors=[{"kind": 1}]),
     lambda data: data.update(error="low"),
     lambda data: data.update(deviations=[1, 2]),
@@ -306,19 +320,19 @@ DAMAGE = [
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_as_none(damage: object, caplog: pytest.LogCaptureFixture) -> None:
-    path = calibration(subject()).save()
+    path = calibration(key()).save()
     data = json.loads(path.read_text())
     damage(data)  # type: ignore[operator]
     path.write_text(json.dumps(data))
-    assert Calibration.load(subject()) is None
+    assert Calibration.load(key()) is None
     assert f"the stored calibration is unreadable: {path}: not a calibration" in caplog.text
 
 
 @pytest.mark.parametrize("text", ["", "[", "[1]", "null", "[" * 100_000, "\x00\xff"])
 def test_no_text_is_too_strange(text: str) -> None:
-    path = calibration(subject()).save()
+    path = calibration(key()).save()
     path.write_bytes(text.encode("latin-1"))
-    assert Calibration.load(subject()) is None
+    assert Calibration.load(key()) is None
 
 
 # --- used ----------------------------------------------------------------------------------------
@@ -343,7 +357,7 @@ def test_the_simulator_takes_what_is_stored() -> None:
 
     assert rates(setup()) == LIMITS
     assert setup().basis().startswith("not calibrated")
-    calibration(subject()).save()
+    calibration(key()).save()
     assert rates(setup()) == TRUE
     assert "3.0%" in setup().basis()
     assert rates(setup(threads=1)) == LIMITS  # it was for two
@@ -363,7 +377,7 @@ def test_leaps_take_what_steps_take() -> None:
 def test_a_prediction_follows_the_engine() -> None:
     """Of an engine whose clock is the cost model's, at 1.25 times its speed."""
     told: list[tuple[float, float]] = []
-    calibration(subject()).save()
+    calibration(key()).save()
     engine = simulated_engine(setup())
     assert isinstance(engine.executor, CostExecutor)
     watch = Prediction(engine, engine.executor.costs, TRUE.slowed(1.25, 1.25))
@@ -388,7 +402,7 @@ def test_a_prediction_follows_the_engine() -> None:
 @pytest.mark.parametrize("longest", [64, 4096])
 def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     """On a simulated engine; a short context leaves out what does not fit."""
-    calibration(subject()).save()
+    calibration(key()).save()
     config = EngineConfig(threads=2, max_model_len=longest, kv_cache_memory_bytes=1 << 28)
     engine = simulated_engine(replace(setup(), config=config))
     seen = observe(engine, seconds=10.0)
@@ -427,6 +441,39 @@ def test_steps_include_the_admission_of_their_requests() -> None:
     assert any(each.seconds < 0.5 for each in seen)  # after which nothing was added
 
 
+@pytest.mark.parametrize("budget", [1, 4, 7])
+def test_a_small_budget_is_shown_too(budget: int) -> None:
+    """Prompts of no more tokens than a step takes, be they ever so few."""
+    config = EngineConfig(
+        threads=2,
+        max_num_seqs=budget,
+        max_num_batched_tokens=budget,
+        max_model_len=64,
+        kv_cache_memory_bytes=1 << 28,
+    )
+    engine = simulated_engine(replace(setup(), config=config))
+    seen = observe(engine, seconds=2.0)
+    assert max(each.batch.num_tokens for each in seen) == budget
+    engine.check_integrity()
+
+
+def test_what_cannot_be_observed_is_refused_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("octavo._native")
+    monkeypatch.setattr(Limits, "measure", lambda **_: made_up())
+    config = EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20)
+    loaded = load_engine(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf", config)
+
+    def broken(_: Batch) -> StepResult:
+        raise RuntimeError("no arithmetic today")
+
+    monkeypatch.setattr(loaded.engine.executor, "execute", broken)
+    try:
+        with pytest.raises(SettingsError, match=r"cannot run the load: .*no arithmetic today"):
+            Calibration.measure(loaded, seconds=1.0)
+    finally:
+        loaded.engine.close()
+
+
 def test_a_request_that_fails_ends_it() -> None:
     engine = simulated_engine(setup())
 
@@ -440,7 +487,7 @@ def test_a_request_that_fails_ends_it() -> None:
 
 
 def test_the_report_has_every_parameter_and_kind() -> None:
-    text = as_text(calibration(subject()))
+    text = as_text(calibration(key()))
     parameters = (
         "31 GB/s", "62%", "440 Gop/s", "55%", "300 µs", "45 µs", "220 µs", "24 GB/s", "48%",
         "130 Gop/s",

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from execute import tiny
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, Tokenizer, Weight, WeightFormat
+from octavo.checkpoint.rounding import rounded
 from octavo.engine.load import EngineConfig, load_engine
-from octavo.execute.native import NativeExecutor
+from octavo.execute.native import NativeExecutor, held_bytes, scaled_bytes
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families
 from octavo.plan.memory import Draft, Load, Place, need
-from octavo.plan.quantization import as_rounded, as_stored, in_scheme
+from octavo.plan.quantization import as_rounded, as_stored, held, in_scheme
 from octavo.plan.schemes import GGUF, scheme
 from octavo.plan.subject import Subject
 from oracle.tiny_folders import FAMILIES, QUANTIZED, folder, quantized_folder
@@ -118,6 +119,28 @@ def test_rounding_while_loading(name: str, rounding: str, models: dict[str, Path
     check(
         models[name], load_of(subject, stored=as_rounded(subject, rounding)), quantization=rounding
     )
+
+
+@pytest.mark.parametrize("rounding", ["int8", "int4"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_what_is_rounded_is_what_the_loader_rounds(
+    name: str, rounding: str, models: dict[str, Path]
+) -> None:
+    """Each weight in the loader's format and groups, and in the bytes that the executor holds."""
+    checkpoint = load(models[name])
+    subject = Subject.of(checkpoint)
+    stored = as_rounded(subject, rounding)
+    weights = {
+        role: weight
+        for role, weight in rounded(checkpoint, rounding).weights.items()
+        if role in subject.program.weights
+    }
+    assert stored.formats == {role: weight.format for role, weight in weights.items()}
+    assert stored.groups == {role: weight.group for role, weight in weights.items()}
+    again = scaled_bytes(subject.program)
+    assert held(subject, stored) == {
+        role: held_bytes(weight) + again.get(role, 0) for role, weight in weights.items()
+    }
 
 
 @pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])

@@ -242,6 +242,19 @@ def test_speculation_needs_an_acceptance_rate_and_the_other_way() -> None:
         setup(acceptance=0.5)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"method": "draft_model", "model": "no-such-model"},
+        {"method": "medusa", "model": "no-such-folder"},
+        {"method": "layer_skip", "layers": [0]},
+    ],
+)
+def test_drafters_that_compute_are_not_simulated_as_free(how: dict[str, Any]) -> None:
+    with pytest.raises(SettingsError, match=f"'{how['method']}' is not simulated"):
+        setup(speculative=how, acceptance=0.5)
+
+
 # --- what each technique brings ------------------------------------------------------------------
 
 

@@ -21,12 +21,17 @@ from octavo.cli.options import engine_flags
 from octavo.cli.tune import _confirmed_lines, comparison, serve_command
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import Rates
-from octavo.plan import tune, tune_plot
-from octavo.plan.hardware import Device
+from octavo.plan import confirm, tune_plot
+from octavo.plan.frontier import frontier
+from octavo.plan.hardware import PUBLISHED, Device
+from octavo.plan.quantization import as_rounded
+from octavo.plan.replay import Replay
 from octavo.plan.slo import Figures, Latency, Slo
 from octavo.plan.subject import Subject
-from octavo.plan.tune import Choice, Search, Space, Trial, Tuned, busiest, frontier, met
-from octavo.workload.datasets import Sample, random_prompts
+from octavo.plan.tune import Search, Tuned, busiest
+from octavo.plan.tune_space import AS_IT_PAYS, Choice, Space, quantizations, space
+from octavo.plan.tune_trial import Trial, Trials, met
+from octavo.workload.datasets import Part, Sample, random_prompts
 from octavo.workload.metrics import parse_slo
 
 CONFIG = {
@@ -79,11 +84,16 @@ def load(count: int, rate: float, seed: int = 0) -> list[Sample]:
 
 
 def searching(
-    subject: Subject, samples: list[Sample], *, trials: float = 60, space: Space | None = None
+    subject: Subject,
+    samples: list[Sample],
+    *,
+    budget: float = 60,
+    axes: dict[str, tuple[int | float | str, ...]] = AXES,
+    device: Device = TOY,
+    acceptance: float | None = None,
 ) -> Search:
-    return Search(
-        subject, TOY, samples, SLO, space or Space(AXES, DEFAULT), EngineConfig(), trials=trials
-    )
+    trials = Trials(subject, device, SLO, EngineConfig(), acceptance=acceptance)
+    return Search(trials, samples, Space(axes, DEFAULT), budget=budget)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +109,7 @@ def test_the_search_finds_what_trying_all_finds(
 ) -> None:
     search, tuned = found[rate]
     assert tuned.cost <= 60
-    all_trials = [search.run(choice, search.samples) for choice in search.space.all()]
+    all_trials = [search.trials.run(choice, search.samples) for choice in search.space.all()]
     possible = [trial for trial in all_trials if trial is not None]
     best = max(possible, key=search.merit)
     assert search.merit(tuned.best)[:2] == search.merit(best)[:2]
@@ -124,8 +134,8 @@ def test_a_light_load_is_served_with_what_is_stored(
     """More rounding is faster, but not better where the SLO is kept anyway."""
     search, tuned = found[5]
     assert met(tuned.best.figures, SLO)
-    assert tuned.best.choice.loss == 0
-    trial = search.run(replace(tuned.best.choice, quantization="int8"), search.samples)
+    assert tuned.best.choice.rounding == 0
+    trial = search.trials.run(replace(tuned.best.choice, quantization="int8"), search.samples)
     assert trial is not None
     assert trial.figures.pressure(SLO) < tuned.best.figures.pressure(SLO)
 
@@ -144,13 +154,13 @@ def test_what_cannot_be_is_left_out_with_its_reason(
 
 def test_a_model_that_cannot_fit_is_refused_with_the_arithmetic(subject: Subject) -> None:
     tight = replace(TOY, memory_bytes=1 << 20)
-    search = Search(subject, tight, load(5, 1), SLO, Space(AXES, DEFAULT), EngineConfig())
+    search = searching(subject, load(5, 1), device=tight)
     with pytest.raises(DoesNotFit, match=r"no setting fits a toy.*weights"):
         search.search()
 
 
 def test_the_budget_is_kept(subject: Subject) -> None:
-    tuned = searching(subject, load(200, 100), trials=4).search()
+    tuned = searching(subject, load(200, 100), budget=4).search()
     assert tuned.cost <= 4
     assert tuned.stopped is not None
     assert tuned.default is not None
@@ -162,13 +172,11 @@ def test_speculation_is_searched_where_guesses_are_right_so_often(subject: Subje
     axes = AXES | {
         "kv_cache_dtype": ("auto",),
         "quantization": ("none",),
-        "speculation": ("off", tune.AS_IT_PAYS, "4"),
+        "speculation": ("off", AS_IT_PAYS, "4"),
     }
     best = {}
     for rate in (0.0, 1.0):
-        search = Search(
-            subject, TOY, load(30, 40), SLO, Space(axes, DEFAULT), EngineConfig(), acceptance=rate
-        )
+        search = searching(subject, load(30, 40), budget=40, axes=axes, acceptance=rate)
         best[rate] = search.search().best
     assert best[1.0].choice.speculation != "off"
     assert best[1.0].config.speculation is not None
@@ -179,9 +187,9 @@ def test_speculation_is_searched_where_guesses_are_right_so_often(subject: Subje
 
 def test_what_rounding_brings_is_told_apart(found: dict[float, tuple[Search, Tuned]]) -> None:
     search, tuned = found[400]
-    assert tuned.best.choice.loss
+    assert tuned.best.choice.rounding
     assert tuned.exact is not None
-    assert tuned.exact.choice.loss == 0
+    assert tuned.exact.choice.rounding == 0
     assert search.merit(tuned.exact) < search.merit(tuned.best)
 
 
@@ -219,9 +227,36 @@ def test_the_pictures_legend_lies_on_no_point(
 def test_loads_that_come_at_once_have_no_speed(subject: Subject) -> None:
     samples = [replace(sample, arrival=0.0) for sample in load(10, 1)]
     search = searching(subject, samples)
-    trial = search.run(DEFAULT, samples)
+    trial = search.trials.run(DEFAULT, samples)
     assert trial is not None
     assert search.sustained(trial) == []
+
+
+def test_no_more_are_in_flight_than_are_let(subject: Subject) -> None:
+    """One at a time, each answer takes what it takes alone."""
+    samples = load(20, 400)
+    alone, together = (
+        Trials(subject, TOY, SLO, EngineConfig(), max_concurrency=most).run(DEFAULT, samples)
+        for most in (1, None)
+    )
+    assert alone is not None
+    assert together is not None
+    one = Trials(subject, TOY, SLO, EngineConfig()).run(DEFAULT, samples[:1])
+    assert one is not None
+    tpot = one.figures.latencies["tpot"].p50
+    assert alone.figures.latencies["tpot"].p99 == pytest.approx(tpot, rel=0.05)
+    assert together.figures.latencies["tpot"].p50 > 1.2 * tpot
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_take_what_plan_memory_says(quantization: str) -> None:
+    llama = Subject.find("llama-3-8b")
+    trials = Trials(llama, PUBLISHED["h100"], SLO, EngineConfig())
+    found = trials.setup(replace(DEFAULT, max_num_batched_tokens=512, quantization=quantization))
+    assert not isinstance(found, str)
+    setup, plan = found
+    assert setup.stored == as_rounded(llama, quantization)
+    assert plan.weight_bytes == {"int8": 8_156_528_640, "int4": 4_830_445_568}[quantization]
 
 
 def test_the_busiest_stretch() -> None:
@@ -298,19 +333,19 @@ def test_an_attainment_that_is_none_is_refused(attainment: float) -> None:
 def test_a_quantized_file_is_served_as_it_is() -> None:
     folder = Path(__file__).parents[1] / "oracle"
     subject = Subject.find(str(folder / "tiny-llama-k.gguf"))
-    assert tune.quantizations(subject) == ("none",)
+    assert quantizations(subject) == ("none",)
     with pytest.raises(ValueError, match="quantized already"):
-        tune.space(subject, TOY, {"quantization": "int4"}, memory=0.9, tokens=512)
+        space(subject, TOY, {"quantization": "int4"}, memory=0.9, tokens=512)
 
 
 def test_what_is_given_is_not_searched(subject: Subject) -> None:
     given = {"max_num_seqs": 48, "kv_cache_dtype": "fp16", "memory_utilization": 0.3}
-    space = tune.space(subject, TOY, given, memory=0.3, tokens=512)
-    assert space.axes["max_num_seqs"] == (48,)
-    assert space.axes["kv_cache_dtype"] == ("fp16",)
-    assert space.axes["memory"] == (0.3,)
-    assert min(space.axes["max_num_batched_tokens"]) >= 48
-    bounded = tune.space(subject, TOY, {"max_num_batched_tokens": 100}, memory=0.9, tokens=512)
+    made = space(subject, TOY, given, memory=0.3, tokens=512)
+    assert made.axes["max_num_seqs"] == (48,)
+    assert made.axes["kv_cache_dtype"] == ("fp16",)
+    assert made.axes["memory"] == (0.3,)
+    assert min(made.axes["max_num_batched_tokens"]) >= 48
+    bounded = space(subject, TOY, {"max_num_batched_tokens": 100}, memory=0.9, tokens=512)
     assert max(bounded.axes["max_num_seqs"]) <= 100
     assert bounded.default.max_num_seqs <= 100
 
@@ -358,7 +393,7 @@ def test_the_line_of_what_was_found_gives_that_engine(
         assert line[:3] == ["octavo", "serve", "a model"]
         config = _parsed(line[3:])
         assert config == trial.config
-        setup = search.setup(trial.choice)
+        setup = search.trials.setup(trial.choice)
         assert not isinstance(setup, str)
         plan, _ = replace(setup[0], config=config).plan()
         assert plan.num_blocks == trial.plan.num_blocks
@@ -396,10 +431,12 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     assert found["frontier"]
     assert len(found["tried"]) >= len(found["frontier"])
     assert found["sustained"] >= 1
+    assert found["basis"].startswith("figures of ")
     assert plot.read_text().startswith("<?xml")
     shown = run(*args, "--trials", 8)
     assert shown.stdout.rstrip().endswith(found["serve_command"])
     assert "the SLO is kept" in shown.stdout
+    assert f"predictions: {found['basis']}" in shown.stdout
 
 
 def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
@@ -436,6 +473,18 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
         (
             ["--slo", "ttft=5", "--speculative-config", '{"method": "ngram"}'],
             "how often its guesses are right",
+        ),
+        *(
+            (
+                ["--slo", "ttft=5", "--speculative-acceptance", "0.5", "--speculative-config", how],
+                "is not simulated: what its drafter takes is not counted; ngram and suffix are",
+            )
+            for how in (
+                '{"model": "no-such-model"}',
+                '{"method": "medusa", "model": "no-such-folder"}',
+                '{"method": "layer_skip", "layers": [0, 1]}',
+                '{"method": "a.module:Drafter"}',
+            )
         ),
     ],
 )
@@ -485,6 +534,43 @@ def test_the_defaults_of_gpus_are_said_as_octavo_simulate_says_them() -> None:
     ]
     for text in ("512; of other devices 2048", "0.5; of other devices 0.9"):
         assert all(text in help for help in shown)
+
+
+def test_the_command_lets_so_many_in_flight(config: Path, trace: Path) -> None:
+    args = ("--trace", trace, "--slo", "ttft=500,tpot=50", "--device", FIGURES, "--trials", 3)
+    args = (*args, "--trace-speedup", 1000, "--json")
+    free, one = (run(config, *args, *more) for more in ((), ("--max-concurrency", 1)))
+    assert one.exit_code == 0, one.output
+    latencies = [json.loads(each.stdout)["default"]["tpot_ms"]["p50"] for each in (one, free)]
+    assert latencies[0] < latencies[1]
+
+
+def test_the_live_engine_is_given_no_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("octavo._native")
+    most = []
+    live = confirm.replay
+
+    def watched(engine: Any, samples: Any, **options: Any) -> Replay:
+        class Running:
+            def on_step(self, step: Any) -> None:
+                most.append(len(step.scheduled.batch.seq_offsets) - 1)
+
+            def on_end(self, record: Any) -> None: ...
+
+        engine.observers.append(Running())
+        return live(engine, samples, **options)
+
+    monkeypatch.setattr(confirm, "replay", watched)
+    model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    config = EngineConfig(kv_cache_memory_bytes=8 << 20, threads=1)
+    samples = [Sample(9, 4, (Part(index, 9),), arrival=0.0) for index in range(1, 9)]
+    for concurrency in (2, None):
+        most.clear()
+        figures = confirm.confirmed(
+            str(model), config, samples, SLO, 0, concurrency, lambda _: None
+        )
+        assert figures.completed == 8
+        assert max(most) <= 2 if concurrency else max(most) > 2
 
 
 def test_confirming_needs_weights(config: Path, trace: Path) -> None:

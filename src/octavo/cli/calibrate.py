@@ -55,11 +55,11 @@ def as_text(calibration: Calibration) -> str:
     """For people."""
     from octavo.execute.cost import Arithmetic
 
-    rates, limits, subject = calibration.rates, calibration.limits, calibration.subject
+    rates, limits, key = calibration.rates, calibration.limits, calibration.key
     kv, attention = rates.kv_bytes_per_second or 0.0, rates.attention_ops_per_second or 0.0
     share = rates.ops_per_second / limits.ops_per_second
     lines = [
-        f"{calibration.name} on {subject.cpu}, {plural(subject.threads, 'thread')}, "
+        f"{calibration.name} on {key.cpu}, {plural(key.threads, 'thread')}, "
         f"{calibration.tier}, {calibration.date}",
         f"{calibration.steps} steps in {calibration.seconds:.0f} s",
         "",

@@ -44,7 +44,7 @@ EXAMPLES = (
 
 DEFAULT_GOODPUT = ("ttft:500", "tpot:50")
 
-_NOT_SIMULATED = ("threads", "isa", "quantization", "speculative_config", "max_logprobs", "seed")
+_NOT_SIMULATED = ("threads", "isa", "speculative_config", "max_logprobs", "seed")
 _ON_GPUS = GPU._asdict()
 
 
@@ -185,6 +185,9 @@ def command(
         slo = service_level(objectives["goodput"] + limits, objectives["slo"])
         chosen = chosen_scheme(format, bits, group_size, False)
         edges = None if embedding_format is None else schemes.scheme(embedding_format)
+        if "quantization" in engine and (chosen is not None or edges is not None):
+            other = "--embedding-format" if chosen is None else "--format"
+            raise ValueError(f"--quantization and {other} both say how weights are: give one")
         on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -198,7 +201,7 @@ def command(
     notices += notes
     setup = Setup(
         subject,
-        weights_on(on, subject, chosen, edges),
+        weights_on(on, subject, chosen, edges, config.quantization),
         on,
         config,
         Arithmetic(arithmetic),

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from octavo.plan.hardware import Device
     from octavo.plan.slo import Figures, Slo
     from octavo.plan.subject import Subject
-    from octavo.plan.tune import Choice, Search, Trial, Tuned
+    from octavo.plan.tune import Search, Tuned
+    from octavo.plan.tune_space import Choice
+    from octavo.plan.tune_trial import Trial
     from octavo.workload.demand import Demand
 
 EXAMPLES = (
@@ -99,15 +101,19 @@ def command(
     Engine options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
     """
     from octavo.engine.load import EngineConfig
-    from octavo.plan import hardware, tune, tune_plot
-    from octavo.plan.simulation import weights_on
+    from octavo.plan import hardware, tune_plot
+    from octavo.plan.simulation import check_simulated, weights_on
     from octavo.plan.slo import Slo
     from octavo.plan.subject import Subject
+    from octavo.plan.tune import Search
+    from octavo.plan.tune_space import space
+    from octavo.plan.tune_trial import Trials
     from octavo.workload.metrics import parse_slo
 
     try:
         promise = Slo(parse_slo(slo), attainment)
         base = EngineConfig(**engine)
+        check_simulated(base.speculation)
         rate = speculative_acceptance
         if rate is not None and not 0 <= rate <= 1:  # nan neither
             raise ValueError(f"--speculative-acceptance is from 0 to 1, not {rate:g}")
@@ -137,17 +143,20 @@ def command(
     weights_on(on, subject)  # refuses what only a format could say
     memory, tokens = engine_defaults(on.measured)
     try:
-        space = tune.space(
+        searched = space(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate
         )
     except ValueError as error:
         raise typer.BadParameter(named_flags(str(error))) from None
     with on_stderr() as show:
-        search = tune.Search(
-            subject, on, asked, promise, space, base,
-            trials=trials, seconds=math.inf if max_seconds is None else max_seconds,
-            seed=load.seed, acceptance=rate,
-            report=show, watch=now_and_then(show, 5.0),
+        simulated = Trials(
+            subject, on, promise, base,
+            usual=searched.default.config_quantization, seed=load.seed, acceptance=rate,
+            max_concurrency=load.max_concurrency, watch=now_and_then(show, 5.0),
+        )  # fmt: skip
+        search = Search(
+            simulated, asked, searched,
+            budget=trials, seconds=math.inf if max_seconds is None else max_seconds, report=show,
         )  # fmt: skip
         tuned = search.search()
         speeds = search.sustained(tuned.best)
@@ -160,7 +169,9 @@ def command(
         from octavo.plan.confirm import confirmed
 
         with on_stderr() as show:
-            measured = confirmed(model, tuned.best.config, asked, promise, load.seed, show)
+            measured = confirmed(
+                model, tuned.best.config, asked, promise, load.seed, load.max_concurrency, show
+            )
         result["confirmed"] = comparison(tuned.best.figures, measured)
     if as_json:
         typer.echo(json.dumps(result, indent=2))
@@ -186,14 +197,14 @@ def as_dict(
     speeds: Sequence[tuple[float, Figures]],
     notices: Sequence[str],
 ) -> dict[str, Any]:
-    from octavo.plan.tune import met
+    from octavo.plan.tune_trial import met
 
     best = tuned.best
     return {
         "model": subject.name,
         "device": device.name,
         "measured": device.measured,
-        "basis": search.basis(best.choice),
+        "basis": search.trials.basis(best.choice),
         "slo": {f"{name}_ms": limit for name, limit in slo.limits.items()}
         | {"attainment": slo.attainment},
         "met": met(best.figures, slo),
@@ -228,7 +239,7 @@ def as_dict(
 
 def sustained(speeds: Sequence[tuple[float, Figures]], slo: Slo) -> float | None:
     """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
-    from octavo.plan.tune import met
+    from octavo.plan.tune_trial import met
 
     kept = None
     for speed, figures in speeds:
@@ -320,10 +331,12 @@ def as_text(
     samples = search.samples
     seconds = max(sample.arrival or 0.0 for sample in samples)
     limits = ", ".join(f"{name.upper()} {limit:g} ms" for name, limit in slo.limits.items())
+    most = search.trials.max_concurrency
     lines = [
         *result["notices"],
-        f"{subject.name} on {device.name}: {plural(len(samples), 'request')} in {seconds:.0f} s; "
-        f"a good one keeps {limits}",
+        f"{subject.name} on {device.name}: {plural(len(samples), 'request')} in {seconds:.0f} s"
+        + ("" if most is None else f", at most {most} at once")
+        + f"; a good one keeps {limits}",
         "",
         *_verdict(tuned, slo),
         *_sustained_lines(speeds, search.arrival_rate, slo),
@@ -335,13 +348,13 @@ def as_text(
         + (f"; ended because {tuned.stopped}" if tuned.stopped else ""),
         *(
             ["not searched: speculation (how often is a guess right? --speculative-acceptance)"]
-            if search.acceptance is None
+            if search.trials.acceptance is None
             else []
         ),
         *_notes(subject, device, search, best),
         *(
             ["", "without rounding:", serve_command(model, tuned.exact)]
-            if best.choice.loss and tuned.exact is not None
+            if best.choice.rounding and tuned.exact is not None
             else []
         ),
         "",
@@ -353,7 +366,7 @@ def as_text(
 
 
 def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
-    from octavo.plan.tune import met
+    from octavo.plan.tune_trial import met
 
     figures = tuned.best.figures
     share = f"{100 * figures.attainment:.4g} % of the requests are good"
@@ -464,12 +477,12 @@ def _ms(value: float) -> str:
 
 def _notes(subject: Subject, device: Device, search: Search, best: Trial) -> list[str]:
     lines = []
-    if best.choice.loss:
+    if best.choice.rounding:
         lines.append(
             "the best rounds numbers further than they are stored, which changes answers: see what "
             "it costs with octavo fidelity, or search with --lossless"
         )
-    lines.append(f"predictions: {search.basis(best.choice)}")
+    lines.append(f"predictions: {search.trials.basis(best.choice)}")
     if not device.measured:
         lines.append(
             "Octavo serves on CPUs: for this device the line below is what to ask of an engine "

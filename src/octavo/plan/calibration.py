@@ -29,7 +29,7 @@ from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
 from octavo.model.program import Program
 from octavo.plan.fitting import KindError, fit
-from octavo.plan.observing import SECONDS, observe
+from octavo.plan.observing import SECONDS, Unobservable, observe
 from octavo.plan.prediction import Prediction
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 20  # of a stored file
 
 
-class Subject(NamedTuple):
+class CalibrationKey(NamedTuple):
     """What a calibration is of."""
 
-    model: str  # digest of shape and formats
+    model: str  # digest of shape, formats, operations and routing
     cpu: str
     cores: int
     kernels: str  # build of the native module
@@ -63,8 +63,11 @@ class Subject(NamedTuple):
         ]
         model = program.config
         of_heads = model.num_heads, model.num_kv_heads, model.head_dim
+        of_experts = model.experts and (model.experts.count, model.experts.chosen)
         windows = [group.window for group in layout.groups]
-        text = repr((shape, of_heads, len(model.layers), windows, layout.dtype, layout.block_size))
+        cache = windows, layout.dtype, layout.block_size
+        ops = [type(op).__name__ for op in program.ops]
+        text = repr((shape, of_heads, of_experts, len(model.layers), ops, model.activation, cache))
         return cls(
             hashlib.sha256(text.encode()).hexdigest(),
             cpu_model(),
@@ -99,7 +102,7 @@ class Calibration:
     """Rates fitted to a model's steps on this machine, and how well they predict."""
 
     name: str  # the model's
-    subject: Subject
+    key: CalibrationKey
     tier: str  # instruction set that ran
     date: str  # ISO 8601
     steps: int
@@ -121,7 +124,8 @@ class Calibration:
     ) -> Self:
         """Run a scripted load on an idle engine and fit to its steps; under a minute.
 
-        Raises `SettingsError` for an engine that speculates or has no prefix cache.
+        Raises `SettingsError` for an engine that speculates or has no prefix cache, and for one
+        that cannot run the load or shows too little of itself.
         """
         config = loaded.config
         if config.speculation is not None:
@@ -133,16 +137,19 @@ class Calibration:
         start = time.perf_counter()
         progress("measuring the machine's limits")
         limits = Limits.measure(quick=True, pool=executor.pool)
-        observations = observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
-        progress("fitting")
         roof = limits.rates(executor.threads, loaded.weight_bytes)
+        try:
+            observations = observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
+        except Unobservable as error:
+            raise SettingsError(f"the engine cannot run the load: {error}") from None
+        progress("fitting")
         try:
             fitted = fit(executor.costs, observations, roof)
         except ValueError as error:
             raise SettingsError(f"cannot be calibrated: {error}") from None
         return cls(
             loaded.checkpoint.config.name or loaded.checkpoint.path.name,
-            Subject.loaded(loaded),
+            CalibrationKey.loaded(loaded),
             executor.isa,
             datetime.now(UTC).isoformat(timespec="seconds"),
             len(observations),
@@ -157,7 +164,7 @@ class Calibration:
     @classmethod
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
         """What is stored for it."""
-        return cls.load(Subject.loaded(loaded))
+        return cls.load(CalibrationKey.loaded(loaded))
 
     def prediction(self, loaded: LoadedEngine) -> Prediction:
         """An observer that compares the engine's steps with this."""
@@ -168,7 +175,7 @@ class Calibration:
     # Keeping it
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"subject": self.subject._asdict()}
+        return asdict(self) | {"key": self.key._asdict()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -177,7 +184,7 @@ class Calibration:
             values = dict(data)
             if set(values) != {field.name for field in fields(cls)}:
                 raise ValueError("its fields are others")
-            values["subject"] = Subject(**values["subject"])
+            values["key"] = CalibrationKey(**values["key"])
             values["errors"] = tuple(KindError(**error) for error in values["errors"])
             values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
             for name in ("rates", "limits"):
@@ -189,15 +196,15 @@ class Calibration:
             raise ValueError(f"not a calibration: {error}") from error
 
     def save(self) -> Path:
-        """Store it for its subject; returns the file."""
-        path = self.subject.path
+        """Store it under its key; returns the file."""
+        path = self.key.path
         store(path, self.as_dict())
         return path
 
     @classmethod
-    def load(cls, subject: Subject) -> Self | None:
+    def load(cls, key: CalibrationKey) -> Self | None:
         """What is stored for it; None, with a warning if that is unreadable."""
-        path = subject.path
+        path = key.path
         try:
             with path.open("rb") as file:
                 text = file.read(_MOST_BYTES)
@@ -207,7 +214,7 @@ class Calibration:
         except (OSError, ValueError, RecursionError) as error:
             logger.warning("the stored calibration is unreadable: %s: %s", path, error)
             return None
-        return calibration if calibration.subject == subject else None
+        return calibration if calibration.key == key else None
 
 
 _MOST = 1e6  # seconds, steps' shares of each other

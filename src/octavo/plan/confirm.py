@@ -18,9 +18,11 @@ def confirmed(
     samples: Sequence[Sample],
     slo: Slo,
     seed: int,
+    max_concurrency: int | None,
     report: Callable[[str], None],
 ) -> Figures:
-    """The samples at their times on an engine of that model, which is loaded for it.
+    """The samples at their times on an engine of that model, which is loaded for it; at most
+    ``max_concurrency`` of them at once.
 
     Raises what `load_engine` does.
     """
@@ -35,6 +37,7 @@ def confirmed(
             engine,
             samples,
             seed=seed,
+            max_concurrency=max_concurrency,
             progress=lambda ended: report(
                 f"live: {ended} of {count} requests have ended; the last arrives after "
                 f"{seconds:.0f} s"

@@ -270,6 +270,7 @@ def _validated(
     return tuple(rows), float(np.median(np.abs(ratios - 1)))
 
 
+# 511: steps that use up the default budget of 512 tokens are told apart from smaller ones.
 _SIZES = {
     "decode": (1, 2, 4, 8, 16, 32, 64, 128, 256),
     "decode, long context": (1, 2, 4, 8, 16, 32, 64, 128, 256),

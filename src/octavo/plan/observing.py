@@ -166,8 +166,9 @@ class _Script:
             self._add(pool[index], 24)
         self._step()
         for _ in range(4):
-            longest = min(self._most_tokens, self._longest // 2)
-            self._add(self._prompt(int(np.exp(self._random.uniform(2.0, np.log(longest))))), 8)
+            longest = np.log(min(self._most_tokens, self._longest // 2))
+            length = np.exp(self._random.uniform(min(2.0, longest), longest))
+            self._add(self._prompt(int(length)), 8)
             for _ in range(3):
                 if self.engine.has_work():
                     self._step()

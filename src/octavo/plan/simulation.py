@@ -12,10 +12,9 @@ from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsErro
 from octavo.execute.cost import Arithmetic, CostExecutor, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
-from octavo.plan import calibration
-from octavo.plan.calibration import Calibration
+from octavo.plan.calibration import Calibration, CalibrationKey
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic, as_asked, held
+from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, held
 from octavo.plan.replay import Replay, replay
 from octavo.plan.schemes import Scheme
 from octavo.plan.series import Series
@@ -23,11 +22,13 @@ from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
+from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.scripted import ScriptedDrafter
 from octavo.speculate.speculator import Speculator
 from octavo.workload.datasets import Sample
 
 MOST_BLOCKS = 1 << 26  # of a simulated cache: each takes 8 bytes here
+LOOKED_UP = ("ngram", "suffix")  # methods of speculation that guess without computing
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class Setup:
     def __post_init__(self) -> None:
         if (self.acceptance is None) is not (self.config.speculation is None):
             raise ValueError("to simulate speculation takes an acceptance rate, and the other way")
+        check_simulated(self.config.speculation)
 
     def plan(self) -> tuple[CachePlan, KvLayout]:
         """How the device's memory is divided. Raises `DoesNotFit` with the arithmetic."""
@@ -68,7 +70,7 @@ class Setup:
         layout = self.config.layout_of(self.subject.program.config)
         formats, groups = self.stored.formats, self.stored.groups
         return Calibration.load(
-            calibration.Subject.of(self.subject.program, formats, groups, layout, self.config)
+            CalibrationKey.of(self.subject.program, formats, groups, layout, self.config)
         )
 
     def rates(self) -> Rates:
@@ -94,14 +96,32 @@ class Setup:
         )
 
 
+def check_simulated(speculation: SpeculativeConfig | None) -> None:
+    """Raises `SettingsError` for a drafter that takes time or memory: a simulated one takes none,
+    which is next to true of look-ups only.
+    """
+    if speculation is not None and speculation.method not in LOOKED_UP:
+        raise SettingsError(
+            f"speculative_config: method {speculation.method!r} is not simulated: what its drafter "
+            f"takes is not counted; {' and '.join(LOOKED_UP)} are"
+        )
+
+
 def weights_on(
-    device: Device, subject: Subject, scheme: Scheme | None = None, edges: Scheme | None = None
+    device: Device,
+    subject: Subject,
+    scheme: Scheme | None = None,
+    edges: Scheme | None = None,
+    quantization: str | None = None,
 ) -> Stored:
-    """The weights, `as_asked`, as the device would hold them: on this machine it is the engine's
-    own packed copies that are counted. Raises `SettingsError`.
+    """The weights, `as_asked` or `as_rounded` by ``quantization``, as the device would hold them:
+    on this machine it is the engine's own packed copies that are counted. Raises `SettingsError`.
     """
     try:
-        stored = as_asked(subject, scheme, edges)
+        if quantization is None:
+            stored = as_asked(subject, scheme, edges)
+        else:
+            stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
     if not device.measured:

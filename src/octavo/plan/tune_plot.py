@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from octavo.plan.slo import Figures, Slo
-from octavo.plan.tune import Tuned, met
+from octavo.plan.tune import Tuned
+from octavo.plan.tune_trial import met
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,7 +54,7 @@ def draw(
             for trial in served
         }
         for rounds, label in ((False, "a setting"), (True, "a setting that rounds further")):
-            some = [points[id(t)] for t in served if bool(t.choice.loss) is rounds]
+            some = [points[id(t)] for t in served if bool(t.choice.rounding) is rounds]
             if some:
                 axes.plot(
                     *zip(*some, strict=True), "o", color=_GREY, markersize=5,

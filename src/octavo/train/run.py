@@ -29,21 +29,21 @@ def train(
     text: Path | None = None,
     measure_on: Path | None = None,
     num_prompts: int = 5000,
-    invented: float = 0.75,
+    share_invented: float = 0.75,
     max_tokens: int = 128,
     threads: int | None = None,
     progress: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Writes the heads to ``out`` and returns what the command prints.
 
-    ``text`` has prompts; without one, ``invented`` is the share of questions that the model is to
-    invent. ``measure_on`` has others: what asks for the same is not learned from.
+    ``text`` has prompts; without one, ``share_invented`` is the share of questions that the model
+    is to invent. ``measure_on`` has others: what asks for the same is not learned from.
 
     Raises `SettingsError`, what `load_engine` does, and `OSError` if ``out`` cannot be written to,
     before anything is trained.
     """
     with _folder(out):
-        plan = _Plan(text, measure_on, num_prompts, invented, max_tokens)
+        plan = _Plan(text, measure_on, num_prompts, share_invented, max_tokens)
         return _train(model, out, recipe, plan, threads, progress)
 
 
@@ -53,7 +53,7 @@ class _Plan(NamedTuple):
     text: Path | None
     measure_on: Path | None
     num_prompts: int
-    invented: float
+    share_invented: float
     max_tokens: int
 
 
@@ -131,7 +131,7 @@ def _questions(
     found = invented(
         loaded.engine,
         loaded.checkpoint,
-        round(plan.invented * plan.num_prompts),
+        round(plan.share_invented * plan.num_prompts),
         seed,
         keep,
         lambda done, total: progress(f"{done} of {total} questions invented"),

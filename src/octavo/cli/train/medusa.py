@@ -145,7 +145,7 @@ def command(
             text=text,
             measure_on=measure_on,
             num_prompts=prompts,
-            **({} if invented is None else {"invented": invented}),
+            **({} if invented is None else {"share_invented": invented}),
             max_tokens=max_tokens,
             threads=threads,
             progress=now_and_then(show),

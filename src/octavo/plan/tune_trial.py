@@ -1,0 +1,173 @@
+"""One choice of `octavo tune` tried: the engine with these settings, simulated under a load."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from octavo.engine.load import CachePlan, EngineConfig
+from octavo.execute.cost import Rates
+from octavo.plan.hardware import Device
+from octavo.plan.quantization import Stored
+from octavo.plan.saturation import saturation
+from octavo.plan.simulation import Setup, check_simulated, simulate, weights_on
+from octavo.plan.slo import Figures, Slo
+from octavo.plan.subject import Subject
+from octavo.plan.tune_space import AS_IT_PAYS, Choice, describe
+from octavo.speculate.config import SpeculativeConfig
+from octavo.workload.datasets import Sample
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A choice under the whole load or a part of it."""
+
+    choice: Choice
+    config: EngineConfig  # that `octavo serve` would be given
+    plan: CachePlan
+    figures: Figures
+    preemptions: int
+    saturated: bool  # requests come faster than they are served
+    refusal: str  # why the first request that was not served was not; "": all were
+
+
+def met(figures: Figures, slo: Slo) -> bool:
+    return figures.attainment >= slo.attainment
+
+
+class Trials:
+    """How choices are tried: settings of ``base`` that a choice does not have stay as they are.
+
+    ``usual``: the quantization whose calibration stands in where there is none. ``acceptance``: how
+    often a guess is right, for choices that speculate; ``max_concurrency``: most requests in
+    flight; ``watch`` is told of requests that have ended. Raises `SettingsError` for speculation
+    that is not simulated.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        device: Device,
+        slo: Slo,
+        base: EngineConfig,
+        *,
+        usual: str | None = None,
+        seed: int = 0,
+        acceptance: float | None = None,
+        max_concurrency: int | None = None,
+        watch: Report = lambda _: None,
+    ) -> None:
+        check_simulated(base.speculation)
+        self.subject, self.device, self.slo, self.base = subject, device, slo, base
+        self.acceptance, self.max_concurrency = acceptance, max_concurrency
+        self.seed, self.watch, self._usual = seed, watch, usual
+        self._weights: dict[str, Stored] = {}
+        self._setups: dict[Choice, tuple[Setup, CachePlan] | str] = {}
+
+    @property
+    def impossible(self) -> dict[Choice, str]:
+        """Of the choices that were asked for, why they cannot be."""
+        return {choice: why for choice, why in self._setups.items() if isinstance(why, str)}
+
+    def setup(self, choice: Choice) -> tuple[Setup, CachePlan] | str:
+        """How a choice would be served, or why it cannot be."""
+        if choice not in self._setups:
+            try:
+                self._setups[choice] = self._setup(choice)
+            except ValueError as error:
+                self._setups[choice] = str(error)
+        return self._setups[choice]
+
+    def _setup(self, choice: Choice) -> tuple[Setup, CachePlan]:
+        if choice.max_num_batched_tokens < choice.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {choice.max_num_batched_tokens} is below max_num_seqs "
+                f"{choice.max_num_seqs}"
+            )
+        quantization = choice.config_quantization
+        if choice.quantization not in self._weights:
+            self._weights[choice.quantization] = weights_on(
+                self.device, self.subject, quantization=quantization
+            )
+        config = replace(
+            self.base,
+            max_num_seqs=choice.max_num_seqs,
+            max_num_batched_tokens=choice.max_num_batched_tokens,
+            memory_utilization=choice.memory,
+            kv_cache_dtype=choice.kv_cache_dtype,
+            quantization=quantization,
+            speculative_config=self._speculation(choice),
+        )
+        setup = Setup(
+            self.subject,
+            self._weights[choice.quantization],
+            self.device,
+            config,
+            acceptance=None if choice.speculation == "off" else self.acceptance,
+            uncalibrated=self._carried,
+        )
+        plan, _ = setup.plan()
+        # By its size the cache has as many blocks wherever it is started; a share would not.
+        pinned = replace(
+            config,
+            kv_cache_memory_bytes=plan.kv_cache_bytes,
+            memory_utilization=EngineConfig().memory_utilization,
+        )
+        setup = replace(setup, config=pinned)
+        return setup, setup.plan()[0]
+
+    def _speculation(self, choice: Choice) -> SpeculativeConfig | None:
+        """With the method of ``base``, or n-grams."""
+        if choice.speculation == "off":
+            return None
+        count = None if choice.speculation == AS_IT_PAYS else int(choice.speculation)
+        method = self.base.speculation or SpeculativeConfig(method="ngram")
+        return replace(method, num_speculative_tokens=count)
+
+    @cached_property
+    def _carried(self) -> Rates | None:
+        """The rates that were calibrated for the usual formats, for those that nobody has
+        calibrated: on the machine's limits alone they would always win. None: there are none.
+        """
+        if not self.device.measured:
+            return None
+        config = replace(self.base, speculative_config=None)
+        stored = weights_on(self.device, self.subject, quantization=self._usual)
+        found = Setup(self.subject, stored, self.device, config).calibration()
+        return None if found is None else found.rates
+
+    def basis(self, choice: Choice) -> str:
+        """What the predictions for a choice that can be rest on."""
+        found = self.setup(choice)
+        assert not isinstance(found, str)
+        return found[0].basis()
+
+    def run(self, choice: Choice, samples: Sequence[Sample]) -> Trial | None:
+        """The samples put through the engine of that choice; None where it cannot be."""
+        found = self.setup(choice)
+        if isinstance(found, str):
+            return None
+        setup, plan = found
+        count = len(samples)
+        done = simulate(
+            setup,
+            samples,
+            seed=self.seed,
+            max_concurrency=self.max_concurrency,
+            progress=lambda ended: self.watch(
+                f"{describe(choice)}: {ended} of {count} requests have ended"
+            ),
+        )
+        records = done.replay.records
+        return Trial(
+            choice,
+            setup.config,
+            plan,
+            Figures.of(records, done.replay.duration, self.slo),
+            done.engine.stats().preemptions,
+            saturation(records, done.series).saturated,
+            next((record.detail for record in records if record.reason), ""),
+        )

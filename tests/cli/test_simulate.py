@@ -150,6 +150,17 @@ def test_techniques_are_switched_from_the_command() -> None:
     assert guessed["speculation"]["tokens_per_pass"] > 2.5
 
 
+def test_weights_are_rounded_as_serve_would() -> None:
+    """Fewer bytes to read for a token, and more room for the cache."""
+    load = ("--num-prompts", "3", "--input-len", "50", "--output-len", "20")
+    stored, rounded = (figures(*load, *more) for more in ((), ("--quantization", "int4")))
+    assert rounded["weight_bytes"] == 4_830_445_568
+    assert rounded["settings"]["kv_blocks"] > 1.1 * stored["settings"]["kv_blocks"]
+    assert rounded["tpot_ms"]["p50"] < 0.5 * stored["tpot_ms"]["p50"]
+    twice = run(*load, "--quantization", "int4", "--format", "q4_0", code=2)
+    assert "give one" in " ".join(twice.output.replace("│", " ").split())
+
+
 def test_people_see_what_was_assumed_and_what_came_of_it(azure: Path) -> None:
     shown = run("--trace", str(azure), "--price", "2").output
     for part in (

@@ -86,7 +86,11 @@ def test_what_is_asked_may_be_said(
     options = ["--invented", "0.5", "--prompts", "80", "--measure-on", "f"]
     done = run("m", "-o", str(tmp_path / "d"), *options)
     assert done.exit_code == 0, done.output
-    assert (asked["invented"], asked["num_prompts"], asked["measure_on"]) == (0.5, 80, Path("f"))
+    assert (asked["share_invented"], asked["num_prompts"], asked["measure_on"]) == (
+        0.5,
+        80,
+        Path("f"),
+    )
     assert "other prompts, 1.54 tokens a pass" in done.stdout
 
 

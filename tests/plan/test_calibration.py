@@ -7,16 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bench.test_limits import made_up
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.bench.limits import Limits
 
+from execute.test_limits import made_up
 from octavo.checkpoint.base import WeightFormat
 from octavo.cli.calibrate import as_text
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
+from octavo.execute.limits import Limits
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.model.families import program

@@ -256,6 +256,7 @@ def test_leaping_is_stepping(load: Load) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @settings(max_examples=3000, deadline=None)
 @given(load=loads())
 def test_leaping_is_stepping_at_length(load: Load) -> None:

@@ -52,7 +52,7 @@ def test_predictions_take_a_share_of_what_is_published() -> None:
     plain = gpu.assuming(1.0, 1.0)
     assert plain.predicted(0) == roof
     assert plain.assumption == ""
-    with pytest.raises(ValueError, match=r"--compute-share is 1\.5, outside 0 to 1"):
+    with pytest.raises(ValueError, match=r"--compute-share is 1\.5, outside 1e-06 to 1"):
         gpu.assuming(compute=1.5)
     with pytest.raises(ValueError, match="--bandwidth-share is nan"):
         gpu.assuming(bandwidth=float("nan"))

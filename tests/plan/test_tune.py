@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -453,8 +454,9 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--slo", "ttft=0"], "no request takes less than 1e-06 ms"),
-        (["--slo", "ttft=1e-308"], "no request takes less than 1e-06 ms"),
+        (["--slo", "ttft=0"], "a limit is from 1e-06 to 1e+12 ms"),
+        (["--slo", "ttft=1e-308"], "a limit is from 1e-06 to 1e+12 ms"),
+        (["--slo", "ttft=1e308"], "a limit is from 1e-06 to 1e+12 ms"),
         (["--slo", "ttft=5", "--max-seconds", "1e-9"], "no trial could be made, the time was up"),
         (["--slo", "ttft=5", "--max-seconds", "0"], "no trial could be made, the time was up"),
         (["--slo", "ttft=5", "--plot", "/no/such/folder/a.svg"], "there is no folder"),
@@ -515,6 +517,17 @@ def test_bad_traces_are_named(config: Path, tmp_path: Path, text: str, said: str
     result = run(config, "--trace", path, "--slo", "ttft=5", "--device", FIGURES)
     assert isinstance(result.exception, SettingsError)  # exit code 1, as of octavo simulate
     assert said in str(result.exception)
+
+
+def test_where_nothing_is_served_no_figure_is_said(config: Path) -> None:
+    result = run(
+        config, "--num-prompts", 3, "--random-output-len", 9999, "--slo", "ttft=500",
+        "--device", FIGURES, "--trials", 2,
+    )  # fmt: skip
+    assert "3 requests not served: 1024 prompt tokens" in result.stdout or (
+        "3 requests not served: the prompt has 1024 tokens" in result.stdout
+    )
+    assert not re.search(r"\b(inf|nan)\b", result.stdout)
 
 
 def test_figures_that_nobody_has_are_null() -> None:

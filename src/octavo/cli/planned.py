@@ -112,8 +112,8 @@ def memory_utilization_option(default: str) -> Any:
 
 
 def _price(an_hour: float | None) -> float | None:
-    if an_hour is not None and not 0 < an_hour < 1e9:  # nan neither
-        raise typer.BadParameter(f"{an_hour:g} is not above 0 and below 10⁹ an hour")
+    if an_hour is not None and not 1e-6 <= an_hour <= 1e9:  # nan neither
+        raise typer.BadParameter(f"{an_hour:g} is not from 10⁻⁶ to 10⁹ an hour")
     return an_hour
 
 

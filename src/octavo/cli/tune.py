@@ -384,7 +384,7 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
         )
         for name, limit in slo.limits.items():
             p99 = figures.latencies[name].p99
-            if p99 > limit:
+            if limit < p99 < math.inf:
                 lines.append(
                     f"  {name.upper()} fails by {_ms(p99 - limit)} ms: the 99th percentile is "
                     f"{_ms(p99)} ms, the limit {limit:g} ms"
@@ -472,7 +472,9 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
 
 
 def _ms(value: float) -> str:
-    return f"{value:.0f}" if 1000 <= value < math.inf else f"{value:.4g}"
+    if math.isinf(value):  # nothing was served
+        return "none"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _notes(subject: Subject, device: Device, search: Search, best: Trial) -> list[str]:

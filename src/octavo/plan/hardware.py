@@ -16,6 +16,7 @@ from octavo.execute.limits import Limits
 from octavo.execute.memory import available_memory
 
 LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e9  # of a device: GB/s, Gop/s, GiB
+LEAST_SHARE = 1e-6
 COMPUTE_SHARE, BANDWIDTH_SHARE = 0.6, 0.8  # of what is published, assumed where nobody measured
 EXAMPLE = "memory=48,int8=940,bf16=470,fp32=235,capacity=64"  # GB/s, Gop/s, GiB
 
@@ -67,10 +68,10 @@ class Device:
         )
 
     def assuming(self, compute: float | None = None, bandwidth: float | None = None) -> Device:
-        """With other shares; None: as they are. Raises `ValueError` outside of 0 to 1."""
+        """With other shares; None: as they are. Raises `ValueError` outside."""
         for flag, share in (("--compute-share", compute), ("--bandwidth-share", bandwidth)):
-            if share is not None and not 0.0 < share <= 1.0:  # nan neither
-                raise ValueError(f"{flag} is {share:g}, outside 0 to 1")
+            if share is not None and not LEAST_SHARE <= share <= 1.0:  # nan neither
+                raise ValueError(f"{flag} is {share:g}, outside {LEAST_SHARE:g} to 1")
         return replace(
             self,
             compute_share=self.compute_share if compute is None else compute,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.workload.metrics import GOODPUT as METRICS
-from octavo.workload.metrics import SHORTEST, Record, totals
+from octavo.workload.metrics import LONGEST, SHORTEST, Record, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Slo:
         if not self.limits:
             raise ValueError("an SLO needs a limit, such as ttft=500")
         for name, limit in self.limits.items():
-            if name not in METRICS or not SHORTEST <= limit < math.inf:
+            if name not in METRICS or not SHORTEST <= limit <= LONGEST:
                 raise ValueError(f"{name}={limit:g} is no limit of {', '.join(METRICS)} in ms")
         if not 0 < self.attainment <= 1:
             raise ValueError(f"the attainment must be above 0 and at most 1, not {self.attainment}")

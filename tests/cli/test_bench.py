@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import strict_json
 from execute.test_limits import made_up
 from octavo.cli import app
 from octavo.engine.load import SettingsError
@@ -42,7 +43,10 @@ class TestMachine:
         monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
 
     def test_json(self) -> None:
-        assert Limits.from_dict(json.loads(run("bench", "machine", "--json").stdout)) == made_up()
+        assert (
+            Limits.from_dict(strict_json.loads(run("bench", "machine", "--json").stdout))
+            == made_up()
+        )
         assert Limits.load() == made_up()
 
     def test_text(self) -> None:
@@ -70,7 +74,7 @@ class TestThroughput:
     def test_json(self, model: Path, made_up_machine: list[Any]) -> None:
         lengths = ("--prompt-len", 20, "--output-len", "3", "--repetitions", "2")
         out = run("bench", "throughput", model, "--batch-size", "1,3", *lengths, "--json").stdout
-        rows = json.loads(out)
+        rows = strict_json.loads(out)
         assert [row["batch"] for row in rows] == [1, 3]
         for row in rows:
             assert row["model"] == model.name
@@ -89,7 +93,7 @@ class TestThroughput:
         config = json.dumps({"method": "suffix"} | pinned)
         command = ("bench", "throughput", LLAMA, "--batch-size", "1,2", *lengths)
         out = run(*command, "--speculative-config", config, "--json").stdout
-        for row in json.loads(out):
+        for row in strict_json.loads(out):
             assert row["tokens_per_pass"] >= 1
             assert 0 < row["drafting_share"] < 1
             assert row["estimated_speed_up"] > 0
@@ -99,7 +103,7 @@ class TestThroughput:
                 by_position = row["acceptance_per_position"]
                 assert len(by_position) == 2
                 assert 1 >= by_position[0] >= by_position[1] >= 0
-        assert "tokens_per_pass" not in json.loads(run(*command, "--json").stdout)[0]
+        assert "tokens_per_pass" not in strict_json.loads(run(*command, "--json").stdout)[0]
         text = run(*command, "--speculative-config", config).stdout
         assert "batch 2: " in text
         assert "tokens per pass" in text
@@ -120,7 +124,7 @@ class TestThroughput:
         made_up().save()
         options = ("--prompt-len", 9, "--output-len", 2, "--repetitions", 1, "--stored-limits")
         out = run("bench", "throughput", LLAMA, "--batch-size", 1, *options, "--json").stdout
-        assert len(json.loads(out)[0]["limits"]) == 1
+        assert len(strict_json.loads(out)[0]["limits"]) == 1
         assert made_up_machine == []
 
     @pytest.mark.parametrize(
@@ -158,7 +162,7 @@ class TestThroughput:
 class TestProfile:
     def profile(self, *options: str | Path) -> dict[str, Any]:
         out = run("profile", LLAMA, "--steps", "3", "--json", *options).stdout
-        facts: dict[str, Any] = json.loads(out)
+        facts: dict[str, Any] = strict_json.loads(out)
         return facts
 
     @pytest.mark.parametrize(

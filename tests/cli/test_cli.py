@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import octavo
+import strict_json
 from counting import CountingEngine, loaded
 from octavo.cli import app, main
 from octavo.engine.load import EngineConfig
@@ -111,7 +111,7 @@ def test_generate_several_in_order(engine: CountingEngine) -> None:
 
 def test_generate_json(engine: CountingEngine) -> None:
     result = run("generate", "m.gguf", "one", "three", "--max-tokens", "4", "--json")
-    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    lines = [strict_json.loads(line) for line in result.stdout.splitlines()]
     assert lines[0] == {
         "text": "abcd",
         "token_ids": list(b"abcd"),
@@ -126,7 +126,7 @@ def test_generate_json(engine: CountingEngine) -> None:
 
 def test_generate_json_with_choices_and_logprobs(engine: CountingEngine) -> None:
     result = run("generate", "m", "x", "-n", "2", "--max-tokens", "1", "--logprobs", "1", "--json")
-    output = json.loads(result.stdout)
+    output = strict_json.loads(result.stdout)
     assert [choice["text"] for choice in output["choices"]] == ["a", "a"]
     assert output["usage"]["completion_tokens"] == 2
     assert output["logprobs"] == [
@@ -149,7 +149,7 @@ def test_generate_chat(engine: CountingEngine) -> None:
         "generate", "m", "hi", "--chat", "--system", "be brief", "--json", "--max-tokens", "1"
     )
     prompt = "system: be brief\nuser: hi\nassistant: "
-    assert json.loads(result.stdout)["usage"]["prompt_tokens"] == len(prompt)
+    assert strict_json.loads(result.stdout)["usage"]["prompt_tokens"] == len(prompt)
 
 
 def test_generate_passes_everything_on(engine: CountingEngine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+import strict_json
 from listening import listening
 from octavo.cli import app
 from octavo.engine.load import EngineConfig, load_engine
@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
 
 
 def test_inspect(folder: Path) -> None:
-    facts: dict[str, Any] = json.loads(run("inspect", str(folder), "--json"))
+    facts: dict[str, Any] = strict_json.loads(run("inspect", str(folder), "--json"))
     assert (facts["name"], facts["family"]) == ("talking", "qwen2")
     assert facts["tokenizer"] == "byte-level BPE"
     assert set(facts["stop_tokens"].values()) == {"<|im_end|>", "<|endoftext|>"}

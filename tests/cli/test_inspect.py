@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+import strict_json
 from checkpoint.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
 from octavo.checkpoint import load
 from octavo.cli import app
@@ -21,7 +21,7 @@ from oracle.tiny_folders import quantized_folder
 def inspect(*arguments: str) -> dict[str, Any]:
     result = CliRunner().invoke(app, ["inspect", *arguments, "--json"])
     assert result.exit_code == 0, result.output
-    facts: dict[str, Any] = json.loads(result.stdout)
+    facts: dict[str, Any] = strict_json.loads(result.stdout)
     return facts
 
 

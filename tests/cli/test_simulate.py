@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import octavo
+import strict_json
 from octavo.cli import app, main
 from octavo.cli.simulate import DEFAULT_GOODPUT
 
@@ -31,7 +32,7 @@ def run(*arguments: str, code: int = 0) -> Any:
 
 
 def figures(*arguments: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(run("--json", *arguments).stdout)
+    found: dict[str, Any] = strict_json.loads(run("--json", *arguments).stdout)
     return found
 
 
@@ -83,7 +84,7 @@ def test_objectives_and_models_may_be_said_as_elsewhere(azure: Path) -> None:
     assert found["slo"] == {"ttft_ms": 100, "e2el_ms": 9000}
     arguments = ["simulate", "llama-3-8b", "--device", "h100", "--trace", str(azure), "--json"]
     result = CliRunner().invoke(app, arguments)
-    assert json.loads(result.stdout)["ttft_ms"] == found["ttft_ms"]
+    assert strict_json.loads(result.stdout)["ttft_ms"] == found["ttft_ms"]
 
 
 def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
@@ -201,7 +202,7 @@ def test_the_same_to_the_last_digit_whatever_the_hash_seed(tmp_path: Path) -> No
         done = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]
-    found = json.loads(outputs[0])
+    found = strict_json.loads(outputs[0])
     assert found["prefix_hits"] > 0
     assert found["preemptions"] > 0
     assert found["speculation"]["accepted_tokens"] > 0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.cli import app
 
 ORACLES = Path(__file__).parents[1] / "oracle"
@@ -56,7 +57,7 @@ CONFIGS = [
 @pytest.mark.parametrize(("model", "given", "sampling"), CONFIGS)
 def test_passes_add_up(model: Path, given: tuple[str, ...], sampling: tuple[str, ...]) -> None:
     common = ("--max-tokens", "40", "--ignore-eos", "--seed", "3", *sampling)
-    found = json.loads(run("--json", *common, *given, model=model).stdout)
+    found = strict_json.loads(run("--json", *common, *given, model=model).stdout)
     passes, total = found["passes"], found["summary"]
     assert len(found["token_ids"]) == 40
     assert sum(len(each["run"]) for each in passes) == total["tokens"] == 39
@@ -84,7 +85,7 @@ def test_passes_add_up(model: Path, given: tuple[str, ...], sampling: tuple[str,
 
 def test_a_model_that_drafts_for_itself_is_always_right() -> None:
     given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
-    total = json.loads(run("--json", "--max-tokens", "21", "--ignore-eos", *given).stdout)[
+    total = strict_json.loads(run("--json", "--max-tokens", "21", "--ignore-eos", *given).stdout)[
         "summary"
     ]
     assert total["acceptance_rate"] == 1
@@ -115,7 +116,7 @@ def test_stepping(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_token_is_an_answer_too() -> None:
-    found = json.loads(run("--json", "--max-tokens", "1").stdout)
+    found = strict_json.loads(run("--json", "--max-tokens", "1").stdout)
     assert found["passes"] == []
     assert "1 token" not in run("--max-tokens", "1").stdout
 
@@ -125,9 +126,9 @@ def test_guesses_behind_the_answers_end_are_not_accepted(end: int) -> None:
     """A drafter that is always right, and a stop token at every place of a pass."""
     given = config(method="draft_model", model=str(LLAMA), num_speculative_tokens=3)
     common = ("--json", "--temperature", "1", "--seed", "2", "--max-tokens", "9", *given)
-    tokens = json.loads(run(*common, "--ignore-eos").stdout)["token_ids"]
+    tokens = strict_json.loads(run(*common, "--ignore-eos").stdout)["token_ids"]
     assert tokens.index(tokens[end]) == end  # else it would stop before
-    found = json.loads(run(*common, "--stop-token-ids", str(tokens[end])).stdout)
+    found = strict_json.loads(run(*common, "--stop-token-ids", str(tokens[end])).stdout)
     assert found["token_ids"] == tokens[: end + 1]
     *whole, last = found["passes"]
     assert all(len(each["run"]) == 4 for each in whole)
@@ -142,4 +143,4 @@ def test_guesses_behind_the_answers_end_are_not_accepted(end: int) -> None:
 def test_what_it_makes_no_use_of_is_refused() -> None:
     assert "--step" in run("--json", "--step", code=2).output
     assert "--max-num-seqs" in run("--max-num-seqs", "7", code=2).output
-    json.loads(run("--json", "--no-step", "--max-tokens", "3").stdout)
+    strict_json.loads(run("--json", "--no-step", "--max-tokens", "3").stdout)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import octavo.train.run
+import strict_json
 from octavo.cli import app
 from octavo.engine.load import SettingsError
 from octavo.train.medusa import Recipe
@@ -76,7 +76,7 @@ def test_what_is_said_is_done(asked: dict[str, Any], tmp_path: Path) -> None:
     )
     assert (asked["text"], asked["max_tokens"]) == (Path("t"), 9)
     assert "invented" not in asked
-    assert json.loads(done.stdout)["tokens_per_pass"] == 1.7
+    assert strict_json.loads(done.stdout)["tokens_per_pass"] == 1.7
 
 
 def test_what_is_asked_may_be_said(

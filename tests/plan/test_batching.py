@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.cli import app
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
@@ -382,7 +382,7 @@ GIVEN = ("--step-ms", "20", "--max-num-seqs", "8", "--input-len", "50", "--outpu
 
 
 def test_the_command() -> None:
-    facts = json.loads(run(*GIVEN, "--request-rate", "3", "--json"))
+    facts = strict_json.loads(run(*GIVEN, "--request-rate", "3", "--json"))
     assert facts["saturation"]["request_throughput"] == pytest.approx(4)
     assert facts["saturated"] is False
     assert facts["running"] == pytest.approx(6)
@@ -404,7 +404,9 @@ def test_of_a_model_and_a_trace(tmp_path: Path) -> None:
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         "2023-11-16 18:00:00.0,100,10\n2023-11-16 18:00:01.0,300,50\n2023-11-16 18:00:04.0,200,30\n"
     )
-    facts = json.loads(run("llama-3-8b", "--device", "h100", "--trace", str(trace), "--json"))
+    facts = strict_json.loads(
+        run("llama-3-8b", "--device", "h100", "--trace", str(trace), "--json")
+    )
     assert facts["request_rate"] == pytest.approx(0.5)
     assert facts["prompts"]["mean"] == pytest.approx(200)
     assert facts["outputs"]["mean"] == pytest.approx(30)
@@ -471,7 +473,7 @@ def test_traces_that_are_refused(rows: list[str], message: str, tmp_path: Path) 
 
 
 def test_answers_of_a_token_to_prompts_of_one() -> None:
-    facts = json.loads(
+    facts = strict_json.loads(
         run("llama-3-8b", "--device", "h100", "--input-len", "1", "--output-len", "1", "--json")
     )
     assert facts["saturation"]["request_throughput"] * facts["saturation"]["step_seconds"] >= 1

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import strict_json
 from execute.test_limits import made_up
 from octavo.checkpoint.base import WeightFormat
 from octavo.cli.calibrate import as_text
@@ -248,6 +249,21 @@ def test_what_is_stored_comes_back() -> None:
     path = stored.save()
     assert Calibration.load(key()) == stored
     assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+def test_an_infinite_knee_is_stored_as_null() -> None:
+    """And as Python writes infinity it is still read."""
+    stored = replace(calibration(key()), rates=replace(TRUE, knee=math.inf))
+    path = stored.save()
+    facts = strict_json.loads(path.read_text())
+    assert facts["rates"]["knee"] is None
+    assert facts["limits"]["attention_knee"] is None
+    assert facts["rates"]["attention_knee"] == TRUE.attention_knee
+    assert Calibration.load(key()) == stored
+    facts["rates"]["knee"] = math.inf
+    path.write_text(json.dumps(facts))
+    assert "Infinity" in path.read_text()
+    assert Calibration.load(key()) == stored
 
 
 def test_nothing_else_gets_it() -> None:

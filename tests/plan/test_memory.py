@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
 from octavo.cli.simulate import configure
@@ -44,7 +45,7 @@ TECHNIQUES: dict[str, Any] = {
 def planned(*arguments: str) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["plan", "memory", *arguments, "--json"])
     assert done.exit_code == 0, done.output
-    facts: dict[str, Any] = json.loads(done.stdout)
+    facts: dict[str, Any] = strict_json.loads(done.stdout)
     return facts
 
 
@@ -106,7 +107,7 @@ def test_a_device_has_its_own_defaults() -> None:
         app, ["simulate", "llama-3-8b", "--device", "h100", "--num-prompts", "1", "--json"]
     )
     block = facts["kv_bytes_per_token"] * facts["block_size"]
-    blocks = json.loads(done.stdout)["settings"]["kv_blocks"]
+    blocks = strict_json.loads(done.stdout)["settings"]["kv_blocks"]
     assert facts["devices"][0]["kv_budget_bytes"] // block == blocks
     here = planned("llama-3-8b", "--context", "8192")
     assert (here["memory_utilization"], here["max_num_batched_tokens"]) == (0.5, 512)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+import strict_json
 from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from execute.test_limits import made_up
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
+from octavo.cli.plan.quantization import EXAMPLES
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvLayout
@@ -305,7 +308,7 @@ def test_this_machine_is_what_bench_machine_has_stored(
     """Its memory's rate is that for as much as is read: here between two measured sizes."""
     monkeypatch.setattr("octavo.execute.limits.Limits.stored", lambda *_: made_up())
     subject("gemma-3-270m", tmp_path)
-    facts = json.loads(run(str(tmp_path / "gemma-3-270m"), "--json"))
+    facts = strict_json.loads(run(str(tmp_path / "gemma-3-270m"), "--json"))
     assert facts["device"].startswith("this machine (")
     expected = made_up()
     for each in facts["plans"]:
@@ -317,7 +320,7 @@ def test_this_machine_is_what_bench_machine_has_stored(
 
 def test_json(tmp_path: Path) -> None:
     subject("gemma-3-270m", tmp_path)
-    facts = json.loads(run(str(tmp_path / "gemma-3-270m"), *DEVICE, "--json"))
+    facts = strict_json.loads(run(str(tmp_path / "gemma-3-270m"), *DEVICE, "--json"))
     assert facts["parameters"] == 268_098_176
     plans = {each["format"]: each for each in facts["plans"]}
     assert plans["BF16"]["bytes"] == 2 * (268_098_176 - 55_936) + 4 * 55_936
@@ -362,15 +365,24 @@ def test_no_more_than_the_models_context(flag: str, tokens: str) -> None:
     result = CliRunner().invoke(app, arguments)
     assert isinstance(result.exception, SettingsError)
     assert f"{flag} {tokens} is more than the model's context of 128" in str(result.exception)
-    assert json.loads(run(path, *DEVICE, "--json"))["prompt_len"] == 128  # not 512
-    assert json.loads(run(path, *DEVICE, flag, "128", "--json"))
+    assert strict_json.loads(run(path, *DEVICE, "--json"))["prompt_len"] == 128  # not 512
+    facts = strict_json.loads(run(path, *DEVICE, flag, "128", "--json"))
+    assert facts[flag.removeprefix("--").replace("-", "_")] == 128
+
+
+def test_examples_need_no_files() -> None:
+    for example in EXAMPLES:
+        _, *arguments = shlex.split(example)
+        if "smollm2" not in arguments:  # which octavo pull brings
+            done = CliRunner().invoke(app, arguments, catch_exceptions=False)
+            assert done.exit_code == 0, done.output
 
 
 def test_a_narrower_cache(tmp_path: Path) -> None:
     subject("llama-2-7b", tmp_path)
     common = (str(tmp_path / "llama-2-7b"), *DEVICE, "--format", "q4_0", "--context", "1024")
     found = {
-        name: json.loads(run(*common, "--kv-cache-dtype", name, "--json"))
+        name: strict_json.loads(run(*common, "--kv-cache-dtype", name, "--json"))
         for name in ("auto", "int8", "int4")
     }
     assert [each["kv_bytes_per_token"] for each in found.values()] == [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.cli import app
 from octavo.engine.load import SettingsError
 from octavo.execute.cost import Arithmetic, Rates
@@ -192,7 +192,7 @@ def test_the_command(tmp_path: Path) -> None:
     picture = tmp_path / "roof.svg"
     shape = ("--context", "512,2K", "--prompt-len", "256", "--batch-sizes", "1,64", "--price", "3")
     arguments = ("llama-3-8b", "--device", "h100", *shape)
-    facts: dict[str, Any] = json.loads(run(*arguments, "--json", "--plot", str(picture)))
+    facts: dict[str, Any] = strict_json.loads(run(*arguments, "--json", "--plot", str(picture)))
     assert facts["measured"] is False
     assert facts["weight_bytes"] == 16_061_054_976
     assert [(point["context"], point["sequences"]) for point in facts["decode"]] == [
@@ -216,9 +216,9 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_quantized_weights_have_a_roof_of_their_own() -> None:
     arguments = ("llama-3-8b", "--device", "h100", "--format", "q4_k", "--json")
-    roofs = json.loads(run(*arguments))["roofs"]
+    roofs = strict_json.loads(run(*arguments))["roofs"]
     assert [roof["arithmetic"] for roof in roofs] == ["int8", "bf16"]
-    wide = json.loads(run(*arguments, "--arithmetic", "bf16"))
+    wide = strict_json.loads(run(*arguments, "--arithmetic", "bf16"))
     assert [roof["arithmetic"] for roof in wide["roofs"]] == [Arithmetic.BF16]
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.cli import app
 from octavo.cli import serve as serve_cli
 from octavo.cli.options import engine_flags
@@ -423,7 +424,7 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     args = (config, "--trace", trace, "--slo", "ttft=500,tpot=50", "--device", FIGURES)
     result = run(*args, "--trials", 8, "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = strict_json.loads(result.stdout)
     assert found["serve_command"].startswith(f"octavo serve {config} --max-num-seqs")
     assert found["met"] is True
     assert found["predicted"]["requests"] == 40
@@ -446,7 +447,7 @@ def test_an_slo_that_nothing_keeps_is_said(config: Path, trace: Path) -> None:
     assert result.exit_code == 0
     assert "no setting keeps the SLO" in result.stdout
     assert "TTFT fails by" in result.stdout
-    found = json.loads(run(*args, "--slo", "ttft=0.001,tpot=50", "--json").stdout)
+    found = strict_json.loads(run(*args, "--slo", "ttft=0.001,tpot=50", "--json").stdout)
     assert found["met"] is False
     assert found["sustained"] is None
 
@@ -600,7 +601,7 @@ def test_the_prediction_is_compared_with_the_live_engine(trace: Path) -> None:
         "--trace-speedup", 20, "--max-input-len", 40, "--kv-cache-memory-bytes", "8MiB",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    confirmed = json.loads(result.stdout)["confirmed"]
+    confirmed = strict_json.loads(result.stdout)["confirmed"]
     assert confirmed["measured"]["completed"] == 40
     predicted, measured = confirmed["pairs"]["output_throughput"]
     error = confirmed["error"]["output_throughput"]

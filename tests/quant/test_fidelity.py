@@ -14,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+import strict_json
 from execute.reference import run as plain_run
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer
@@ -290,7 +291,7 @@ def run(*arguments: str) -> str:
 
 
 def rows(*arguments: str) -> Any:
-    return json.loads(run(*arguments, "--json"))
+    return strict_json.loads(run(*arguments, "--json"))
 
 
 def test_json(talking: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.checkpoint import load
 from octavo.checkpoint.bind import ROUTER
 from octavo.cli import app
@@ -230,9 +231,9 @@ def test_the_commands(name: str, out: str, tmp_path: Path) -> None:
     text.write_text("The quick brown fox jumps over the lazy dog, number 7 of 19. " * 60)
     arguments = ["--bits", 8, "--group-size", 32, "--calibration", text, "--seq-len", 64]
     done = run("quantize", source, *arguments, "--json", "-o", tmp_path / out)
-    assert json.loads(done)["starved_experts"] == 0
+    assert strict_json.loads(done)["starved_experts"] == 0
     against = ["--against", source, "--text", text, "--json"]
-    report = json.loads(run("fidelity", tmp_path / out, *against))
+    report = strict_json.loads(run("fidelity", tmp_path / out, *against))
     found = report["variants"][0] if "variants" in report else report
     assert 0 <= found["kl_mean"] < 0.03
     assert found["top1_agreement"] > 0.8

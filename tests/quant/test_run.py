@@ -17,6 +17,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Weight
 from octavo.checkpoint.pull import PullError, resolve
@@ -464,7 +465,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "--json", "-o", tmp_path / "out",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
-    facts = json.loads(result.stdout)
+    facts = strict_json.loads(result.stdout)
     assert facts["format"] == "gptq"
     assert facts["bits"] == 4
     assert 0.5 < facts["bytes_per_weight"] < 2.0
@@ -526,7 +527,7 @@ def test_what_was_looked_at_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     )
     assert result.exit_code == 0, result.output
     assert "context is 128 tokens: the text's pieces are of 128, not of 512" in result.stderr
-    facts = json.loads(result.stdout)
+    facts = strict_json.loads(result.stdout)
     assert (facts["num_samples"], facts["seq_len"]) == (2, 128)
 
 

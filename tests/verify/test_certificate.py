@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import octavo.checkpoint
+import strict_json
 from octavo.checkpoint.base import Checkpoint
 from octavo.cli import _explain, app
 from octavo.cli.verify import as_text
@@ -303,7 +304,7 @@ class TestCommand:
     def test_json(self) -> None:
         result = self.run("--json", "--threads", "1", "--kv-cache-dtype", "int4")
         assert result.exit_code == 0, result.output
-        found = json.loads(result.stdout)
+        found = strict_json.loads(result.stdout)
         assert found["differing_bits"] == 0
         assert found["cases"] > 100
         assert (found["threads"], found["kv_cache_dtype"]) == (2, "int4")

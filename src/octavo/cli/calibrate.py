@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def command(
         finally:
             loaded.engine.close()
     path = calibration.save()
-    typer.echo(json.dumps(calibration.as_dict(), indent=2) if as_json else as_text(calibration))
+    typer.echo(json_text(calibration.as_dict(), indent=2) if as_json else as_text(calibration))
     typer.echo(f"stored in {path}", err=True)
 
 

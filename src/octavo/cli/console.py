@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -39,6 +41,23 @@ def now_and_then(show: Callable[[str], None], seconds: float = 1.0) -> Callable[
             show(message)
 
     return progress
+
+
+def json_text(facts: Any, **style: Any) -> str:
+    """As `json.dumps` of this style, but strictly JSON, which knows neither infinity nor "not a
+    number": they are null.
+    """
+    return json.dumps(_finite(facts), allow_nan=False, **style)
+
+
+def _finite(facts: Any) -> Any:
+    if isinstance(facts, float):
+        return facts if math.isfinite(facts) else None
+    if isinstance(facts, dict):
+        return {name: _finite(value) for name, value in facts.items()}
+    if isinstance(facts, list | tuple):
+        return [_finite(value) for value in facts]
+    return facts
 
 
 def plural(count: int, what: str) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr
+from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ def command(
     except TextError as error:
         raise SettingsError(str(error)) from None
     if as_json:
-        typer.echo(json.dumps(rows[0] if len(models) == 1 else rows, indent=2))
+        typer.echo(json_text(rows[0] if len(models) == 1 else rows, indent=2))
     else:
         typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
     if plot is not None:  # last: what has been measured stands, whatever becomes of the drawing

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.console import json_text
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
@@ -93,10 +94,8 @@ def command(
                 rendered, ids = llm.chat_prompt([*before, {"role": "user", "content": text}])
                 inputs.append({"prompt": rendered, "prompt_token_ids": ids})
         if as_json:
-            import json
-
             for output in llm.generate(inputs, params, use_tqdm=sys.stderr.isatty()):
-                typer.echo(json.dumps(as_dict(output), ensure_ascii=False))
+                typer.echo(json_text(as_dict(output), ensure_ascii=False))
         else:
             _stream(llm, inputs, params)
 

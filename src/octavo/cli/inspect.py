@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.console import json_text
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def command(
     from octavo.checkpoint.pull import resolve
 
     facts = describe(load(resolve(model)), engine)
-    typer.echo(json.dumps(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
+    typer.echo(json_text(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
 
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:

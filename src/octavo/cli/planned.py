@@ -21,15 +21,23 @@ LayersFormat = Annotated[
 ]
 Bits = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8)."),
+    typer.Option(
+        metavar="N",
+        help="Of gptq (3, 4, 8), awq (4), compressed-tensors (4, 8); without a format of gptq.",
+    ),
 ]
 GroupSize = Annotated[
     int | None,
     typer.Option(
-        metavar="N", help="Inputs that share a scale; -1: a whole row.", show_default="128"
+        metavar="N",
+        help="Inputs that share a scale; -1: a whole row. Without a format of gptq.",
+        show_default="128",
     ),
 ]
-Asymmetric = Annotated[bool, typer.Option("--asymmetric", help="compressed-tensors with zeros.")]
+Asymmetric = Annotated[
+    bool,
+    typer.Option("--asymmetric", help="compressed-tensors, also without a format, with zeros."),
+]
 EmbeddingFormat = Annotated[
     str | None,
     typer.Option(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import on_stderr, plural
+from octavo.cli.console import json_text, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, LIMITS_HELP, Model, engine_config, length, takes
 
 if TYPE_CHECKING:
@@ -96,8 +95,8 @@ def command(
             progress=progress,
         )
     if trace is not None:
-        trace.write_text(json.dumps(as_trace(result, step, program(checkpoint.config))))
-    typer.echo(json.dumps(result.as_dict(), indent=2) if as_json else as_text(result, layers))
+        trace.write_text(json_text(as_trace(result, step, program(checkpoint.config))))
+    typer.echo(json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers))
 
 
 def as_text(profile: Profile, layers: bool = False) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.console import json_text
 from octavo.cli.options import Model
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ def command(
         print(f"note: {note}", file=sys.stderr)
     looked = (0, 0) if samples is None else samples.shape
     facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began)
-    typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+    typer.echo(json_text(facts, indent=2) if as_json else _as_text(facts))
 
 
 def _unused(method: MethodName, options: Mapping[str, object]) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr
+from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, option, takes
 from octavo.cli.planned import (
@@ -241,9 +241,9 @@ def command(
 
         draw(result, plot)
     if seen is not None and timeline is not None:
-        timeline.write_text(json.dumps(seen.trace(simulation)))
+        timeline.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
     if as_json:
-        typer.echo(json.dumps(result))
+        typer.echo(json_text(result))
     else:
         typer.echo(report.text(result))
 

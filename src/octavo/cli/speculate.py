@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import plural
+from octavo.cli.console import json_text, plural
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
@@ -101,7 +101,7 @@ def command(
                 "passes": [each.as_dict() for each in found.passes],
                 "summary": summary(plain, found),
             }
-            typer.echo(json.dumps(result, ensure_ascii=False))
+            typer.echo(json_text(result, ensure_ascii=False))
             return
 
         from rich.console import Console

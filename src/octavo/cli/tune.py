@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 from collections.abc import Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import ENGINE_OPTIONS, Model, check_file, engine_flags, named_flags, takes
 from octavo.cli.simulate import with_gpu_defaults
@@ -174,7 +173,7 @@ def command(
             )
         result["confirmed"] = comparison(tuned.best.figures, measured)
     if as_json:
-        typer.echo(json.dumps(result, indent=2))
+        typer.echo(json_text(result, indent=2))
     else:
         typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr
+from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object, takes
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def command(
             plant_faults=plant_fault,
             progress=progress,
         )
-    typer.echo(json.dumps(certificate.as_dict()) if as_json else as_text(certificate))
+    typer.echo(json_text(certificate.as_dict()) if as_json else as_text(certificate))
     if certificate.overlooked:
         typer.echo(f"octavo: not found: {'; '.join(certificate.overlooked)}", err=True)
         raise typer.Exit(2)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
 from itertools import count, repeat
@@ -54,6 +54,7 @@ class Arithmetic(StrEnum):
 
 
 SHARPEST = 16.0  # knee but the infinite
+KNEES = ("knee", "attention_knee")
 # Rows at which half of a ramp is left: from about so many on, threads share out rows instead of
 # columns, and a tile of weights is used for a full tile of rows.
 RAMP_ROWS = 64
@@ -121,6 +122,11 @@ class Rates:
             computed / (self.peak(arithmetic) if peak is None else peak),
             self.attention_knee,
         )
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON, which has no infinity: an infinite knee is null."""
+        values = asdict(self)
+        return values | {name: None for name in KNEES if values[name] == inf}
 
     def slowed(self, memory: float, processor: float | None = None) -> Rates:
         """Those of a machine whose memory takes ``memory`` times as long and whose processor takes

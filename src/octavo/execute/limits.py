@@ -394,7 +394,7 @@ def store(path: Path, facts: dict[str, Any]) -> None:
     """Write it as JSON, whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(json.dumps(facts, indent=1) + "\n")
+    staged.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
     staged.replace(path)
 
 

@@ -15,14 +15,14 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.pull import cache_dir
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError
-from octavo.execute.cost import Rates
+from octavo.execute.cost import KNEES, Rates
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.limits import Limits, cpu_model, kernel_build, store
 from octavo.execute.native import NativeExecutor
@@ -175,7 +175,9 @@ class Calibration:
     # Keeping it
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"key": self.key._asdict()}
+        """For JSON, strictly."""
+        rates = {"rates": self.rates.as_dict(), "limits": self.limits.as_dict()}
+        return asdict(self) | rates | {"key": self.key._asdict()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
@@ -259,12 +261,15 @@ _RANGES = {"per_second": (1.0, 1e18), "overhead": (0.0, 60.0), "ramp": (0.0, 1e3
 
 
 def _rates(values: Any) -> Rates:
-    """Raises `ValueError` for what no measurement can give. A knee may be infinite."""
+    """Raises `ValueError` for what no measurement can give. A knee may be infinite: null, or as
+    Python writes it.
+    """
     names = [field.name for field in fields(Rates)]
     if list(values) != names:
         raise ValueError("the rates' names are others")
+    values = values | {name: inf for name in KNEES if values[name] is None}
     for name, value in values.items():
-        known = type(value) in (int, float) and (isfinite(value) or name.endswith("knee"))
+        known = type(value) in (int, float) and (isfinite(value) or name in KNEES)
         if not known and value is not None:
             raise ValueError(f"{name} is {value!r:.60}, not a number")
         for end, (least, most) in _RANGES.items():

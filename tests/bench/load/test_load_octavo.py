@@ -15,6 +15,7 @@ from serve_fakes import FakeEngine
 from serving import listening, real_engine, started
 from typer.testing import CliRunner
 
+import strict_json
 from octavo.bench.load.benchmark import Settings, benchmark
 from octavo.cli import app
 from octavo.cli.bench import serve as command
@@ -179,11 +180,14 @@ async def test_the_command_prints_and_saves(tmp_path: Path) -> None:
 
         code, out, _ = await run("--base-url", url, *common, "--json", "--save-detailed")
         assert code == 0
-        assert len(json.loads(out)["ttfts"]) == 4
+        assert len(strict_json.loads(out)["ttfts"]) == 4
         for _ in range(2):
             await run("--base-url", url, *common, "--append-result", "--result-filename",
                       str(tmp_path / "all"))  # fmt: skip
-        assert [json.loads(line)["completed"] for line in (tmp_path / "all").open()] == [4, 4]
+        assert [strict_json.loads(line)["completed"] for line in (tmp_path / "all").open()] == [
+            4,
+            4,
+        ]
 
 
 async def test_ctrl_c_prints_the_result_so_far() -> None:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import on_stderr
+from octavo.cli.console import json_text, on_stderr
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,7 +49,7 @@ def command(
 
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)
-    typer.echo(json.dumps(limits.as_dict(), indent=2) if as_json else as_text(limits))
+    typer.echo(json_text(limits.as_dict(), indent=2) if as_json else as_text(limits))
     if not quick and threads in (None, usable_cpus()[0]):
         typer.echo(f"stored in {limits.save()}", err=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from octavo.cli.console import json_text
 from octavo.cli.load import (
     DATASET_OPTIONS,
     GOODPUT_OPTION,
@@ -245,7 +245,7 @@ def command(
         raise typer.Exit(1) from None
     short = benchmark.without_requests(result)
     if values["as_json"]:
-        print(json.dumps(result if asked.save_detailed else short))
+        print(json_text(result if asked.save_detailed else short))
     else:
         print(report.table(short, list(asked.metrics)))
     if values["save_result"] or values["append_result"]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import on_stderr, plural
+from octavo.cli.console import json_text, on_stderr, plural
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     LIMITS_HELP,
@@ -89,7 +88,7 @@ def command(
             rows.append(row)
     if not as_json and rows[-1].tokens_per_pass is not None:
         typer.echo(speculation(rows))
-    typer.echo(json.dumps([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
+    typer.echo(json_text([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
 
 
 def header(row: Row) -> str:

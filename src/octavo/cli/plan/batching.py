@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr
+from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import MOST_SEQUENCES, length, named_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
@@ -154,7 +153,7 @@ def command(
     except ValueError as error:
         raise _refused(str(error)) from None
     if as_json:
-        typer.echo(json.dumps(as_dict(found, how, notices), indent=2))
+        typer.echo(json_text(as_dict(found, how, notices), indent=2))
     else:
         typer.echo("\n".join([*notices, *as_lines(found, how)]))
 

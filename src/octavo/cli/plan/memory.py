@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr, plural
+from octavo.cli.console import json_text, on_stderr, plural
 from octavo.cli.options import PlannedModel, amount, length
 from octavo.cli.planned import (
     KV_DTYPE_HELP,
@@ -176,7 +176,7 @@ def command(
         instead = memory.alternatives(load, memory.narrower(load), asked)
     if as_json:
         facts = as_dict(load, places, found, instead)
-        typer.echo(json.dumps(facts, indent=2))
+        typer.echo(json_text(facts, indent=2))
     else:
         serve = _serve(model, rounding, load)
         typer.echo(as_text(load, places, found, instead, serve, loads))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from dataclasses import asdict
 from math import prod
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr
+from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import Model, length
 from octavo.cli.planned import (
     Asymmetric,
@@ -33,8 +31,8 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "octavo plan quantization smollm2",
-    "octavo plan quantization llama-2-7b/config.json --format gptq --bits 4 --group-size 64",
-    "octavo plan quantization model.gguf --format q4_k --device memory=48,int8=940,bf16=470",
+    "octavo plan quantization llama-2-7b --format gptq --bits 4 --group-size 64",
+    "octavo plan quantization qwen2.5-7b --format q4_k --device memory=48,int8=940,bf16=470",
 )
 
 
@@ -133,7 +131,7 @@ def command(
             "plans": [as_dict(subject, each) for each in plans],
             "skipped": skipped,
         }
-        typer.echo(json.dumps(facts, indent=2))
+        typer.echo(json_text(facts, indent=2))
     elif chosen is None:
         typer.echo(as_table(subject, on, plans, skipped, layout, in_cache, prompt))
     else:
@@ -171,7 +169,7 @@ def as_dict(subject: Subject, plan: Plan) -> dict[str, Any]:
         "held_bytes": plan.held_bytes,
         "held_bytes_per_weight": plan.held_bytes_per_weight,
         "held_decode_tokens_per_second": plan.held_decode_tokens_per_second,
-        "rates": asdict(plan.rates),
+        "rates": plan.rates.as_dict(),
     }
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import on_stderr
+from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import Model, check_file, length
 from octavo.cli.planned import (
     BandwidthShare,
@@ -165,7 +164,7 @@ def command(
 
         draw(found, plot)
     if as_json:
-        typer.echo(json.dumps(as_dict(found, price, setup.basis()), indent=2))
+        typer.echo(json_text(as_dict(found, price, setup.basis()), indent=2))
     else:
         typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
 
@@ -200,8 +199,8 @@ def as_dict(found: Roofline, price: float | None, basis: str) -> dict[str, Any]:
         "standing": found.device.standing,
         "basis": basis,
         "memory_bytes": found.device.memory_bytes,
-        "rates": asdict(found.rates),
-        "predicted_rates": asdict(found.expected),
+        "rates": found.rates.as_dict(),
+        "predicted_rates": found.expected.as_dict(),
         "roofs": [roof._asdict() for roof in found.roofs],
         "contexts": [asdict(context) for context in found.contexts],
         "decode": [

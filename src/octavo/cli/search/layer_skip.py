@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def command(
             )
     except TextError as error:
         raise SettingsError(str(error)) from None
-    typer.echo(json.dumps(found, indent=2) if as_json else as_text(found))
+    typer.echo(json_text(found, indent=2) if as_json else as_text(found))
 
 
 def as_text(found: dict[str, Any]) -> str:

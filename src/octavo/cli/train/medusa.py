@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from octavo.cli.console import now_and_then, on_stderr
+from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.options import Model
 
 EXAMPLES = (
@@ -151,7 +150,7 @@ def command(
             progress=now_and_then(show),
         )
     facts["seconds"] = round(time.monotonic() - began, 1)
-    typer.echo(json.dumps(facts, indent=2) if as_json else _as_text(facts))
+    typer.echo(json_text(facts, indent=2) if as_json else _as_text(facts))
 
 
 def _as_text(facts: dict[str, Any]) -> str:

@@ -1,0 +1,30 @@
+"""What commands print."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import octavo.cli
+import strict_json
+from octavo.cli.console import json_text
+
+
+def test_json_is_json() -> None:
+    facts = {"a": [math.inf, (1.5, -math.inf)], "b": {"c": np.float64("nan"), "d": None, "e": "ü"}}
+    text = json_text(facts, ensure_ascii=False)
+    assert strict_json.loads(text) == {
+        "a": [None, [1.5, None]],
+        "b": {"c": None, "d": None, "e": "ü"},
+    }
+    with pytest.raises(ValueError, match="Infinity is not JSON"):
+        strict_json.loads("[Infinity]")
+
+
+def test_all_commands_print_it_so() -> None:
+    for path in Path(octavo.cli.__file__).parent.rglob("*.py"):
+        assert not re.search(r"(echo|print)\(\s*json\.dumps?\(", path.read_text()), path

@@ -149,6 +149,7 @@ def test_what_a_client_holds_back_is_shown() -> None:
     assert said in found["saturation"]["why"]
     assert said in text(found)
     assert "held back by the client" in text(found)
+    assert "requests that were sent then" in text(found)
     free = figures(simulate(setup(**FEW), samples), SLO) | {"notices": []}
     assert free["client_queue_ms"]["max"] == free["saturation"]["held"] == 0
     assert "client" not in text(free)

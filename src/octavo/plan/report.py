@@ -307,8 +307,9 @@ def _ms(value: float) -> str:
 
 def _table_over_time(result: Mapping[str, Any]) -> list[str]:
     over = result["over_tenths"]
+    came = "sent" if result["saturation"]["held"] else "arrived"
     lines = [
-        f"{'until':>9}{'arrived':>9}{'running':>9}{'queue':>8}{'KV use':>8}{'out tok/s':>11}"
+        f"{'until':>9}{came:>9}{'running':>9}{'queue':>8}{'KV use':>8}{'out tok/s':>11}"
         f"{'TTFT p50':>10}{'TTFT p99':>10}{'TPOT p50':>10}{'good':>7}"
     ]
     for row, until in enumerate(over["time"]):
@@ -321,5 +322,7 @@ def _table_over_time(result: Mapping[str, Any]) -> list[str]:
             + "".join(f"{'-' if each is None else _ms(each):>10}" for each in times)
             + (f"{100 * good / arrived:>5.0f} %" if arrived else f"{'-':>7}")
         )
-    lines.append("(times are those of the requests that arrived then)")
+    lines.append(
+        f"(times are those of the requests that {'were sent' if came == 'sent' else came} then)"
+    )
     return lines

@@ -50,7 +50,8 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    _title(ttft, "time to first token, ms, of requests that arrive then")
+    came = "are sent" if result["saturation"]["held"] else "arrive"
+    _title(ttft, f"time to first token, ms, of requests that {came} then")
     _title(tpot, "time per output token, ms, of the same")
 
     _line(sequences, x, over["running"], _BLUE, "running")

@@ -199,7 +199,7 @@ def test_generate_failure_is_told(engine: CountingEngine) -> None:
         (("serve", "m", "--tensor-parallel-size", "2"), "No such option: --tensor-parallel-size"),
         (("serve", "m", "--port", "99999"), "port is 99999"),
         (("serve", "m", "--max-model-len", "8q"), "'8q' is not a size"),
-        (("serve", "m", "--max-model-len", "1"), "max_model_len is 1, below 2"),
+        (("serve", "m", "--max-model-len", "1"), "--max-model-len is 1, below 2"),
         (("serve", "m", "--uvicorn-log-level", "loud"), "log_level is 'loud'"),
         (("serve",), "Missing argument"),
         (("generate", "m"), "Missing argument"),

@@ -398,6 +398,13 @@ async def test_a_server_without_a_list_of_models(monkeypatch: pytest.MonkeyPatch
     assert server.generations[0].json["model"] == "c"
 
 
+async def test_arrivals_that_cannot_be_are_said_before_a_request_leaves() -> None:
+    async with serving_script(good) as server:
+        with pytest.raises(LoadError, match="--burstiness 1e-300: intervals are beyond"):
+            await benchmark(settings(server.url, request_rate=5.0, burstiness=1e-300))
+    assert not server.generations[1:]  # but the check that it is ready
+
+
 async def test_ids_where_the_endpoint_refuses_them_become_text(tokenizer_json: Path) -> None:
     async def texts_only(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
         if isinstance(asked.json["prompt"], list):

@@ -137,6 +137,7 @@ class _Benchmark:
         try:
             tokens = await self._tokens()
             samples, notices = settings.samples(tokens.count)
+            arrivals = settings.arrivals(samples)
         except ValueError as error:
             raise LoadError(str(error)) from None
         self._notices += notices
@@ -150,7 +151,7 @@ class _Benchmark:
         load = Load(
             self._client,
             samples,
-            settings.arrivals(samples),
+            arrivals,
             request,
             max_concurrency=settings.max_concurrency,
             timeout=settings.request_timeout_sec,

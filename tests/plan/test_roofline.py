@@ -263,6 +263,17 @@ def test_what_the_model_or_the_disk_refuses(arguments: tuple[str, ...], message:
         run("llama-3-8b", "--device", "h100", *arguments)
 
 
+def test_the_peaks_of_a_device() -> None:
+    """Of all its units, also of those that this model does not use."""
+    facts = strict_json.loads(run("llama-3-8b", "--device", "h100", "--json"))
+    assert facts["peaks"] == {
+        "fp32": 67e12, "fp16": 989e12, "bf16": 989e12, "int8": 1979e12, "fp8": 1979e12,
+    }  # fmt: skip
+    text = run("llama-3-8b", "--device", "h100")
+    assert "peaks       fp32 67, fp16 989, bf16 989, int8 1,979, fp8 1,979 Top/s" in text
+    assert "fp8" not in run("llama-3-8b", "--device", "a100")
+
+
 @pytest.mark.parametrize("command", [("plan", "roofline"), ("simulate", "--num-prompts", "1")])
 def test_the_embeddings_format_of_a_stored_model(command: tuple[str, ...]) -> None:
     """Which the file says; with --format it is a matter of choice."""

@@ -201,6 +201,7 @@ def as_dict(found: Roofline, price: float | None, basis: str) -> dict[str, Any]:
         "memory_bytes": found.device.memory_bytes,
         "rates": found.rates.as_dict(),
         "predicted_rates": found.expected.as_dict(),
+        "peaks": found.device.peaks(found.stored.bytes),
         "roofs": [roof._asdict() for roof in found.roofs],
         "contexts": [asdict(context) for context in found.contexts],
         "decode": [
@@ -259,6 +260,9 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
 
     rates, layout, stored = found.rates, found.layout, found.stored
     scale, letter = (1e12, "T") if found.roofs[0].ops_per_second >= 1e13 else (1e9, "G")
+    peaks = [
+        f"{name} {peak / scale:,.6g}" for name, peak in found.device.peaks(stored.bytes).items()
+    ]
     lines = [
         f"{found.subject.name}: {found.subject.parameters:,} parameters, {stored.bytes:,} bytes of "
         f"weights ({stored.name}),",
@@ -272,6 +276,7 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
             f"{roof.ridge:.4g} a byte on"
             for names, roof in levels(found.roofs)
         ),
+        f"  {'peaks':<12}{', '.join(peaks)} {letter}op/s",
         f"  {found.device.assumption or basis}",
         "",
         *_table("decode", ("context", "batch"), "TPOT", found.decode, price),

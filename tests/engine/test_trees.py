@@ -63,6 +63,8 @@ def live(seed: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str
             budget = setting.max_num_seqs + rng.choice((3, 16, 64))
             setting = replace(
                 setting,
+                memory="paged",  # what is reserved is not shared
+                chunked_prefill=True,
                 max_num_batched_tokens=budget,
                 max_logits_rows=rng.choice((setting.max_num_seqs + 3, budget, budget)),
                 max_branches=rng.choice((1, 3, 20)),

@@ -44,5 +44,6 @@ loaded = SimpleNamespace(
 patched = cast(Any, server)
 patched.load_engine = lambda model, config: loaded
 patched.AsyncEngine = StartingEngine
+patched.Calibration = SimpleNamespace(of_engine=lambda loaded: None)
 patched._STOP_TIMEOUT = 0.2
 sys.exit(server.run("tiny", EngineConfig(), ServeConfig(**settings["serve"])))

@@ -31,6 +31,7 @@ from octavo.workload.datasets import RANDOM, Part, Sample
 
 Memory = Literal["reserve", "paged"]
 Batching = Literal["static", "continuous"]
+KINDS: dict[Memory, str] = {"reserve": "reserved", "paged": "paged"}
 CONTEXT = 2048  # tokens that a request may take, prompt and answer together
 SLO = {"ttft": 1000.0, "tpot": 100.0}
 
@@ -121,12 +122,12 @@ def main() -> None:
 
     print("1. 96 blocks of 16 tokens, eight requests that may take 24 blocks and take 12")
     rows = [["", "run at once", "wait", "done after", "blocks in use", "of them unfilled"]]
-    for memory in ("reserve", "paged"):
+    for memory in KINDS:
         run = eight_in_96_blocks(base, memory)
         found = figures(run, SLO)
         rows.append(
             [
-                {"reserve": "reserved", "paged": "paged"}[memory],
+                KINDS[memory],
                 f"{found['running']['max']:.0f}",
                 f"{found['waiting']['max']:.0f}",
                 f"{found['duration']:.2f} s",
@@ -138,11 +139,11 @@ def main() -> None:
 
     print(f"\n2. Where memory goes: four requests a second that may take {CONTEXT} tokens each")
     rows = [["", "allocated, not filled", "blocks in use", "output tokens/s"]]
-    for memory in ("reserve", "paged"):
+    for memory in KINDS:
         found = where_memory_goes(base, memory)
         rows.append(
             [
-                {"reserve": "reserved", "paged": "paged"}[memory],
+                KINDS[memory],
                 f"{100 * found['kv_waste']:.1f} %",
                 f"{100 * found['kv_usage']['mean']:.1f} %",
                 f"{found['output_throughput']:,.0f}",
@@ -165,7 +166,7 @@ def main() -> None:
         first = first or rate
         rows.append(
             [
-                f"{batching}, {'reserved' if memory == 'reserve' else 'paged'}",
+                f"{batching}, {KINDS[memory]}",
                 f"at most {found['running']['max']:.0f}",
                 f"{found['running']['mean']:.1f}",
                 f"{rate:,.0f}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -108,15 +108,16 @@ BandwidthShare = Annotated[
 ]
 
 
-def memory_utilization_option(default: str) -> Any:
-    """The option, where the default is said so."""
-    return typer.Option(
+MemoryUtilization = Annotated[
+    float | None,
+    typer.Option(
         "--memory-utilization",
         "--gpu-memory-utilization",
         metavar="X",
         help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
-        show_default=default,
-    )
+        show_default="0.5; of a GPU 0.9",
+    ),
+]
 
 
 def _price(an_hour: float | None) -> float | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.workload.metrics import GOODPUT as METRICS
-from octavo.workload.metrics import LONGEST, SHORTEST, Record, totals
+from octavo.workload.metrics import LONGEST, SHORTEST, Counts, Record, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,9 @@ NONE = Latency(0.0, 0.0)  # answers of one token: there is no time between token
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
-    """What came of a load; rates are of its whole time, from the start to the last token."""
+class Figures(Counts):
+    """What came of a load, without its requests: of each trial they would take too much memory."""
 
-    requests: int
-    completed: int
-    good: int
-    duration: float  # seconds
-    output_tokens: int
     latencies: Mapping[str, Latency]  # of each of METRICS; UNSERVED or NONE where no request has it
 
     @classmethod
@@ -68,23 +63,6 @@ class Figures:
             found.output_tokens,
             latencies,
         )
-
-    @property
-    def goodput(self) -> float:
-        """Requests a second that are within all limits (Zhong et al., DistServe, 2024)."""
-        return self.good / self.duration
-
-    @property
-    def attainment(self) -> float:
-        return self.good / max(self.requests, 1)
-
-    @property
-    def request_throughput(self) -> float:
-        return self.completed / self.duration
-
-    @property
-    def output_throughput(self) -> float:
-        return self.output_tokens / self.duration
 
     def pressure(self, slo: Slo) -> float:
         """The 99th percentile nearest to, or farthest beyond, its limit, as a share of it."""

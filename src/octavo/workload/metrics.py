@@ -123,21 +123,16 @@ def parse_metrics(text: str) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
-    """A load's figures. Rates are of its whole time, from the start to the last token; tokens,
-    latencies and what is good are of the requests that were served.
+class Counts:
+    """What a load came to. Rates are of its whole time, from the start to the last token; tokens
+    and what is good are of the requests that were served.
     """
 
     requests: int
-    done: Sequence[Record]  # that were served
+    completed: int  # that were served
     good: int
     duration: float  # seconds, above 0
-    input_tokens: int
     output_tokens: int
-
-    @property
-    def completed(self) -> int:
-        return len(self.done)
 
     @property
     def goodput(self) -> float:
@@ -157,6 +152,14 @@ class Totals:
     def output_throughput(self) -> float:
         return self.output_tokens / self.duration
 
+
+@dataclass(frozen=True, slots=True)
+class Totals(Counts):
+    """With the requests that were served, and the latencies over them."""
+
+    input_tokens: int
+    done: Sequence[Record]
+
     @property
     def token_throughput(self) -> float:
         return (self.input_tokens + self.output_tokens) / self.duration
@@ -171,11 +174,12 @@ def totals(records: Sequence[Record], duration: float, goodput: Mapping[str, flo
     done = [record for record in records if record.success]
     return Totals(
         len(records),
-        done,
+        len(done),
         sum(is_good(record, goodput) for record in done),
         max(duration, 1e-9),
-        sum(record.prompt_len for record in done),
         sum(record.output_tokens for record in done),
+        sum(record.prompt_len for record in done),
+        done,
     )
 
 

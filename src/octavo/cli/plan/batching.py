@@ -16,8 +16,8 @@ from octavo.cli.planned import (
     BandwidthShare,
     ComputeShare,
     LayersFormat,
+    MemoryUtilization,
     chosen_scheme,
-    memory_utilization_option,
 )
 from octavo.plan.defaults import engine_defaults
 
@@ -102,9 +102,7 @@ def command(
             show_default="512; of a GPU 2048",
         ),
     ] = None,
-    memory_utilization: Annotated[
-        float | None, memory_utilization_option("0.5; of a GPU 0.9")
-    ] = None,
+    memory_utilization: MemoryUtilization = None,
     static_batch: Annotated[
         int | None,
         typer.Option(

@@ -16,8 +16,8 @@ from octavo.cli.planned import (
     Asymmetric,
     Bits,
     GroupSize,
+    MemoryUtilization,
     chosen_scheme,
-    memory_utilization_option,
 )
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def command(
             show_default="512; of a GPU 2048",
         ),
     ] = None,
-    memory_utilization: Annotated[
-        float | None, memory_utilization_option("0.5; of a GPU 0.9")
-    ] = None,
+    memory_utilization: MemoryUtilization = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes.")
     ] = False,

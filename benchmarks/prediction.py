@@ -177,14 +177,7 @@ class Steps:
         self._before = engine.step_seconds
 
     def on_step(self, step: Step) -> None:
-        batch = step.scheduled.batch
-        kept = replace(
-            batch,
-            positions=batch.positions.copy(),
-            seq_offsets=batch.seq_offsets.copy(),
-            logits_rows=batch.logits_rows.copy(),
-        )
-        self.seen.append(kept)
+        self.seen.append(step.scheduled.batch.kept())
 
     def on_end(self, record: RequestRecord) -> None:
         pass

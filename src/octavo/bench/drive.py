@@ -136,11 +136,7 @@ class Drive:
     # Being an observer
 
     def on_step(self, step: Step) -> None:
-        batch = step.scheduled.batch
-        # The arrays are written over by the next step.
-        self.batches.append(
-            replace(batch, positions=batch.positions.copy(), seq_offsets=batch.seq_offsets.copy())
-        )
+        self.batches.append(step.scheduled.batch.kept())
 
     def on_end(self, record: RequestRecord) -> None:
         self._failure = self._failure or record.error

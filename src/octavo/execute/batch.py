@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -37,6 +37,15 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def kept(self) -> Batch:
+        """Its sizes and positions, for later: the next step writes over the arrays."""
+        return replace(
+            self,
+            positions=self.positions.copy(),
+            seq_offsets=self.seq_offsets.copy(),
+            logits_rows=self.logits_rows.copy(),
+        )
 
 
 def slice_rows(max_logits_rows: int, vocab_size: int) -> int:

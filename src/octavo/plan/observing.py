@@ -9,7 +9,6 @@ came before them, scheduling, kernels, sampling, text and delivery, as a request
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from itertools import count
 
 import numpy as np
@@ -45,14 +44,7 @@ class _Observer:
         self.failure: str | None = None
 
     def on_step(self, step: Step) -> None:
-        batch = step.scheduled.batch
-        # The arrays are written over by the next step.
-        self.batch = replace(
-            batch,
-            positions=batch.positions.copy(),
-            seq_offsets=batch.seq_offsets.copy(),
-            logits_rows=batch.logits_rows.copy(),
-        )
+        self.batch = step.scheduled.batch.kept()
 
     def on_end(self, record: RequestRecord) -> None:
         self.failure = self.failure or record.error

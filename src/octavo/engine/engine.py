@@ -231,6 +231,9 @@ class Engine:
             len(request.prompt_token_ids),
             request.params.n,
             request.params.max_tokens,
+            client=request.client,
+            priority=request.priority,
+            target=request.target,
         )
 
     def reject(self, record: RequestRecord, error: Exception) -> None:

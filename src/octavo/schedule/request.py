@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import NamedTuple
 
 from octavo.sample.params import SamplingParams
 
@@ -14,6 +15,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    SHED = "shed"  # it waited too long, or could no longer be in time; its outcome is REJECTED
 
 
 class Outcome(Enum):
@@ -29,13 +31,41 @@ class AdmissionError(ValueError):
     """A request refused before it ran; the message carries the arithmetic.
 
     ``param`` names the request field at fault; ``retryable`` says that the same request may be
-    admitted later (queue full), which HTTP answers with 503 instead of 400.
+    admitted later (queue full), which HTTP answers with 429 instead of 400, and ``retry_after`` in
+    how many seconds, where that can be told.
     """
 
-    def __init__(self, message: str, param: str | None = None, *, retryable: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        *,
+        retryable: bool = False,
+        retry_after: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.retryable = retryable
+        self.retry_after = retry_after
+
+
+class LatencyTarget(NamedTuple):
+    """What a request is promised, in seconds; None: nothing. Of it come its deadlines, and whether
+    it counts as good.
+    """
+
+    ttft: float | None = None  # arrival to first token
+    tpot: float | None = None  # mean time per token after the first, of each sequence
+    e2el: float | None = None  # arrival to end
+
+    def met_by(self, record: RequestRecord) -> bool:
+        """Whether a request that has ended kept all of it; False if it was not finished."""
+        if record.outcome is not Outcome.FINISHED or record.first_token is None:
+            return False
+        measured = record.first_token - record.arrival, record.tpot, record.latency
+        return all(
+            limit is None or value <= limit for limit, value in zip(self, measured, strict=True)
+        )
 
 
 @dataclass(slots=True)
@@ -59,6 +89,22 @@ class RequestRecord:
     outcome: Outcome | None = None
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # one a sequence
     error: str | None = None
+    client: str = ""  # as in `Request`, and the next two
+    priority: int = 0
+    target: LatencyTarget | None = None
+
+    @property
+    def tpot(self) -> float:
+        """Seconds per token after the first, of each sequence; 0 where there are none."""
+        following = self.completion_tokens / self.n - 1
+        if following <= 0 or self.first_token is None or self.last_token is None:
+            return 0.0
+        return (self.last_token - self.first_token) / following
+
+    @property
+    def latency(self) -> float:
+        """Seconds from arrival to end."""
+        return 0.0 if self.finished is None else self.finished - self.arrival
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,3 +116,5 @@ class Request:
     params: SamplingParams
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str | None = None
+    client: str = ""  # who asks: the name of an API key; fair shares and quotas are among these
+    target: LatencyTarget | None = None

@@ -169,7 +169,7 @@ class Metrics:
         if record.max_tokens is not None:
             self._max_tokens.observe(record.max_tokens)
         if record.finished is not None:
-            self._e2e.observe(record.finished - record.arrival)
+            self._e2e.observe(record.latency)
         if record.scheduled is None:
             return
         self._queue.observe(record.scheduled - record.arrival)
@@ -180,9 +180,8 @@ class Metrics:
         self._prefill.observe(record.first_token - record.scheduled)
         self._decode.observe(record.last_token - record.first_token)
         self._inference.observe(record.last_token - record.scheduled)
-        following = record.completion_tokens / record.n - 1
-        if following > 0:
-            self._per_token.observe((record.last_token - record.first_token) / following)
+        if record.completion_tokens > record.n:
+            self._per_token.observe(record.tpot)
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) in the format that ``accept`` asks for."""

@@ -62,6 +62,11 @@ SERVE_OPTIONS = [
         "disable_uvicorn_access_log", bool, False, "No log line per request.", _SERVER,
         "--disable-uvicorn-access-log",
     ),
+    option(
+        "access_log_format", str | None, None, "Log line per request: text or json.", _SERVER,
+        metavar="FORMAT", show_default="as --log-format",
+    ),
+    option("log_format", str, "text", "Log lines: text or json.", _SERVER, metavar="FORMAT"),
     option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),
 ]  # fmt: skip
 

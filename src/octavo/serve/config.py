@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.serve.logs import FORMATS
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
@@ -39,6 +41,8 @@ class ServeConfig:
 
     docs: bool = True  # /docs and /openapi.json
     access_log: bool = True
+    access_log_format: str | None = None  # text or json; None: as log_format
+    log_format: str = "text"  # or json
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -61,5 +65,11 @@ class ServeConfig:
             raise ValueError(f"root_path is {self.root_path!r} and must start with /")
         if self.log_level not in ("debug", "info", "warning", "error", "critical"):
             raise ValueError(f"log_level is {self.log_level!r}")
+        if self.log_format not in FORMATS:
+            raise ValueError(f"log_format is {self.log_format!r}, neither text nor json")
+        if self.access_log_format not in (None, *FORMATS):
+            raise ValueError(
+                f"access_log_format is {self.access_log_format!r}, neither text nor json"
+            )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError("allow_credentials cannot go with an allowed_origins of *")

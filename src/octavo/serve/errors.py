@@ -49,13 +49,17 @@ class ApiError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
+    @property
+    def type(self) -> str:
+        return _TYPES.get(self.status, "BadRequestError")
+
     def body(self) -> bytes:
         """The error object; always valid JSON, whatever the message quotes."""
         return msgspec.json.encode(
             {
                 "error": {
                     "message": _clean(self.message),
-                    "type": _TYPES.get(self.status, "BadRequestError"),
+                    "type": self.type,
                     "param": None if self.param is None else _clean(self.param),
                     "code": self.status,
                 }

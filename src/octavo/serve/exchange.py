@@ -17,10 +17,15 @@ class Exchange:
     """``records``: of what the engine was asked to generate for it, read by log and metrics."""
 
     request_id: str  # the client's X-Request-Id, else drawn
+    method: str
     path: str  # below the root path
     started: float = field(default_factory=time.monotonic)
+    ended: float = 0.0
     status: int = 0  # 0: no answer has begun
     answer_id: str = ""  # cmpl-… or chatcmpl-…
+    model: str = ""  # as answers call it; of generations only
+    error_type: str = ""  # of the error object that was the answer, or ended it
+    trace_id: str = ""  # hexadecimal, where the request is traced
     records: list[RequestRecord] = field(default_factory=list)
     labels: dict[str, object] = field(default_factory=dict)
     client_gone: bool = False

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import logging
 import re
 import time
 import uuid
 from collections.abc import Callable, MutableMapping
-from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from octavo.schedule.request import RequestRecord
+from octavo.serve.access_log import log_access
 from octavo.serve.errors import ApiError, ClientGone, as_api_error
 from octavo.serve.exchange import Exchange
-
-log = logging.getLogger(__name__)
-access = logging.getLogger("octavo.access")
 
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -53,6 +48,7 @@ class Gate:
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
         exchange = Exchange(
             given.decode() if given and valid else uuid.uuid4().hex,
+            scope["method"],
             scope["path"].removeprefix(scope.get("root_path", "")),
         )
         exchange.attach(scope)
@@ -73,35 +69,25 @@ class Gate:
                 await self._app(scope, receive, tell)
             else:
                 refusal = ApiError(400, "X-Request-Id must be 1 to 128 visible ASCII characters")
+                exchange.error_type = refusal.type
                 await send_json(tell, refusal.status, refusal.body())
         finally:
             if not complete:
                 exchange.client_gone = True
-            self._finish(scope["method"], exchange)
+            self._finish(exchange)
 
-    def _finish(self, method: str, exchange: Exchange) -> None:
-        status = _CLIENT_CLOSED if exchange.client_gone else exchange.status
-        path = exchange.path
+    def _finish(self, exchange: Exchange) -> None:
+        exchange.ended = time.monotonic()
+        if exchange.client_gone:
+            exchange.status = _CLIENT_CLOSED
         # What scanners make up must not become time series.
         self._count(
-            path if path in self._paths else "other",
-            method if method in _METHODS else "other",
-            status,
+            exchange.path if exchange.path in self._paths else "other",
+            exchange.method if exchange.method in _METHODS else "other",
+            exchange.status,
         )
-        if not self._access_log or (path in PROBES and status < 400):
-            return
-        line = " ".join(
-            [
-                f"{ascii(method)[1:-1]} {ascii(path)[1:-1]} {status}",
-                f"id={exchange.request_id}",
-                *([f"answer={exchange.answer_id}"] if exchange.answer_id else []),
-                *_of_records(exchange.records),
-                f"ms={1000 * (time.monotonic() - exchange.started):.1f}",
-            ]
-        )
-        access.info("%s", line)
-        if exchange.labels:
-            access.debug("id=%s labels=%r", exchange.request_id, exchange.labels)
+        if self._access_log and (exchange.path not in PROBES or exchange.status >= 400):
+            log_access(exchange)
 
 
 class Door:
@@ -145,6 +131,7 @@ class Door:
 
 async def _answer(send: Send, exchange: Exchange, failure: ApiError) -> None:
     # Not in the frame that caught it: the error would hold that frame, and so the request's body.
+    exchange.error_type = failure.type
     if not exchange.status:
         await send_json(send, failure.status, failure.body(), failure.headers)
 
@@ -173,21 +160,3 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 def _header(scope: Scope, name: bytes) -> bytes | None:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     return next((value for key, value in headers if key == name), None)
-
-
-def _of_records(records: list[RequestRecord]) -> list[str]:
-    if not records:
-        return []
-    first = min((r.first_token - r.arrival for r in records if r.first_token), default=None)
-    facts: dict[str, Any] = {
-        "prompt": sum(record.prompt_tokens for record in records),
-        "cached": sum(record.cached_tokens for record in records),
-        "completion": sum(record.completion_tokens for record in records),
-        "outcome": ",".join(
-            sorted({record.outcome.value if record.outcome else "running" for record in records})
-        ),
-        "preemptions": sum(record.preemptions for record in records),
-    }
-    if first is not None:
-        facts["ttft_ms"] = f"{1000 * first:.1f}"
-    return [f"{name}={value}" for name, value in facts.items()]

@@ -232,6 +232,7 @@ class Generate:
             if watch.gone:
                 raise ClientGone
             exchange.answer_id = prepared.reply.id
+            exchange.model = prepared.reply.model.name
             exchange.labels = {
                 name: value
                 for name in LABELS
@@ -241,7 +242,8 @@ class Generate:
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
             if prepared.reply.request.stream:
-                await self._stream(prepared.reply, streams, watch, send)
+                failure = await self._stream(prepared.reply, streams, watch, send)
+                exchange.error_type = failure.type if failure is not None else ""
             else:
                 await self._whole(prepared.reply, streams, watch, send)
         finally:
@@ -281,7 +283,10 @@ class Generate:
             raise failure
         await send_json(send, 200, reply.whole(outputs))
 
-    async def _stream(self, reply: Reply, streams: list[Stream], watch: Watch, send: Send) -> None:
+    async def _stream(
+        self, reply: Reply, streams: list[Stream], watch: Watch, send: Send
+    ) -> ApiError | None:
+        """Returns the error that ended the stream, as its client was told."""
         writer = _Writer(send, watch, self._config.stream_write_timeout)
         await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
         beat = _beat(writer, self._config.sse_keep_alive_interval)
@@ -315,6 +320,7 @@ class Generate:
         await writer.write(end, last=True)
         if watch.gone:
             raise ClientGone
+        return failure
 
     async def _deltas(self, streams: list[Stream], n: int) -> AsyncIterator[tuple[int, Delta]]:
         """Every stream's deltas as they come, with the choice they belong to, to the very end of

@@ -24,6 +24,7 @@ from octavo.plan.calibration import Calibration
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
+from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 
@@ -42,7 +43,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
     `load_engine` raises. With an engine that hangs it ends the process, with code 1.
     """
-    _set_up_logging(serve.log_level)
+    set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
     try:
         # Before loading: a port that is taken is known at once.
         listener = bind(serve)
@@ -241,17 +242,3 @@ def _url(listener: socket.socket, config: ServeConfig) -> str:
     host, port = listener.getsockname()[:2]
     host = f"[{host}]" if ":" in host else host
     return f"http://{host}:{port}{config.root_path}/v1"
-
-
-def _set_up_logging(level: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logger = logging.getLogger("octavo")
-    logger.handlers = [handler]
-    logger.propagate = False
-    logger.setLevel(level.upper())
-    for name in ("uvicorn.error",):
-        noisy = logging.getLogger(name)
-        noisy.handlers = [handler]
-        noisy.propagate = False
-        noisy.setLevel(max(logging.WARNING, logging.getLevelName(level.upper())))

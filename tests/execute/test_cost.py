@@ -62,6 +62,24 @@ spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @settings(deadline=None)
+@given(decodes=st.lists(st.integers(0, 90), max_size=4), chunks=spans)
+def test_a_step_grown_span_by_span_is_the_step(
+    family: str, decodes: list[int], chunks: list[tuple[int, int]]
+) -> None:
+    rates = Rates(1e9, 3e9, 1e-4, knee=2.0, ramp=0.5, row_overhead=1e-6, chunk_overhead=1e-5)
+    costs = executor(family).costs
+    size = costs.decode_size(np.array(decodes, np.int32))
+    for start, tokens in chunks:
+        size = costs.with_span(size, start, tokens, 1)
+    whole = batch([*((at, 1) for at in decodes), *chunks], rows=len(decodes) + len(chunks))
+    assert size == costs.size(whole)
+    parts = costs.dense_seconds(size, rates), costs.attention_seconds(size, rates)
+    overhead = rates.overhead(size.tokens, size.rows, size.chunks)
+    assert sum(parts) + overhead == pytest.approx(costs.step(whole, rates).seconds)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@settings(deadline=None)
 @given(spans=spans)
 def test_attention_is_counted_as_if_query_by_query(
     family: str, spans: list[tuple[int, int]]

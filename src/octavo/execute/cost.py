@@ -190,6 +190,16 @@ class StepCost(NamedTuple):
     seconds: float
 
 
+class StepSize(NamedTuple):
+    """All of a batch that its seconds depend on, as `CostModel.step` counts them."""
+
+    tokens: int
+    rows: int  # that want logits
+    chunks: int  # spans of two tokens or more
+    attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
+    # together, and tokens read and written
+
+
 class _Term(NamedTuple):
     """An op that is the same in any context: ``fixed`` bytes a step, then bytes and operations a
     token (or a row that wants logits). Of experts' bytes, those of the experts that the tokens are
@@ -296,6 +306,46 @@ class CostModel:
             ]
             yield dense + (sum(attention) + overhead)
 
+    # A step in the making
+
+    def decode_size(self, positions: Int32) -> StepSize:
+        """Of a step in which sequences, at ``positions`` [sequences], decode a token each."""
+        sequences = len(positions)
+        seen = [next(_keys_seen(positions, window)) for window in self._windows]
+        return StepSize(sequences, sequences, 0, tuple((keys, keys + sequences) for keys in seen))
+
+    def with_span(self, size: StepSize, start: int, tokens: int, rows: int) -> StepSize:
+        """The size of a step that has, too, ``tokens`` of a sequence from position ``start`` on, of
+        which ``rows`` want logits.
+        """
+        end = start + tokens
+        attention = []
+        for (keys, moved), window in zip(size.attention, self._windows, strict=True):
+            first = 0 if window is None else max(0, start - window + 1)
+            keys += _keys_before(end, window) - _keys_before(start, window)
+            attention.append((keys, moved + end - first + tokens))
+        chunks = size.chunks + (tokens > 1)
+        return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention))
+
+    def size(self, batch: Batch) -> StepSize:
+        """Of a batch, without its block copies."""
+        spans = _spans(batch)
+        seen = [self._seen(spans, window) for window in self._windows]
+        return StepSize(batch.num_tokens, len(batch.logits_rows), _chunks(spans), tuple(seen))
+
+    def dense_seconds(self, size: StepSize, rates: Rates) -> float:
+        """Of all ops but attention."""
+        return self._dense(size.tokens, size.rows, rates).seconds
+
+    def attention_seconds(self, size: StepSize, rates: Rates) -> float:
+        return sum(
+            n
+            * rates.attention_seconds(
+                moved * self._kv_token_bytes, keys * self._attention_ops, self._attention
+            )
+            for (keys, moved), n in zip(size.attention, self._windows.values(), strict=True)
+        )
+
     def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
         """The cost of each different op and how many there are of it, in the same order for every
         batch.
@@ -315,14 +365,23 @@ class CostModel:
         return 2 * len(batch.copies) * self._block_bytes
 
     def _attend(self, spans: _Spans, window: int | None) -> OpCost:
+        keys, moved = self._seen(spans, window)
+        return OpCost(
+            0,
+            moved * self._kv_token_bytes,
+            keys * self._attention_ops,
+            self._attention,
+            attention=True,
+        )
+
+    @staticmethod
+    def _seen(spans: _Spans, window: int | None) -> tuple[int, int]:
+        """As in `StepSize.attention`."""
         starts, ends = spans
         keys = _visible(ends, window) - _visible(starts, window)
         first = 0 if window is None else np.maximum(0, starts - window + 1)
         # What is seen is read once, and the new is written.
-        moved = int((ends - first + ends - starts).sum()) * self._kv_token_bytes
-        return OpCost(
-            0, moved, int(keys.sum()) * self._attention_ops, self._attention, attention=True
-        )
+        return int(keys.sum()), int((ends - first + ends - starts).sum())
 
     def _elements(self, role: str) -> int:
         return int(np.prod(self.program.weights[role], dtype=np.int64))
@@ -459,6 +518,12 @@ def chunks_of(batch: Batch) -> int:
 def _chunks(spans: _Spans) -> int:
     starts, ends = spans
     return int(np.count_nonzero(ends - starts > 1))
+
+
+def _keys_before(position: int, window: int | None) -> int:
+    """`_visible` of one number, which is much quicker."""
+    inside = position if window is None else min(position, window)
+    return inside * (inside + 1) // 2 + (position - inside) * (window or 0)
 
 
 def _visible(position: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:

@@ -112,13 +112,15 @@ async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
     engine = await started()
 
     def die(now: float, proposer: object) -> None:
-        raise MemoryError("injected")
+        raise SystemExit("injected")
 
     engine.engine.scheduler.schedule = die  # type: ignore[assignment,method-assign]
     streams = [engine.submit(request(str(i), [1])) for i in range(3)]
     for stream in streams:
         with pytest.raises(EngineDead, match="injected"):
             await collect(stream)
+    engine._thread.join()
+    assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 3
     assert not engine.alive
     assert not await engine.drain(1)
     with pytest.raises(EngineDead):

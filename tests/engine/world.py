@@ -31,6 +31,10 @@ LATE_SEED = 14  # nor are this one's, from its fourth token on
 POISON = 63  # the executor crashes on a batch with this token
 
 
+class WrongStep(BaseException):
+    """No `Exception`: those of observers are the log's."""
+
+
 @dataclass
 class Life:
     """What the test knows of a request."""
@@ -157,6 +161,12 @@ class World:
     # The engine's observer
 
     def on_step(self, step: Step) -> None:
+        try:
+            self.look(step)
+        except AssertionError as error:
+            raise WrongStep("a step is not as it should be") from error
+
+    def look(self, step: Step) -> None:
         self.steps += 1
         scheduler = self.engine.scheduler
         unfinished = [

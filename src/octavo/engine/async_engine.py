@@ -249,6 +249,11 @@ class AsyncEngine:
         except BaseException as error:
             logger.critical("the engine thread died", exc_info=True)
             self._fail_streams(EngineDead(f"the engine died: {error!r}"))
+            with self._condition:
+                never, self._inbox, self._inbox_tokens = self._inbox, [], 0
+            for _, record in never:
+                self.engine.refuse(record, EngineDead(str(error)))
+            self.engine.give_up(str(self._error))
 
     def _turn(self) -> bool:
         """Sleep until there is work, take what has arrived, run one step."""
@@ -259,6 +264,8 @@ class AsyncEngine:
                 while not (self._inbox or self._aborts or self._stopping):
                     self._condition.wait()
             self._busy_since = time.monotonic()
+            if self._error is not None:  # given up on in the last step, which took too long
+                raise self._error
             if self._stopping and not (self._inbox or self._aborts or self.engine.has_work()):
                 self._busy_since = None
                 return False

@@ -82,7 +82,9 @@ class Step(NamedTuple):
 
 
 class Observer(Protocol):
-    """Told of every step and every outcome, on the engine's thread. Must not raise or block."""
+    """Told of every step and every outcome, on the engine's thread. Must not block. What it raises
+    goes to the log, the first time, and changes nothing for anybody else.
+    """
 
     def on_step(self, step: Step) -> None: ...
 
@@ -101,6 +103,21 @@ class Text(Protocol):
     def finish(self) -> str:
         """What was held back, when the output ends for another reason."""
         ...
+
+
+_OUTCOMES = {
+    FinishReason.STOP: Outcome.FINISHED,
+    FinishReason.LENGTH: Outcome.FINISHED,
+    FinishReason.ABORT: Outcome.ABORTED,
+    FinishReason.ERROR: Outcome.FAILED,
+    FinishReason.SHED: Outcome.REJECTED,
+}
+
+
+def _last_reason(record: RequestRecord) -> FinishReason:
+    """Why a request is over whose sequences are: whoever was cut off was cut off together."""
+    reasons = [reason for reason in record.finish_reasons if reason is not None]
+    return next((each for each in reasons if _OUTCOMES[each] is not Outcome.FINISHED), reasons[0])
 
 
 TextFactory = Callable[[SamplingParams, frozenset[int]], Text]
@@ -131,7 +148,9 @@ class _Output:
     text: Text
     max_tokens: int
     wants_logprobs: bool
-    num_tokens: int = 0
+    num_tokens: int = 0  # delivered
+    num_pushed: int = 0  # that ``text`` has seen: as many, but for the time of a delivery
+    reason: FinishReason | None = None  # said with the last delta
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # until the first delta takes it
 
 
@@ -165,6 +184,8 @@ class Engine:
         self._text = text
         self._requests: dict[str, RequestState] = {}
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
+        self._starts = 0  # how often all was started over
+        self._accused: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks)
 
     # Requests
@@ -222,6 +243,9 @@ class Engine:
         except ValueError as error:
             self.reject(record, error)
             raise
+        except Exception as error:
+            self.refuse(record, error)
+            raise
         return record
 
     def new_record(self, request: Request, arrival: float | None = None) -> RequestRecord:
@@ -265,10 +289,7 @@ class Engine:
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
         record.max_tokens = max_tokens
-        state = self.scheduler.add(request, record)
-        for seq, output in zip(state.sequences, outputs, strict=True):
-            seq.output = output
-        self._requests[request.request_id] = state
+        self._requests[request.request_id] = self.scheduler.add(request, record, outputs)
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
@@ -277,7 +298,10 @@ class Engine:
         state = self._requests.get(request_id)
         if state is None:
             return False
-        self._end(state, FinishReason.ABORT, self._ended)
+        try:
+            self._end(state, FinishReason.ABORT, self._ended)
+        except Exception as error:
+            self._start_over(error, self._ended)
         return True
 
     def has_work(self) -> bool:
@@ -291,10 +315,17 @@ class Engine:
         fault: a failed request's last Delta has finish_reason ERROR and the record its message.
         """
         deltas, self._ended = self._ended, []
-        started = self.clock.now()
+        try:
+            self._step(deltas)
+        except Exception as error:
+            self._start_over(error, deltas)
+        return deltas
+
+    def _step(self, deltas: list[Delta]) -> None:
+        started, starts = self.clock.now(), self._starts
         scheduled = self.scheduler.schedule(started, self.speculator)
         if scheduled is None:
-            return deltas
+            return
         if scheduled.drafts is not None and self.speculator is not None:
             scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
         try:
@@ -305,11 +336,18 @@ class Engine:
         except Exception as error:
             logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens)
             self._recover(scheduled, error, deltas)
-            return deltas
+            return
+        if self._starts != starts:  # an abort meanwhile: what was scheduled is no more
+            self._rewind(scheduled.samples)
+            return
         self.clock.advance(result.duration)
         now = self.clock.now()
+        step = Step(scheduled, result, drawn, started, now)
         for observer in self.observers:
-            observer.on_step(Step(scheduled, result, drawn, started, now))
+            try:
+                observer.on_step(step)
+            except Exception:
+                self._accuse(observer)
         failures = [(scheduled.samples[index], why) for index, why in drawn.errors.items()]
         for span, score in drawn.scores.items():
             if isinstance(score, str):
@@ -329,7 +367,6 @@ class Engine:
         stats.computed_tokens += scheduled.batch.num_tokens
         stats.last_step_seconds = self.clock.now() - started
         stats.step_seconds += stats.last_step_seconds
-        return deltas
 
     def leap(self, until: float) -> Leap | None:
         """Take all steps at once that begin before ``until`` and of which is known before that the
@@ -352,48 +389,77 @@ class Engine:
 
     def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:
         """After a failed step: its requests run again, each alone; one that fails alone ends."""
-        for seq in scheduled.sequences + scheduled.samples:
-            output: _Output = seq.output
-            output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
+        self._rewind(scheduled.sequences + scheduled.samples)
         if not self.scheduler.retry_alone(scheduled):
             for seq in scheduled.sequences:
                 self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
+
+    def _rewind(self, sequences: Items[Sequence]) -> None:
+        """What was drawn and not delivered was not drawn."""
+        for seq in sequences:
+            output: _Output = seq.output
+            output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
+
+    def _start_over(self, error: Exception, deltas: list[Delta]) -> None:
+        """After a failure outside of the step's computation, which may have left anything half
+        done (memory can run out anywhere): what was delivered counts and nothing else. The cache
+        is emptied and everything not delivered is computed again, by requests that run alone at
+        first, as after a failed step. Failed are those of which it is not certain what was
+        delivered, and one that ran alone.
+        """
+        logger.exception("the engine starts over", exc_info=error)
+        self._starts += 1
+        doubtful: set[str] = set()
+        for request_id, state in self._requests.items():
+            for seq in state.sequences:
+                output: _Output = seq.output
+                if output.reason is not None:
+                    state.record.finish_reasons[seq.choice] = output.reason
+                    seq.status = Status.FINISHED
+                    continue
+                self._rewind([seq])
+                del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
+                self._leave(seq)
+                if output.prompt_logprobs is not None:
+                    seq.num_scored = len(output.prompt_logprobs) - 1
+                if output.num_pushed != output.num_tokens:
+                    doubtful.add(request_id)
+        guilty = self.scheduler.start_over(self._requests.values())
+        for request_id, state in [*self._requests.items()]:
+            if state.num_unfinished == 0:
+                self._close(state.record, _OUTCOMES[_last_reason(state.record)])
+                del self._requests[request_id]
+            elif state is guilty or request_id in doubtful:
+                self._end(state, FinishReason.ERROR, deltas, f"the step failed: {error!r}")
 
     def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
         """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
         logprobs = drawn.logprobs
         generated = 0
         for index, (seq, run) in enumerate(zip(scheduled.samples, drawn.runs, strict=True)):
-            if seq.status is Status.FINISHED:
+            output: _Output = seq.output
+            if output.reason is not None:
                 continue
             owner = seq.owner
             record = owner.record
-            output: _Output = seq.output
             reason: FinishReason | None = None
-            text, count, finished, stop_reason = output.text.push(run)
+            output.num_pushed += len(run)
+            try:
+                text, count, finished, stop_reason = output.text.push(run)
+                num_tokens = output.num_tokens + count
+                if finished:
+                    reason = FinishReason.STOP
+                elif num_tokens >= output.max_tokens:
+                    text += output.text.finish()
+                    reason = FinishReason.LENGTH
+            except Exception as error:
+                logger.exception("request %r: no text", record.request_id)
+                self._end(owner, FinishReason.ERROR, deltas, f"its tokens are no text: {error!r}")
+                continue
             beyond = len(run) - count
             if beyond:
                 run = run[:count]
-            generated += count
-            output.num_tokens = num_tokens = output.num_tokens + count
-            record.completion_tokens += count
-            record.last_token = now
-            if record.first_token is None:
-                record.first_token = now
-            if finished:
-                reason = FinishReason.STOP
-            elif num_tokens >= output.max_tokens:
-                text += output.text.finish()
-                reason = FinishReason.LENGTH
-            if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
-                branches = scheduled.branches.get(index, ())
-                guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]
-                self._count_draft(record, guesses, run)
-            if reason is not None:
-                self._leave(seq, beyond)
-                if self.scheduler.finish(seq, reason):
-                    self._close(record, Outcome.FINISHED, now)
-                    del self._requests[owner.request.request_id]
+            last = reason is not None and owner.num_unfinished == 1
             deltas.append(
                 Delta(
                     owner.request.request_id,
@@ -404,10 +470,28 @@ class Engine:
                     reason,
                     stop_reason,
                     output.prompt_logprobs,
-                    record if record.outcome is not None else None,
+                    record if last else None,
                 )
             )
+            # Delivered: what fails from here on changes nothing of it.
+            generated += count
+            output.num_tokens = output.num_pushed = num_tokens
             output.prompt_logprobs = None
+            output.reason = reason
+            record.completion_tokens += count
+            record.last_token = now
+            if record.first_token is None:
+                record.first_token = now
+            if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
+                branches = scheduled.branches.get(index, ())
+                guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]
+                self._count_draft(record, guesses, run)
+            if reason is not None:
+                self._leave(seq, beyond)
+                self.scheduler.finish(seq, reason)
+                if last:
+                    self._close(record, Outcome.FINISHED, now)
+                    del self._requests[owner.request.request_id]
         self._stats.generation_tokens += generated
 
     def _count_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
@@ -441,32 +525,62 @@ class Engine:
         record = state.record
         if record.outcome is not None:
             return
-        unfinished = self.scheduler.end(state, reason)
-        for seq in unfinished:
-            self._leave(seq)
         record.error = error
-        self._close(record, Outcome.ABORTED if error is None else Outcome.FAILED)
-        del self._requests[state.request.request_id]
+        unfinished = [seq for seq in state.sequences if seq.output.reason is None]
         for seq in unfinished:
             deltas.append(
                 Delta(
                     record.request_id,
                     seq.choice,
-                    seq.output.text.finish(),
+                    self._held_back(seq),
                     [],
                     finish_reason=reason,
                     record=record if seq is unfinished[-1] else None,
                 )
             )
+            seq.output.reason = reason
+        self.scheduler.end(state, reason)
+        for seq in unfinished:
+            self._leave(seq)
+        self._close(record, _OUTCOMES[reason])
+        del self._requests[state.request.request_id]
+
+    def _held_back(self, seq: Sequence) -> str:
+        """The text that had waited for more, unless there is none to be had."""
+        output: _Output = seq.output
+        if output.num_pushed != output.num_tokens:
+            return ""  # it contains what was not delivered
+        try:
+            return output.text.finish()
+        except Exception:
+            logger.exception("request %r: no text", seq.owner.record.request_id)
+            return ""
 
     def _close(self, record: RequestRecord, outcome: Outcome, now: float | None = None) -> None:
         """The request's one outcome."""
         if record.outcome is not None:
             raise RuntimeError(f"request {record.request_id!r} ended twice")
-        record.outcome = outcome
         record.finished = self.clock.now() if now is None else now
+        record.outcome = outcome
         for observer in self.observers:
-            observer.on_end(record)
+            try:
+                observer.on_end(record)
+            except Exception:
+                self._accuse(observer)
+
+    def _accuse(self, observer: Observer) -> None:
+        """Log what an observer has just raised, once: it may do so at every step."""
+        if id(observer) not in self._accused:
+            self._accused.add(id(observer))
+            logger.exception("%r must not raise; it is told of what comes", observer)
+
+    def give_up(self, error: str) -> None:
+        """Nothing will run any more, whatever state it is in: everybody's one outcome."""
+        for state in self._requests.values():
+            if state.record.outcome is None:
+                state.record.error = error
+                self._close(state.record, Outcome.FAILED)
+        self._requests.clear()
 
     # What is going on
 

@@ -84,22 +84,33 @@ class KvCache:
     ) -> None:
         self.layout = layout
         self.block_size = layout.block_size
-        self.pool = BlockPool(num_blocks)
-        self.index = PrefixIndex(num_blocks, len(layout.groups), hasher)
         self.enable_prefix_caching = enable_prefix_caching
         self.tables: Int32 = np.full(
             (len(layout.groups), max_seqs + max_branches, max_blocks_per_seq), -1, dtype=np.int32
         )
         self.num_tokens: Int32 = np.zeros(max_seqs, dtype=np.int32)
         self.num_blocks: Int32 = np.zeros(max_seqs, dtype=np.int32)  # allocated, given back or not
+        self._windows = tuple(group.window for group in layout.groups)
+        self._num_blocks = num_blocks
+        self._hasher = hasher
+        self.clear()
+
+    def clear(self) -> None:
+        """All blocks and slots are free and nothing is cached, whatever was."""
+        num_groups, num_rows, _ = self.tables.shape
+        max_seqs = len(self.num_tokens)
+        self.tables.fill(-1)
+        self.num_tokens.fill(0)
+        self.num_blocks.fill(0)
+        self.pool = BlockPool(self._num_blocks)
+        self.index = PrefixIndex(self._num_blocks, num_groups, self._hasher)
         self.copies: list[tuple[int, int]] = []
         self.shared_tails: set[int] = set()  # slots whose next write may fall into a shared block
-        self._windows = tuple(group.window for group in layout.groups)
-        self._first = [[0] * max_seqs for _ in layout.groups]  # first block not given back
+        self._first = [[0] * max_seqs for _ in range(num_groups)]  # first block not given back
         self._tip: list[Node | None] = [None] * max_seqs  # node of the last registered block
         self._registered = [0] * max_seqs  # blocks registered or taken from the index
         self._slots = list(range(max_seqs - 1, -1, -1))
-        self._rows = list(range(max_seqs + max_branches - 1, max_seqs - 1, -1))  # for branches
+        self._rows = list(range(num_rows - 1, max_seqs - 1, -1))  # for branches
         self._branches: dict[int, _Branch] = {}  # by row
 
     # Sizes

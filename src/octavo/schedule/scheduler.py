@@ -11,10 +11,10 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from operator import attrgetter
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -103,19 +103,25 @@ class Scheduler:
             num_prompt_tokens,
         )
 
-    def add(self, request: Request, record: RequestRecord) -> RequestState:
-        """Queue a request; it joins the next step if there is room."""
+    def add(
+        self, request: Request, record: RequestRecord, outputs: Items[Any] | None = None
+    ) -> RequestState:
+        """Queue a request; it joins the next step if there is room. ``outputs``: of each of its
+        sequences.
+        """
         state = RequestState(request, record, self.check(request))
         self._arrivals += 1
         prompt = array("i", request.prompt_token_ids)
         for choice in range(request.params.n):
             seq = Sequence(state, choice, (self._arrivals, choice), prompt[:])
             seq.status = Status.FORKING if choice else Status.WAITING
+            seq.output = outputs[choice] if outputs else None
             state.sequences.append(seq)
         state.num_unfinished = len(state.sequences)
         record.finish_reasons = [None] * len(state.sequences)
-        self.waiting.append(state.sequences[0])
-        self.waiting_tokens += len(prompt)
+        waiting_tokens = self.waiting_tokens + len(prompt)
+        self.waiting.append(state.sequences[0])  # last, so that it is queued whole or not at all
+        self.waiting_tokens = waiting_tokens
         return state
 
     # A step
@@ -525,6 +531,39 @@ class Scheduler:
             self._requeue(seq)
         self._suspects = deque(sorted(owners.values(), key=lambda state: state.sequences[0].order))
         return True
+
+    def start_over(self, states: Iterable[RequestState]) -> RequestState | None:
+        """After a failure that may have left queue and cache half done: both are made anew. Of
+        ``states``, all requests there are, every sequence that has not ended waits with its
+        tokens as they are, and those who ran will run alone as after `retry_alone`. The one that
+        ran so already is returned: it is that one's fault.
+        """
+        if self._scheduled is not None:
+            self._scheduled.stale = True
+        self._scheduled = self._blocked = None
+        alone = self._suspects[0] if self._suspects else None
+        self.kv.clear()
+        self.decoding, self.prefilling = [], []
+        self._decodes_changed = True
+        self._reserved_slots = self._to_join = 0
+        suspects = []
+        waiting = []
+        for state in states:
+            unfinished = [seq for seq in state.sequences if seq.status is not Status.FINISHED]
+            state.num_unfinished = len(unfinished)
+            if any(seq.slot >= 0 for seq in state.sequences):
+                suspects.append(state)
+            for seq in unfinished:
+                seq.slot = -1
+                if seq.status is not Status.FORKING:
+                    seq.status = Status.WAITING
+                    waiting.append(seq)
+        self.waiting = deque(sorted(waiting, key=BY_ARRIVAL))
+        self.waiting_tokens = sum(len(seq.token_ids) for seq in self.waiting)
+        if not suspects and self.waiting:
+            suspects = [self.waiting[0].owner]
+        self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
+        return alone
 
     def _clear_suspect(self, state: RequestState) -> None:
         """It drew a token alone, so it is not at fault: back to its place in the queue."""

@@ -172,9 +172,7 @@ class Stepping:
             )
         )
 
-    def on_end(self, record: RequestRecord) -> None:
-        if record.outcome is Outcome.FAILED:  # a refused one raises by itself
-            raise VerificationError(record.error)
+    def on_end(self, record: RequestRecord) -> None: ...
 
     def _guesses(
         self, step: Step, draft: list[int], run: list[int]
@@ -220,7 +218,7 @@ class Stepping:
         request = Request(
             request_id=f"answer {self._numbers}", prompt_token_ids=prompt, params=params
         )
-        self._engine.add_request(request)
+        record = self._engine.add_request(request)
         yield found
         try:
             while self._engine.has_work():
@@ -231,6 +229,8 @@ class Stepping:
                         found.passes[-1] = found.passes[-1].cut(len(delta.token_ids))
                 if len(found.passes) > before:
                     yield found
+            if record.outcome is Outcome.FAILED:
+                raise VerificationError(record.error)
         finally:
             self._engine.abort(request.request_id)
             while self._engine.has_work():

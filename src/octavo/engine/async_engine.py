@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
@@ -26,7 +26,13 @@ class Stream(AsyncIterator[Delta]):
 
     Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first.
     Leaving the iteration early does not abort: call `abort`.
+
+    A consumer that waits need not be woken for every token: ``at_once`` is offered each delta but
+    the last as it comes, on the stream's loop, and says whether it took it. What it raises comes
+    out of the iteration.
     """
+
+    at_once: Callable[[Delta], bool] | None = None
 
     def __init__(self, engine: AsyncEngine, record: RequestRecord) -> None:
         self.request_id = record.request_id
@@ -36,7 +42,7 @@ class Stream(AsyncIterator[Delta]):
         self._arrived: list[Delta] = []
         self._ready: deque[Delta] = deque()
         self._wakeup: asyncio.Future[None] | None = None
-        self._error: EngineDead | None = None
+        self._error: Exception | None = None
         self._over = False  # nothing more will arrive
 
     def __aiter__(self) -> Stream:
@@ -67,11 +73,25 @@ class Stream(AsyncIterator[Delta]):
     # On the stream's own loop
 
     def _push(self, delta: Delta) -> None:
-        if self._over:
+        if self._over or (self.at_once is not None and self._take_at_once(delta)):
             return
         self._arrived.append(delta)
         self._over = delta.record is not None
         self._wake()
+
+    def _take_at_once(self, delta: Delta) -> bool:
+        """Only where nothing before it is still to be consumed, so that order is kept."""
+        waits = self._wakeup is not None and not self._wakeup.done()
+        if not waits or delta.record is not None:
+            return False
+        assert self.at_once is not None
+        try:
+            return self.at_once(delta)
+        except Exception as error:  # of this stream only: others are in the same delivery
+            self.at_once = None
+            self._error = error
+            self._wake()
+            return True
 
     def _fail(self, error: EngineDead) -> None:
         if not self._over:

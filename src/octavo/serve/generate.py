@@ -13,6 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Literal, NamedTuple
 
 from starlette.types import Receive, Scope, Send
@@ -23,6 +24,7 @@ from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import AdmissionError, FinishReason, Request, RequestRecord
 from octavo.serve.body import read_body
 from octavo.serve.config import ServeConfig
+from octavo.serve.connection import DirectWrite
 from octavo.serve.errors import ApiError, ClientGone, as_api_error, unavailable
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import headers_of, send_json
@@ -242,7 +244,10 @@ class Generate:
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
             if prepared.reply.request.stream:
-                failure = await self._stream(prepared.reply, streams, watch, send)
+                writer = _Writer(
+                    send, DirectWrite.of(scope), watch, self._config.stream_write_timeout
+                )
+                failure = await self._stream(prepared.reply, streams, watch, writer)
                 exchange.error_type = failure.type if failure is not None else ""
             else:
                 await self._whole(prepared.reply, streams, watch, send)
@@ -284,20 +289,31 @@ class Generate:
         await send_json(send, 200, reply.whole(outputs))
 
     async def _stream(
-        self, reply: Reply, streams: list[Stream], watch: Watch, send: Send
+        self, reply: Reply, streams: list[Stream], watch: Watch, writer: _Writer
     ) -> ApiError | None:
         """Returns the error that ended the stream, as its client was told."""
-        writer = _Writer(send, watch, self._config.stream_write_timeout)
-        await send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+        await writer.begin()
         beat = _beat(writer, self._config.sse_keep_alive_interval)
         failure: ApiError | None = None
+
+        def pass_on(index: int, delta: Delta) -> bool:
+            """What most deltas need, where nobody has to wait for anything."""
+            if delta.finish_reason is not None or watch.gone or not writer.ready:
+                return False
+            reply.count(delta)
+            chunk = reply.chunk(index, delta)
+            if chunk:
+                writer.write_now(chunk)
+            return True
+
         try:
-            async for index, delta in self._deltas(streams, reply.n):
+            async for index, delta in self._deltas(streams, reply.n, pass_on):
                 if watch.gone or failure is not None:
                     continue  # ends soon; its record still counts
                 failure = self._failure(delta)
                 if failure is not None:
                     for stream in streams:
+                        stream.at_once = None
                         stream.abort()
                     continue
                 reply.count(delta)
@@ -309,6 +325,8 @@ class Generate:
         finally:
             if beat is not None:
                 beat.cancel()
+            for stream in streams:
+                stream.at_once = None
         if watch.gone:
             raise ClientGone
         if failure is not None:
@@ -322,24 +340,27 @@ class Generate:
             raise ClientGone
         return failure
 
-    async def _deltas(self, streams: list[Stream], n: int) -> AsyncIterator[tuple[int, Delta]]:
+    async def _deltas(
+        self, streams: list[Stream], n: int, pass_on: Callable[[int, Delta], bool] | None = None
+    ) -> AsyncIterator[tuple[int, Delta]]:
         """Every stream's deltas as they come, with the choice they belong to, to the very end of
-        each. Counts them.
+        each, but those that ``pass_on`` says it has taken. Counts them.
         """
-        last: dict[int, float] = {}  # when each choice had its last token
-        observe = self._metrics.inter_token.observe
+        gaps = _Gaps(self._metrics.inter_token.observe)
+
+        def at_once(prompt: int, record: RequestRecord, delta: Delta) -> bool:
+            index = prompt * n + delta.choice
+            if pass_on is None or not pass_on(index, delta):
+                return False
+            gaps.count(index, record, delta)
+            return True
+
+        if pass_on is not None:
+            for prompt, stream in enumerate(streams):
+                stream.at_once = partial(at_once, prompt, stream.record)
         async for prompt, delta in _together(streams):
             index = prompt * n + delta.choice
-            gaps = len(delta.token_ids)
-            if gaps:
-                # The engine's times: what waits here for a slow client is no latency of its own.
-                record = streams[prompt].record
-                now, before = record.last_token or 0.0, last.get(index)
-                last[index] = now
-                if before is None:
-                    before, gaps = record.first_token or now, gaps - 1
-                for _ in range(gaps):
-                    observe((now - before) / gaps)
+            gaps.count(index, streams[prompt].record, delta)
             yield index, delta
 
     def _failure(self, delta: Delta) -> ApiError | None:
@@ -355,16 +376,55 @@ class Generate:
         return None
 
 
+class _Gaps:
+    """The times between the tokens of each choice, by the engine's clock: what waits here for a
+    slow client is no latency of its own.
+    """
+
+    def __init__(self, observe: Callable[[float], None]) -> None:
+        self._observe = observe
+        self._last: dict[int, float] = {}  # when each choice had its last token
+
+    def count(self, index: int, record: RequestRecord, delta: Delta) -> None:
+        gaps = len(delta.token_ids)
+        if not gaps:
+            return
+        now, before = record.last_token or 0.0, self._last.get(index)
+        self._last[index] = now
+        if before is None:
+            before, gaps = record.first_token or now, gaps - 1
+        for _ in range(gaps):
+            self._observe((now - before) / gaps)
+
+
 class _Writer:
     """Sends events, and gives up on a client that takes nothing for ``timeout`` seconds."""
 
-    def __init__(self, send: Send, watch: Watch, timeout: float) -> None:
+    def __init__(
+        self, send: Send, direct: DirectWrite | None, watch: Watch, timeout: float
+    ) -> None:
         self._send = send
+        self._direct = direct
         self._watch = watch
         self._timeout = timeout
+        self._writing = False
+        self.last_write = time.monotonic()
+
+    async def begin(self) -> None:
+        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
+
+    @property
+    def ready(self) -> bool:
+        """Whether `write_now` may be called."""
+        return self._direct is not None and not self._writing and self._direct.ready
+
+    def write_now(self, data: bytes) -> None:
+        assert self._direct is not None
+        self._direct.write(data)
         self.last_write = time.monotonic()
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
+        self._writing = True
         try:
             async with asyncio.timeout(self._timeout):
                 await self._send(
@@ -374,6 +434,8 @@ class _Writer:
         except TimeoutError:
             log.warning("a client took nothing for %g s and is dropped", self._timeout)
             self._watch.leave()
+        finally:
+            self._writing = False
 
 
 def _beat(writer: _Writer, interval: float) -> asyncio.Task[None] | None:

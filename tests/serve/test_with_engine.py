@@ -47,7 +47,7 @@ async def values(client: httpx.AsyncClient) -> dict[str, float]:
     text = (await client.get("/metrics")).text
     return {
         sample.name.removeprefix("octavo:")
-        + sample.labels.get("finished_reason", "")
+        + sample.labels.get("finished_reason", sample.labels.get("reason", ""))
         + (sample.labels.get("le", "")): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
@@ -219,7 +219,9 @@ async def test_refused_by_the_real_engine() -> None:
         ]
         statuses = sorted([(await task).status_code for task in tasks])
         assert statuses == [200, 200, 503, 503, 503, 503]
-        assert (await values(client))["admission_rejections_total"] > 0
+        found = await values(client)
+        assert found["admission_rejections_totalcapacity"] == 4
+        assert found["admission_rejections_totalinvalid"] == 9
 
 
 async def test_what_drafts_did_is_counted_and_told_on_request() -> None:

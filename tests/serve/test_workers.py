@@ -54,7 +54,7 @@ async def test_a_refused_body_is_let_go_of_at_once() -> None:
         pass
 
     scope: Scope = {"type": "http", "headers": []}
-    Exchange("id", "/").attach(scope)
+    Exchange("id", "POST", "/").attach(scope)
     gc.disable()
     try:
         await Door(refuses, ())(scope, receive, send)

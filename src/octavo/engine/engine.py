@@ -56,6 +56,9 @@ class EngineStats:
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0  # scheduling to delivery
     step_seconds: float = 0.0  # of all steps
+    schedule_seconds: float = 0.0  # of these: choosing and building the batch, drafting included
+    sample_seconds: float = 0.0  # drawing tokens from logits
+    deliver_seconds: float = 0.0  # committing them and turning them into text
     decode_passes: int = 0  # times a sequence that decodes went through the model
     drafts: int = 0  # of these, with drafts to be checked
     draft_tokens: int = 0
@@ -328,8 +331,10 @@ class Engine:
             return
         if scheduled.drafts is not None and self.speculator is not None:
             scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
+        ready = self.clock.now()
         try:
             result = self.executor.execute(scheduled.batch)
+            computed = self.clock.now()
             states = [seq.output.sampler for seq in scheduled.samples]
             rejection = self.speculator is not None and self.speculator.rejection
             drawn = draw(self.sampler, scheduled, states, result, rejection=rejection)
@@ -340,6 +345,7 @@ class Engine:
         if self._starts != starts:  # an abort meanwhile: what was scheduled is no more
             self._rewind(scheduled.samples)
             return
+        sampled = self.clock.now()
         self.clock.advance(result.duration)
         now = self.clock.now()
         step = Step(scheduled, result, drawn, started, now)
@@ -365,7 +371,11 @@ class Engine:
         stats.steps += 1
         stats.last_step_tokens = scheduled.batch.num_tokens
         stats.computed_tokens += scheduled.batch.num_tokens
-        stats.last_step_seconds = self.clock.now() - started
+        ended = self.clock.now()
+        stats.schedule_seconds += ready - started
+        stats.sample_seconds += sampled - computed
+        stats.deliver_seconds += ended - now
+        stats.last_step_seconds = ended - started
         stats.step_seconds += stats.last_step_seconds
 
     def leap(self, until: float) -> Leap | None:

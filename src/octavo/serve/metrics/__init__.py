@@ -1,0 +1,97 @@
+"""Prometheus metrics under vLLM's names, with the prefix ``octavo:``.
+
+Two sources, so that no count is kept twice: `EngineStats`, read when Prometheus asks (engine.py),
+and each request's `RequestRecord`, read once when it ends (requests.py, slo.py). Only the gap
+between tokens is timed apart. Children are looked up by label at the start, not per token.
+
+docs/metrics.md lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client.exposition import choose_encoder
+
+from octavo.engine.engine import EngineStats, Step
+from octavo.schedule.request import RequestRecord
+from octavo.serve.metrics.engine import EngineCollector
+from octavo.serve.metrics.families import Families
+from octavo.serve.metrics.requests import RequestMetrics
+from octavo.serve.metrics.slo import SloMetrics
+
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_STEP_TIME = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 1, 2, 5),
+)
+
+
+class Metrics:
+    """``stats`` is read on each scrape. ``max_model_len`` bounds the token histograms."""
+
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats], max_model_len: int
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._families = families = Families(self.registry, model_name)
+        self._requests = RequestMetrics(families, max_model_len)
+        self._slo = SloMetrics(families)
+        self.rejected = self._requests.rejected  # by reason, to be counted where it is answered
+        self.inter_token = self._requests.inter_token
+        self._http = Counter(
+            "octavo:http_requests",
+            "HTTP requests answered.",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self.registry.register(EngineCollector(families.labels, stats))
+        ProcessCollector(registry=self.registry)
+        self._step_tokens = families.histogram(
+            "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
+        )
+
+    def info(self, name: str, what: str, facts: dict[str, object]) -> None:
+        """A gauge that is always 1 and says something in its labels."""
+        Gauge(f"octavo:{name}", what, tuple(facts), registry=self.registry).labels(
+            *map(str, facts.values())
+        ).set(1)
+
+    def predicting(self, ratio: Callable[[], float]) -> Callable[[float, float], None]:
+        """Step times beside a calibrated cost model's; returns what is to be told each step's
+        seconds, predicted and actual. ``ratio``, of actual to predicted of late, is read on scrape.
+        """
+        predicted = self._families.histogram(
+            "predicted_step_time_seconds", "A step's time, as the cost model has it.", _STEP_TIME
+        )
+        actual = self._families.histogram(
+            "step_time_seconds", "A step's time, from scheduling to delivery.", _STEP_TIME
+        )
+        self._families.gauge(
+            "step_time_ratio",
+            "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
+        ).set_function(ratio)
+
+        def tell(predicted_seconds: float, actual_seconds: float) -> None:
+            predicted.observe(predicted_seconds)
+            actual.observe(actual_seconds)
+
+        return tell
+
+    def http(self, handler: str, method: str, status: int) -> None:
+        self._http.labels(handler, method, str(status)).inc()
+
+    # Observer, called on the engine's thread
+
+    def on_step(self, step: Step) -> None:
+        self._step_tokens.observe(step.scheduled.batch.num_tokens)
+
+    def on_end(self, record: RequestRecord) -> None:
+        self._requests.on_end(record)
+        self._slo.on_end(record)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """(body, content type) in the format that ``accept`` asks for."""
+        encoder, content_type = choose_encoder(accept)
+        return encoder(self.registry), content_type

@@ -117,4 +117,5 @@ class Request:
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str | None = None
     client: str = ""  # who asks: the name of an API key; fair shares and quotas are among these
+    weight: float = 1.0  # its client's share among fair ones, against the others'
     target: LatencyTarget | None = None

@@ -1,19 +1,20 @@
 """Who runs next.
 
-Every step: decode rows first, then chunks of prompts, oldest first, under one token budget; a
-waiting request joins as soon as there is a slot, budget and room in the cache. When blocks run
-out, the latest arrival gives its own back and is computed again later, ahead of newcomers; so the
-oldest always finishes.
+Every step: decode rows first, then chunks of prompts, under one token budget; a waiting request
+joins as soon as there is a slot, budget and room in the cache. When blocks run out, somebody gives
+its own back and is computed again later. Who is served first, who is let in next and who gives way
+is the policy's to say (schedule/policies/): by default whoever came first, whoever came first, and
+whoever came last, so that the oldest always finishes.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from operator import attrgetter
+from itertools import chain, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,10 +25,10 @@ from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission
 from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies import policy_of
+from octavo.schedule.policies.fcfs import BY_ARRIVAL
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
-
-BY_ARRIVAL = attrgetter("order")
 
 
 class Proposer(Protocol):
@@ -69,9 +70,9 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []  # both in order of arrival
-        self.decoding: list[Sequence] = []
+        self.policy = policy_of(config)
+        self.prefilling: list[Sequence] = []  # in the policy's order
+        self.decoding: list[Sequence] = []  # in order of arrival
         self.waiting_tokens = 0
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests that were scheduled
@@ -80,11 +81,19 @@ class Scheduler:
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
+        self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
         self._scheduled: Scheduled | None = None
+        self._now = 0.0  # of the step
+        self._served: set[Sequence] = set()  # whose turn it was for a chunk of the step
         self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
         self._builder = BatchBuilder(config, self.kv)
         self._decodes_changed = False
         self._to_join = 0  # of the batch that static batching is letting in
+
+    @property
+    def waiting(self) -> Collection[Sequence]:
+        """Who is queued, new or preempted."""
+        return self.policy
 
     # Requests
 
@@ -98,7 +107,7 @@ class Scheduler:
         """Refuse when the queue is full. ``pending``: requests on their way to it."""
         admission.check_queue(
             self.config,
-            len(self.waiting) + pending,
+            len(self.policy) + pending,
             self.waiting_tokens + pending_tokens,
             num_prompt_tokens,
         )
@@ -119,10 +128,14 @@ class Scheduler:
             state.sequences.append(seq)
         state.num_unfinished = len(state.sequences)
         record.finish_reasons = [None] * len(state.sequences)
-        waiting_tokens = self.waiting_tokens + len(prompt)
-        self.waiting.append(state.sequences[0])  # last, so that it is queued whole or not at all
-        self.waiting_tokens = waiting_tokens
+        self._queue(state.sequences[0], record.arrival)  # last: it is queued whole or not at all
         return state
+
+    def _queue(self, seq: Sequence, now: float) -> None:
+        tokens = self.waiting_tokens + len(seq.token_ids)
+        seq.queued = now
+        self.policy.push(seq)
+        self.waiting_tokens = tokens
 
     # A step
 
@@ -131,12 +144,14 @@ class Scheduler:
 
         Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
         """
+        self._now = now
+        self._cut_in()
         preemptions = self.num_preemptions
         self._grow_decodes()
         budget = self.config.max_num_batched_tokens - len(self.decoding)
         rows = self.config.logits_rows - len(self.decoding)
         chunks: list[Chunk] = []
-        for seq in self._prompts(now, preemptions):
+        for seq in self._prompts(preemptions):
             if chunk := self._chunk(seq, budget, rows):
                 chunks.append(chunk)
                 budget -= chunk.size
@@ -220,18 +235,20 @@ class Scheduler:
             needing.sort(key=BY_ARRIVAL)
         for seq in needing:
             while seq.status is Status.DECODING and not kv.reserve(seq.slot, 1):
-                self._preempt(self._latest())
+                self._preempt(self._last())
 
-    def _prompts(self, now: float, preemptions: int) -> Iterator[Sequence]:
+    def _prompts(self, preemptions: int) -> Iterator[Sequence]:
         """Prompts under way, then newcomers as they are let in. Nobody is let in when this step
-        has preempted: who was just sent away would come straight back.
+        lacked blocks: who was just sent away would come straight back.
         """
         for seq in self.prefilling[:]:
             if seq.status is Status.PREFILLING:
                 yield seq
+                self._served.add(seq)
         admit = self._admit if self.config.batching == "continuous" else self._admit_batch
-        while self.num_preemptions == preemptions and (admitted := admit(now)):
+        while self.num_preemptions == preemptions and (admitted := admit()):
             yield admitted
+            self._served.add(admitted)
 
     def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
         """As many of the sequence's missing tokens as budget, rows (both at least 1) and blocks
@@ -246,8 +263,8 @@ class Scheduler:
             count = min(count, max(1, budget // 2))  # a long prompt leaves room for short ones
         if seq.owner.scores_prompt:
             count = min(count, rows)
-        while (room := self.kv.room(seq.slot)) < 1 and (latest := self._latest()) is not seq:
-            self._preempt(latest)
+        while (room := self.kv.room(seq.slot)) < 1 and (last := self._last()) is not seq:
+            self._preempt(last)
         count = min(count, room)
         if count < 1:
             return None
@@ -265,10 +282,10 @@ class Scheduler:
 
     def _others_behind(self, seq: Sequence) -> bool:
         return seq is not self.prefilling[-1] or (
-            bool(self.waiting) and self.kv.num_free_slots > self._reserved_slots
+            bool(self.policy) and self.kv.num_free_slots > self._reserved_slots
         )
 
-    def _admit(self, now: float) -> Sequence | None:
+    def _admit(self) -> Sequence | None:
         """Let the queue's head in, if all its known tokens fit beside those who run."""
         seq = self._next_waiting()
         if seq is None:
@@ -282,54 +299,123 @@ class Scheduler:
             head, free = self._blocked
             if head is seq and kv.pool.num_free <= free:
                 return None
-        salt = seq.owner.request.cache_salt
-        hit = NO_HIT if seq.owner.scores_prompt else kv.lookup(seq.token_ids, salt)
+        hit = self._lookup(seq)
         if running and not self._fits(seq, hit):
             self._blocked = (seq, kv.pool.num_free)
             return None
         self._blocked = None
-        self.waiting.remove(seq)
-        self.waiting_tokens -= len(seq.token_ids)
-        seq.slot = kv.open(hit, salt)
-        if self.config.memory == "reserve":
-            kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
-        seq.status = Status.PREFILLING
-        insort(self.prefilling, seq, key=BY_ARRIVAL)
-        self._reserved_slots += followers
-        self._count_first_time(seq, hit, now)
+        self._let_in(seq, hit)
         return seq
 
-    def _admit_batch(self, now: float) -> Sequence | None:
+    def _lookup(self, seq: Sequence) -> Hit:
+        if seq.owner.scores_prompt:
+            return NO_HIT
+        return self.kv.lookup(seq.token_ids, seq.owner.request.cache_salt)
+
+    def _let_in(self, seq: Sequence, hit: Hit) -> None:
+        """Out of the queue and into a slot."""
+        followers = len(seq.followers)
+        seq.waited += self._now - seq.queued
+        self.policy.let_in(seq, hit.num_tokens)
+        self.waiting_tokens -= len(seq.token_ids)
+        seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
+        if self.config.memory == "reserve":
+            self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
+        seq.status = Status.PREFILLING
+        insort(self.prefilling, seq, key=self.policy.rank)
+        self._reserved_slots += followers
+        self._count_first_time(seq, hit)
+
+    def _admit_batch(self) -> Sequence | None:
         """Static batching: who waits when nobody runs is let in, as far as there is room; whoever
         else waits until the last of them has ended.
         """
         if not self.decoding and not self.prefilling:
-            self._to_join = len(self.waiting)
-        admitted = self._admit(now) if self._to_join else None
+            self._to_join = len(self.policy)
+        admitted = self._admit() if self._to_join else None
         self._to_join = self._to_join - 1 if admitted else 0
         return admitted
 
-    def _fits(self, seq: Sequence, hit: Hit) -> bool:
-        """Whether a sequence may join those who run. Beside its own blocks, those promised to
-        prompts under way and the next block of everyone must be free: else it, or another, would
-        soon be preempted again. Where each has its own reserved, nobody grows.
+    def _cut_in(self) -> None:
+        """Let those in, before anyone is served, who displace whoever runs; as many as there are
+        tokens for in the step beside those whom they do not displace.
+        """
+        policy, now = self.policy, self._now
+        self._served.clear()
+        if len(self.prefilling) > 1:  # ranks may have changed
+            self.prefilling.sort(key=policy.rank)
+        if not policy.displaces_any or self._suspects or self.config.batching == "static":
+            return
+        while (seq := policy.challenger(now)) is not None and (self.decoding or self.prefilling):
+            if not policy.displaces(seq, self._last()):
+                return
+            ahead = sum(
+                len(other.token_ids) - int(self.kv.num_tokens[other.slot])
+                for other in self.prefilling
+                if not policy.displaces(seq, other)
+            )
+            if len(self.decoding) + ahead >= self.config.max_num_batched_tokens:
+                return
+            if not self._make_room(seq):
+                return
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Let a sequence in that displaces others, in the places and blocks of as few of them as
+        will do. False, and nothing is changed, if all of them would not.
+        """
+        kv, policy = self.kv, self.policy
+        running = sorted(chain(self.decoding, self.prefilling), key=policy.rank, reverse=True)
+        displaced = list(takewhile(lambda other: policy.displaces(seq, other), running))
+        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
+        if self._short == (seq, free):
+            return False
+        slots = 1 + len(seq.followers) - (kv.num_free_slots - self._reserved_slots)
+        hit = self._lookup(seq)
+
+        def will_do(count: int) -> bool:
+            leaving = displaced[:count]
+            freed = sum(1 + len(other.followers) for other in leaving)
+            return freed >= slots and self._fits(seq, hit, leaving)
+
+        count = bisect_left(range(len(displaced) + 1), True, key=will_do)
+        # Whoever is not the queue's head does not take what is free from under it.
+        if count > len(displaced) or not (count or seq is policy.head(self._now)):
+            self._short = (seq, free)
+            return False
+        for other in displaced[:count]:
+            self._preempt(other)
+        more = iter(displaced[count:])
+        while not self._fits(seq, hit):  # blocks that others share did not become free
+            if (another := next(more, None)) is None:
+                return False
+            self._preempt(another)
+        self._let_in(seq, hit)
+        return True
+
+    def _fits(self, seq: Sequence, hit: Hit, leaving: Items[Sequence] = ()) -> bool:
+        """Whether a sequence may join those who run, without those ``leaving``. Beside its own
+        blocks, those promised to prompts under way and the next block of everyone must be free:
+        else it, or another, would soon be preempted again. Where each has its own reserved, nobody
+        grows.
         """
         kv = self.kv
+        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in leaving)
         if self.config.memory == "reserve":
             longest = len(seq.token_ids) + seq.num_to_come - 1
-            return admission.needed_blocks(longest, self.config, kv.layout) <= kv.pool.num_free
+            return admission.needed_blocks(longest, self.config, kv.layout) <= free
         need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
         promised = sum(
             max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
             for other in self.prefilling
+            if other not in leaving
         )
-        next_blocks = (len(self.decoding) + len(self.prefilling)) * len(kv.layout.groups)
-        return need + promised + next_blocks <= kv.pool.num_free
+        staying = len(self.decoding) + len(self.prefilling) - len(leaving)
+        return need + promised + staying * len(kv.layout.groups) <= free
 
-    def _count_first_time(self, seq: Sequence, hit: Hit, now: float) -> None:
+    def _count_first_time(self, seq: Sequence, hit: Hit) -> None:
         record = seq.owner.record
         if record.scheduled is None:
-            record.scheduled = now
+            record.scheduled = self._now
             record.cached_tokens = hit.num_tokens
             self.prompt_tokens += len(seq.token_ids)
             if self.config.enable_prefix_caching and not seq.owner.scores_prompt:
@@ -341,15 +427,16 @@ class Scheduler:
         while self._suspects and self._suspects[0].num_unfinished == 0:
             self._suspects.popleft()
         if not self._suspects:
-            return self.waiting[0] if self.waiting else None
-        suspect = self._suspects[0]
-        return next((seq for seq in self.waiting if seq.owner is suspect), None)
+            return self.policy.head(self._now)
+        alone = self._suspects[0].sequences
+        return next((seq for seq in alone if seq.status is Status.WAITING), None)
 
-    def _latest(self) -> Sequence:
-        """The running sequence that came last."""
-        return max(
-            (running[-1] for running in (self.decoding, self.prefilling) if running), key=BY_ARRIVAL
-        )
+    def _last(self) -> Sequence:
+        """Who gives way: the running sequence of the highest rank, without those that have their
+        chunk of the step.
+        """
+        running = chain(self.decoding, self.prefilling)
+        return max((seq for seq in running if seq not in self._served), key=self.policy.rank)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be computed again."""
@@ -358,11 +445,10 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _requeue(self, seq: Sequence) -> None:
-        """Back into the queue, to the place of its arrival."""
+        """Back into the queue."""
         self._leave(seq)
         seq.status = Status.WAITING
-        insort(self.waiting, seq, key=BY_ARRIVAL)
-        self.waiting_tokens += len(seq.token_ids)
+        self._queue(seq, self._now)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running ones; slot and blocks are free."""
@@ -460,9 +546,12 @@ class Scheduler:
         """Whether somebody may be let in although nobody has left since the last step."""
         if self.config.batching == "static":
             return self._to_join > 0
-        if not self.waiting:
+        head = self.policy.head(self._now)
+        if head is None:
             return False
-        kv, head = self.kv, self.waiting[0]
+        if self.policy.displaces_any:
+            return True
+        kv = self.kv
         if kv.num_free_slots - self._reserved_slots < 1 + len(head.followers):
             return False
         if self._blocked is None or any(group.window for group in kv.layout.groups):
@@ -489,6 +578,7 @@ class Scheduler:
         self._reserved_slots -= len(followers)
         for follower in followers:
             follower.slot = self.kv.fork(seq.slot)
+            follower.waited = seq.waited
         for begun in (seq, *followers):
             begun.status = Status.DECODING
             insort(self.decoding, begun, key=BY_ARRIVAL)
@@ -503,7 +593,7 @@ class Scheduler:
             if self._scheduled is not None:
                 self._scheduled.stale = True
         elif seq.status is Status.WAITING:
-            self.waiting.remove(seq)
+            self.policy.remove(seq)
             self.waiting_tokens -= len(seq.token_ids)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
@@ -540,28 +630,27 @@ class Scheduler:
         """
         if self._scheduled is not None:
             self._scheduled.stale = True
-        self._scheduled = self._blocked = None
+        self._scheduled = self._blocked = self._short = None
         alone = self._suspects[0] if self._suspects else None
         self.kv.clear()
         self.decoding, self.prefilling = [], []
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
+        self.policy.clear()
+        self.waiting_tokens = 0
         suspects = []
-        waiting = []
         for state in states:
             unfinished = [seq for seq in state.sequences if seq.status is not Status.FINISHED]
             state.num_unfinished = len(unfinished)
             if any(seq.slot >= 0 for seq in state.sequences):
                 suspects.append(state)
             for seq in unfinished:
-                seq.slot = -1
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
-                    waiting.append(seq)
-        self.waiting = deque(sorted(waiting, key=BY_ARRIVAL))
-        self.waiting_tokens = sum(len(seq.token_ids) for seq in self.waiting)
-        if not suspects and self.waiting:
-            suspects = [self.waiting[0].owner]
+                    self._queue(seq, seq.queued if seq.slot < 0 else self._now)
+                seq.slot = -1
+        if not suspects and (first := self.policy.head(self._now)) is not None:
+            suspects = [first.owner]
         self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
         return alone
 
@@ -573,7 +662,7 @@ class Scheduler:
                 self._requeue(seq)
 
     def has_work(self) -> bool:
-        return bool(self.waiting or self.prefilling or self.decoding)
+        return bool(self.policy or self.prefilling or self.decoding)
 
     def check_idle(self) -> None:
         """With no request left nothing may be held; `RuntimeError` otherwise. Costs nothing."""
@@ -599,5 +688,5 @@ class Scheduler:
             raise RuntimeError("a slot is neither free nor running")
         if self._reserved_slots != sum(len(seq.followers) for seq in self.prefilling):
             raise RuntimeError("slots are reserved for nobody")
-        if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.waiting):
+        if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.policy):
             raise RuntimeError("the queue's tokens are miscounted")

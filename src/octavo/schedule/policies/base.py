@@ -1,0 +1,105 @@
+"""What a scheduling policy decides: who of those that wait is next, and who of those that run gives
+way.
+
+A policy orders; the scheduler does. It owns the queue and ranks who runs, and the scheduler lets
+the queue's head in, gives chunks of prompts to the lowest rank first, takes blocks from the highest
+when they run out, and makes room for a head that may displace whoever runs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from bisect import bisect_left, insort
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, ClassVar
+
+from octavo.schedule.sequence import Sequence
+
+Key = Callable[[Sequence], Any]
+
+
+class Policy(Collection[Sequence]):
+    """The queue, and an order of those that run. Times are clock seconds."""
+
+    displaces_any: ClassVar[bool] = True  # False: whoever waits is behind all who run, at any time
+
+    @abstractmethod
+    def push(self, seq: Sequence) -> None:
+        """Queue a sequence that is new, or was preempted; ``seq.queued`` says when."""
+
+    @abstractmethod
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out of the queue that has ended."""
+
+    def let_in(self, seq: Sequence, num_cached: int) -> None:
+        """Take a sequence out of the queue that will run; the first ``num_cached`` of its tokens
+        need not be computed.
+        """
+        self.remove(seq)
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Empty the queue, whatever state it is in."""
+
+    @abstractmethod
+    def head(self, now: float) -> Sequence | None:
+        """Who is next. Nobody else takes what is free, so that the head is not passed for ever."""
+
+    def challenger(self, now: float) -> Sequence | None:
+        """Who of those that wait would displace one that runs, if anybody."""
+        return self.head(now)
+
+    @abstractmethod
+    def displaces(self, challenger: Sequence, running: Sequence) -> bool:
+        """Whether who waits may have the place and blocks of one that runs. Of two that run it
+        rather displaces the one of higher rank, and may not be displaced by it for the same reason.
+        """
+
+    @abstractmethod
+    def rank(self, seq: Sequence) -> Any:
+        """Orders those that run: the lowest is served first, the highest gives way first."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[Sequence]:
+        """Whoever waits."""
+
+    def __contains__(self, seq: object) -> bool:
+        return any(seq is other for other in self)
+
+
+class Line:
+    """Sequences in the order of a key that does not change while they stand in it. Joining and
+    leaving take log n comparisons, and moving n pointers: microseconds for tens of thousands.
+    """
+
+    __slots__ = ("_key", "_seqs")
+
+    def __init__(self, key: Key) -> None:
+        self._key = key
+        self._seqs: list[Sequence] = []
+
+    def push(self, seq: Sequence) -> None:
+        insort(self._seqs, seq, key=self._key)
+
+    def remove(self, seq: Sequence) -> None:
+        """Its key must be nobody else's."""
+        index = bisect_left(self._seqs, self._key(seq), key=self._key)
+        if index == len(self._seqs) or self._seqs[index] is not seq:
+            raise ValueError("the sequence does not stand in the line")
+        del self._seqs[index]
+
+    def clear(self) -> None:
+        self._seqs.clear()
+
+    @property
+    def first(self) -> Sequence | None:
+        return self._seqs[0] if self._seqs else None
+
+    def __len__(self) -> int:
+        return len(self._seqs)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._seqs)

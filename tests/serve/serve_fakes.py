@@ -98,6 +98,9 @@ class FakeStream(AsyncIterator[Delta]):
             prompt_tokens=len(request.prompt_token_ids),
             n=request.params.n,
             max_tokens=request.params.max_tokens,
+            client=request.client,
+            priority=request.priority,
+            target=request.target,
         )
         self.queue: asyncio.Queue[Delta | Exception | None] = asyncio.Queue()
         self._engine = engine
@@ -207,6 +210,13 @@ class FakeEngine:
     prompt_tokens: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
+    def check_room(self, pending: int = 0) -> None:
+        if self.queue_full is not None and len(self.streams) + pending >= self.queue_full:
+            raise AdmissionError("the queue is full", retryable=True, retry_after=2.5)
+
+    def predicted_wait(self) -> float:
+        return 2.5
+
     def submit(self, request: Request) -> FakeStream:
         if not self.alive:
             raise EngineDead("the engine thread has stopped")
@@ -220,8 +230,7 @@ class FakeEngine:
                 f"the context of {self.max_model_len}",
                 "max_tokens" if prompt < self.max_model_len else "prompt",
             )
-        if self.queue_full is not None and len(self.streams) >= self.queue_full:
-            raise AdmissionError("the queue is full", retryable=True)
+        self.check_room()
         self.prompt_tokens += prompt
         stream = FakeStream(self, request)
         self.submitted.append(request)

@@ -134,7 +134,8 @@ async def test_an_answer_that_fails_leaves_nothing_running(
         while not engine.streams:
             await asyncio.sleep(0.001)
         engine.step()
-        assert events((await task).text)[-1]["error"]["code"] == 500
+        failed = await task  # before its first event: with the status of an error
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, 500)
         assert engine.streams == []
     metrics = (await client.get("/metrics")).text
     aborted = 'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 3.0'
@@ -334,6 +335,7 @@ async def test_engine_death(client: httpx.AsyncClient, engine: FakeEngine) -> No
 async def test_queue_full(client: httpx.AsyncClient, engine: FakeEngine, streamed: bool) -> None:
     engine.queue_full = 0
     response = await client.post("/v1/completions", json={"prompt": "a", "stream": streamed})
-    assert response.status_code == 503
-    assert response.headers["retry-after"] == "1"
-    assert response.json()["error"]["type"] == "ServiceUnavailableError"
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "3"  # 2.5 s, and whole seconds
+    assert response.headers["retry-after-ms"] == "2500"
+    assert response.json()["error"]["type"] == "RateLimitError"

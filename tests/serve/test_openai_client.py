@@ -87,9 +87,9 @@ async def test_exceptions(ai: AsyncOpenAI, engine: FakeEngine) -> None:
     with pytest.raises(openai.AuthenticationError):
         await ai.with_options(api_key="wrong").models.list()
     engine.queue_full = 0
-    with pytest.raises(openai.InternalServerError) as full:
+    with pytest.raises(openai.RateLimitError) as full:
         await ai.completions.create(model=MODEL, prompt="a")
-    assert full.value.status_code == 503
+    assert full.value.response.headers["retry-after-ms"] == "2500"
 
 
 async def test_an_error_in_a_stream(ai: AsyncOpenAI, engine: FakeEngine) -> None:

@@ -89,6 +89,7 @@ def test_only_the_chosen_metrics_are_there() -> None:
     found = figures(metrics=["ttft"], percentiles=[99])
     assert {name for name in found if name.endswith("_ms")} == {
         "mean_ttft_ms", "median_ttft_ms", "std_ttft_ms", "p99_ttft_ms",
+        "median_rejection_ms", "p99_rejection_ms",
     }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -30,6 +31,16 @@ SERVE_OPTIONS = [
     option(
         "api_key", list[str], [], "Serve only clients that send this key (repeatable).", _SERVER,
         envvar="OCTAVO_API_KEY",
+    ),
+    option(
+        "api_key_file", Path | None, None,
+        "A JSON file of keys with names, weights, priorities, quotas and latency targets.", _SERVER,
+        metavar="FILE",
+    ),
+    option(
+        "slo", str | None, None,
+        "Latency in ms that requests are promised which name none: ttft=500,tpot=50,e2el=9000.",
+        _SERVER, metavar="KEY=MS,…",
     ),
     option(
         "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
@@ -72,12 +83,12 @@ SERVE_OPTIONS = [
 
 QUEUE_OPTIONS = [
     option(
-        "max_num_queued_reqs", int | None, None, "Requests that may wait; the next gets a 503.",
-        "Engine", show_default="no limit",
+        "max_num_queued_reqs", int | None, None, "Requests that may wait; the next gets a 429.",
+        "Engine", show_default="4 x --max-num-seqs",
     ),
     option(
         "max_num_queued_tokens", int | None, None,
-        "Prompt tokens that may wait; the next gets a 503.", "Engine", show_default="no limit",
+        "Prompt tokens that may wait; the next gets a 429.", "Engine", show_default="1Mi",
     ),
     option(
         "max_logprobs", int | None, None, "Most alternatives a request may ask for.", "Engine",
@@ -91,12 +102,23 @@ QUEUE_OPTIONS = [
 
 
 def serve_config(given: Mapping[str, Any]) -> ServeConfig:
+    from octavo.schedule.request import LatencyTarget
     from octavo.serve.config import ServeConfig
+    from octavo.serve.keys import read_keys
+    from octavo.workload.metrics import parse_slo
 
     values = dict(given)
     for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods",
                  "allowed_headers"):  # fmt: skip
         values[name] = strings(values[name])
+    if (file := values.pop("api_key_file")) is not None:
+        try:
+            values["named_keys"] = read_keys(file)
+        except OSError as error:
+            raise ValueError(f"{file}: {error.strerror}") from None
+    if values["slo"] is not None:
+        limits = parse_slo(values["slo"])
+        values["slo"] = LatencyTarget(**{name: each / 1000 for name, each in limits.items()})
     values["docs"] = not values.pop("disable_fastapi_docs")
     values["access_log"] = not values.pop("disable_uvicorn_access_log")
     values["log_level"] = values.pop("uvicorn_log_level")

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
+from octavo.engine.waiting import Waiting
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -143,6 +144,8 @@ class AsyncEngine:
         """``hang_timeout``: seconds a single step may take before the engine counts as dead."""
         self.engine = engine
         self.hang_timeout = hang_timeout
+        self.waiting = Waiting(engine)
+        engine.observers.append(self.waiting)
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._inbox: list[tuple[Request, RequestRecord]] = []
@@ -162,7 +165,7 @@ class AsyncEngine:
 
     def submit(self, request: Request) -> Stream:
         """Queue a request. Raises `AdmissionError` (retryable when the queue is full or the
-        engine drains), `InvalidParameter` or `EngineDead` at once.
+        engine drains; it says when to come back), `InvalidParameter` or `EngineDead` at once.
         """
         record = self.engine.new_record(request)
         try:
@@ -176,9 +179,7 @@ class AsyncEngine:
                     raise AdmissionError(
                         f"request id {request.request_id!r} is in use", "request_id"
                     )
-                self.engine.scheduler.check_queue(
-                    record.prompt_tokens, len(self._inbox), self._inbox_tokens
-                )
+                self._check_queue(record.prompt_tokens)
                 stream = self._streams[request.request_id] = Stream(self, record)
                 self._inbox.append((request, record))
                 self._inbox_tokens += record.prompt_tokens
@@ -188,6 +189,25 @@ class AsyncEngine:
             raise
         self._arm_watch()
         return stream
+
+    def check_room(self, pending: int = 0) -> None:
+        """Refuse for now what a full queue could not take, before its prompt is known: as `submit`
+        does, with ``pending`` requests on their way to it.
+        """
+        with self._condition:
+            self._check_queue(0, pending)
+
+    def _check_queue(self, prompt_tokens: int, pending: int = 0) -> None:
+        inbox = len(self._inbox)
+        try:
+            self.engine.scheduler.check_queue(prompt_tokens, inbox + pending, self._inbox_tokens)
+        except AdmissionError as error:
+            error.retry_after = self.waiting.wait(inbox + pending, self._inbox_tokens)
+            raise
+
+    def predicted_wait(self) -> float:
+        """Seconds until a request that came now would be let in (engine/waiting.py)."""
+        return self.waiting.wait(len(self._inbox), self._inbox_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's end; returns at once. Unknown and ended ones are ignored."""

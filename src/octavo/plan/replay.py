@@ -166,6 +166,7 @@ def _begin(
         engine.add_request(request, start + sent)
     except AdmissionError as error:
         record.reason = QUEUE_FULL if error.retryable else "rejected"
+        record.rejected = error.retryable
         record.detail = str(error)
     return record
 

@@ -15,6 +15,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate
 from octavo.serve.generate import Generate
+from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.workers import Workers
@@ -62,7 +63,7 @@ def create_app(
             redirect_slashes=False,
             default=partial(_not_found, "; see /docs" if config.docs else ""),
         ),
-        config.api_key,
+        Keyring(config.keys),
     )
     if config.allowed_origins:
         app = CORSMiddleware(
@@ -71,7 +72,7 @@ def create_app(
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id"],
+            expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms"],
         )
     paths = frozenset(route.path for route in table)
     return Gate(app, metrics.http, paths, access_log=config.access_log)

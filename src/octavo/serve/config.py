@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from octavo.schedule.request import LatencyTarget
+from octavo.serve.keys import ApiKey, check_distinct, unnamed
 from octavo.serve.logs import FORMATS
 
 
@@ -20,6 +22,7 @@ class ServeConfig:
     root_path: str = ""  # the path a proxy in front has stripped
 
     api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
+    named_keys: tuple[ApiKey, ...] = ()  # the same, each with its name and limits
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
 
@@ -34,6 +37,7 @@ class ServeConfig:
     max_choices: int = 1024  # prompts × n of one request
     enable_force_include_usage: bool = False
     sse_keep_alive_interval: float = 0.0  # a comment line after so much silence; 0: none
+    slo: LatencyTarget | None = None  # of requests whose own and whose key's say nothing
     stream_write_timeout: float = 60.0  # a client that takes nothing for so long is dropped
     keep_alive_timeout: float = 75.0  # an idle connection is closed after so long
     live_timeout: float = 60.0  # /live fails when one step takes longer
@@ -59,6 +63,7 @@ class ServeConfig:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 0")
         if any(not key or not key.isascii() for key in self.api_key):
             raise ValueError("api_key is empty or not ASCII")
+        check_distinct(self.keys)
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name is empty")
         if self.root_path and not self.root_path.startswith("/"):
@@ -73,3 +78,8 @@ class ServeConfig:
             )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError("allow_credentials cannot go with an allowed_origins of *")
+
+    @property
+    def keys(self) -> tuple[ApiKey, ...]:
+        """All of them; none: no key is asked for."""
+        return unnamed(self.api_key) + self.named_keys

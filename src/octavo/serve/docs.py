@@ -97,7 +97,7 @@ def openapi(config: ServeConfig) -> dict[str, Any]:
             operation["parameters"] = [
                 {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
             ]
-        if config.api_key and path not in ("/health", "/live", "/ready"):
+        if config.keys and path not in ("/health", "/live", "/ready"):
             operation["security"] = [{"key": []}]
         paths[path] = {method: operation}
     document: dict[str, Any] = {
@@ -112,7 +112,7 @@ def openapi(config: ServeConfig) -> dict[str, Any]:
     }
     if config.root_path:
         document["servers"] = [{"url": config.root_path}]
-    if config.api_key:
+    if config.keys:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
 

@@ -6,6 +6,7 @@ The clients choose their exception by the HTTP status; ``code`` repeats it, ``ty
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -21,16 +22,19 @@ log = logging.getLogger(__name__)
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
     503: "ServiceUnavailableError",
 }
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request
+_LONGEST_WAIT = 3600.0  # seconds that a client is ever told to wait
 
 
 class ApiError(Exception):
@@ -67,6 +71,24 @@ class ApiError(Exception):
         )
 
 
+class TooMany(ApiError):
+    """429: the same request may succeed here in ``wait`` seconds (None: that is not known), or at
+    another server now. ``reason``, for the metrics, is what there was too much of.
+
+    OpenAI's clients wait for ``retry-after-ms`` where it is there, else for ``Retry-After``, which
+    has whole seconds only.
+    """
+
+    def __init__(self, message: str, wait: float | None, reason: str) -> None:
+        wait = min(max(0.001, 1.0 if wait is None else wait), _LONGEST_WAIT)
+        headers = {
+            "Retry-After": str(math.ceil(wait)),
+            "retry-after-ms": str(math.ceil(wait * 1000)),
+        }
+        super().__init__(429, message, headers=headers)
+        self.reason = reason
+
+
 class ClientGone(Exception):
     """The client has closed the connection; nobody is there to answer."""
 
@@ -87,7 +109,7 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), error.param)
     if isinstance(error, AdmissionError):
         if error.retryable:
-            return unavailable(str(error))
+            return TooMany(str(error), error.retry_after, "capacity")
         return ApiError(400, str(error), error.param)
     if isinstance(error, ChatTemplateError):
         return ApiError(400, str(error), "messages")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from starlette.types import Scope
 
 from octavo.schedule.request import RequestRecord
+from octavo.serve.keys import Account
 
 _KEY = "octavo.exchange"
 
@@ -29,6 +30,7 @@ class Exchange:
     records: list[RequestRecord] = field(default_factory=list)
     labels: dict[str, object] = field(default_factory=dict)
     client_gone: bool = False
+    account: Account | None = None  # whose key it came with; None: no key was asked for
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self

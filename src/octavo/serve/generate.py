@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple
@@ -21,17 +21,25 @@ from starlette.types import Receive, Scope, Send
 from octavo.engine.async_engine import AsyncEngine, Stream
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.sample.params import InvalidParameter
-from octavo.schedule.request import AdmissionError, FinishReason, Request, RequestRecord
+from octavo.schedule.request import (
+    AdmissionError,
+    FinishReason,
+    LatencyTarget,
+    Request,
+    RequestRecord,
+)
 from octavo.serve.body import read_body
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import DirectWrite
-from octavo.serve.errors import ApiError, ClientGone, as_api_error, unavailable
+from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, unavailable
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import headers_of, send_json
+from octavo.serve.keys import ApiKey
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import LABELS, GenerateRequest
+from octavo.serve.quota import Charge
 from octavo.serve.responses import TokenShower, Usage, json
 from octavo.serve.workers import Workers
 
@@ -219,9 +227,41 @@ class Generate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._engine.draining:
-            raise unavailable("the server is shutting down", close=True)
+            raise self._draining()
         exchange = Exchange.of(scope)
+        charge: Charge | None = None
+        try:
+            # Before a byte of the body is read, for that is quick however busy everyone is.
+            if exchange.account is not None:
+                charge = exchange.account.open()
+            self._engine.check_room(self._workers.pending)
+            await self._run(scope, receive, send, exchange, charge)
+        except (AdmissionError, InvalidParameter) as error:
+            retryable = isinstance(error, AdmissionError) and error.retryable
+            self._metrics.rejected["capacity" if retryable else "invalid"].inc()
+            raise
+        except TooMany as error:
+            if error.reason != "shed":  # the record of one that was shed says so
+                self._metrics.rejected[error.reason].inc()
+            raise
+        finally:
+            if charge is not None:
+                charge.close()
+
+    def _draining(self) -> ApiError:
+        self._metrics.rejected["draining"].inc()
+        return unavailable("the server is shutting down", close=True)
+
+    async def _run(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        exchange: Exchange,
+        charge: Charge | None,
+    ) -> None:
         body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
+        self._engine.check_room(self._workers.pending)  # others have come meanwhile
         streams: list[Stream] = []
 
         def abort() -> None:
@@ -240,9 +280,14 @@ class Generate:
                 for name in LABELS
                 if (value := getattr(prepared.reply.request, name)) is not None
             }
+            self._on_terms(prepared, None if exchange.account is None else exchange.account.key)
+            if charge is not None:
+                charge.prompt(sum(map(_prompt_tokens, prepared.requests)))
             await self._submit(prepared, streams)
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
+            if charge is not None:
+                charge.of(exchange.records)
             if prepared.reply.request.stream:
                 writer = _Writer(
                     send, DirectWrite.of(scope), watch, self._config.stream_write_timeout
@@ -255,20 +300,35 @@ class Generate:
             abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
 
+    def _on_terms(self, prepared: Prepared, key: ApiKey | None) -> None:
+        """Whose requests they are, how urgent, and promised what latency: as they say themselves,
+        else as their key does, else as the server does.
+        """
+        asked = prepared.reply.request
+        promised: list[LatencyTarget | None] = [
+            None if asked.slo is None else asked.slo.target(),
+            None if key is None else key.target,
+            self._config.slo,
+        ]
+        target = _merged([each for each in promised if each is not None])
+        for request in prepared.requests:
+            request.target = target
+            if key is not None:
+                request.client = key.name
+                request.priority = key.priority_of(asked.priority)
+
     async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:
         """All of an answer's requests or, when one is refused, none."""
         try:
             for request in prepared.requests:
                 streams.append(self._engine.submit(request))
         except (InvalidParameter, AdmissionError) as error:
-            retryable = isinstance(error, AdmissionError) and error.retryable
-            self._metrics.rejected["capacity" if retryable else "invalid"].inc()
             for stream in streams:
                 stream.abort()
             async for _ in self._deltas(streams, prepared.reply.n):
                 pass
             if self._engine.draining:
-                raise unavailable("the server is shutting down", close=True) from None
+                raise self._draining() from None
             error.param = prepared.aliases.get(error.param or "", error.param)
             raise
 
@@ -292,7 +352,6 @@ class Generate:
         self, reply: Reply, streams: list[Stream], watch: Watch, writer: _Writer
     ) -> ApiError | None:
         """Returns the error that ended the stream, as its client was told."""
-        await writer.begin()
         beat = _beat(writer, self._config.sse_keep_alive_interval)
         failure: ApiError | None = None
 
@@ -330,6 +389,8 @@ class Generate:
         if watch.gone:
             raise ClientGone
         if failure is not None:
+            if not writer.begun:
+                raise failure
             end = b"data: " + failure.body() + b"\n\n" + DONE
         elif reply.include_usage:
             end = reply.usage_event() + DONE
@@ -369,6 +430,11 @@ class Generate:
             if self._engine.draining:
                 return unavailable("the server is shutting down", close=True)
             return ApiError(500, "the request was aborted")
+        if delta.finish_reason is FinishReason.SHED:
+            why = delta.record and delta.record.error
+            return TooMany(
+                why or "the request has waited too long", self._engine.predicted_wait(), "shed"
+            )
         if delta.finish_reason is FinishReason.ERROR:
             if delta.record is not None:
                 log.error("request %s failed: %s", delta.request_id, delta.record.error)
@@ -397,8 +463,24 @@ class _Gaps:
             self._observe((now - before) / gaps)
 
 
+def _merged(targets: Sequence[LatencyTarget]) -> LatencyTarget | None:
+    """Each limit as the first target has it that has one."""
+
+    def first(limits: Iterable[float | None]) -> float | None:
+        return next((limit for limit in limits if limit is not None), None)
+
+    return LatencyTarget(*map(first, zip(*targets, strict=True))) if targets else None
+
+
+def _prompt_tokens(request: Request) -> int:
+    return len(request.prompt_token_ids)
+
+
 class _Writer:
-    """Sends events, and gives up on a client that takes nothing for ``timeout`` seconds."""
+    """Sends events, and gives up on a client that takes nothing for ``timeout`` seconds.
+
+    The answer begins with the first of them: until then it can still be another one.
+    """
 
     def __init__(
         self, send: Send, direct: DirectWrite | None, watch: Watch, timeout: float
@@ -408,15 +490,13 @@ class _Writer:
         self._watch = watch
         self._timeout = timeout
         self._writing = False
+        self.begun = False
         self.last_write = time.monotonic()
-
-    async def begin(self) -> None:
-        await self._send({"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS})
 
     @property
     def ready(self) -> bool:
         """Whether `write_now` may be called."""
-        return self._direct is not None and not self._writing and self._direct.ready
+        return self._direct is not None and self.begun and not self._writing and self._direct.ready
 
     def write_now(self, data: bytes) -> None:
         assert self._direct is not None
@@ -427,6 +507,11 @@ class _Writer:
         self._writing = True
         try:
             async with asyncio.timeout(self._timeout):
+                if not self.begun:
+                    self.begun = True
+                    await self._send(
+                        {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
+                    )
                 await self._send(
                     {"type": "http.response.body", "body": data, "more_body": not last}
                 )

@@ -16,6 +16,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from octavo.schedule.request import LatencyTarget
 from octavo.serve.body import convert
 from octavo.serve.errors import ApiError
 
@@ -92,6 +93,25 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None  # only false: chunks are never padded
 
 
+Milliseconds = Annotated[float, Meta(ge=1e-3, le=1e9)]
+
+
+class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What latency is promised, in milliseconds: to the first token, per token after it, to the
+    end.
+    """
+
+    ttft: Milliseconds | None = None
+    tpot: Milliseconds | None = None
+    e2el: Milliseconds | None = None
+
+    def target(self) -> LatencyTarget:
+        def seconds(limit: float | None) -> float | None:
+            return None if limit is None else limit / 1000
+
+        return LatencyTarget(seconds(self.ttft), seconds(self.tpot), seconds(self.e2el))
+
+
 class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What both ways to generate have. A null is the default."""
 
@@ -127,6 +147,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     banned_token_ids: list[int] | None = None  # the opposite of allowed_token_ids
     return_prediction_details: bool | None = None  # in the usage: draft tokens accepted or not
+    slo: Slo | None = None  # what this request is promised, in place of the server's own
 
     user: Label | None = None
     safety_identifier: Label | None = None

@@ -10,6 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
+from octavo.schedule.request import AdmissionError
 from octavo.serve.body import decode_object, read_body
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError, unavailable
@@ -56,7 +57,7 @@ class Models:
 
 
 class Probes:
-    """``/live`` asks: is the process beyond help? ``/ready``: should it get requests?"""
+    """``/live`` asks: is the process beyond help? ``/ready``: would it take a request now?"""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
@@ -69,6 +70,10 @@ class Probes:
     async def ready(self, request: HttpRequest) -> Response:
         if self._engine.draining:
             raise unavailable("the server is shutting down")
+        try:
+            self._engine.check_room()
+        except AdmissionError as error:
+            raise unavailable(str(error)) from None
         return await self.live(request)
 
 

@@ -12,6 +12,7 @@ import stat
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
@@ -30,6 +31,8 @@ from octavo.serve.model import ServedModel
 
 log = logging.getLogger("octavo.serve")
 
+_QUEUED = 4  # requests that may wait, for each sequence that may run
+_QUEUED_TOKENS = 1 << 20  # prompt tokens that may wait: some 40 MB
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048  # connections not yet accepted
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
@@ -53,7 +56,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         print(f"octavo: cannot listen on {where}: {error.strerror or error}{hint}", file=sys.stderr)
         return 1
     try:
-        loaded = load_engine(model, engine)
+        loaded = load_engine(model, bounded(engine))
         calibration = Calibration.of_engine(loaded)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
@@ -61,6 +64,19 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     finally:
         listener.close()
         _remove_socket_file(serve.uds)
+
+
+def bounded(config: EngineConfig) -> EngineConfig:
+    """With a bound on what may wait, so that memory does not grow with the queue: a server is not
+    to promise in silence what it cannot do in minutes.
+    """
+    most = config.max_num_queued_reqs
+    tokens = config.max_num_queued_tokens
+    return replace(
+        config,
+        max_num_queued_reqs=_QUEUED * config.max_num_seqs if most is None else most,
+        max_num_queued_tokens=_QUEUED_TOKENS if tokens is None else tokens,
+    )
 
 
 def _predictions(calibration: Calibration | None) -> str:

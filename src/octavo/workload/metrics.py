@@ -50,6 +50,8 @@ class Record:
     text: str = ""
     reason: str = ""
     detail: str = ""
+    rejected: bool = False  # not served because there was too much to do: 429 or 503
+    told: float = 0.0  # seconds until it was told so
 
     @property
     def tpot(self) -> float:
@@ -244,7 +246,8 @@ def summarise(
     result: dict[str, Any] = {
         "duration": found.duration,
         "completed": len(done),
-        "failed": len(records) - len(done),
+        "rejected": sum(record.rejected for record in records),
+        "failed": sum(not (record.success or record.rejected) for record in records),
         "total_input_tokens": found.input_tokens,
         "total_cached_tokens": sum(cached) if cached else None,
         "total_output_tokens": found.output_tokens,
@@ -264,6 +267,9 @@ def summarise(
         "max_output_tokens_per_s": peak_tokens(done),
         "max_concurrent_requests": peak_requests(done),
     }
+    told = spread(np.array([r.told for r in records if r.rejected]), (50, 99)) or {}
+    result["median_rejection_ms"] = told.get("p50")
+    result["p99_rejection_ms"] = told.get("p99")
     for name in metrics:
         values = found.spread(name, (50, *percentiles)) or defaultdict(float)
         result[f"mean_{name}_ms"] = values["mean"]

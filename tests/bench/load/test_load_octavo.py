@@ -113,14 +113,17 @@ async def test_a_mooncake_trace_shares_blocks(tmp_path: Path) -> None:
     assert hits == 288  # 300 tokens in whole blocks
 
 
-async def test_a_full_queue_is_failures_with_their_reason() -> None:
+async def test_what_a_full_queue_refused_is_no_failure() -> None:
     engine = FakeEngine(pause=0.01, queue_full=3)
     async with listening(engine) as url:
         result = await benchmark(settings(url, prompt_format="text"))
     assert result["completed"] >= 3
-    assert result["completed"] + result["failed"] == 12
-    (failure,) = result["failures"]
-    assert (failure["reason"], failure["example"]) == ("HTTP 503", "the queue is full")
+    assert (result["failed"], result["failures"]) == (0, [])
+    assert result["completed"] + result["rejected"] == 12
+    (refused,) = result["rejections"]
+    assert (refused["reason"], refused["example"]) == ("HTTP 429", "the queue is full")
+    assert refused["count"] == result["rejected"]
+    assert 0 < result["median_rejection_ms"] <= result["p99_rejection_ms"]
 
 
 async def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -32,7 +32,7 @@ from octavo.bench.load.vocabulary import (
 )
 from octavo.workload.datasets import Sample
 from octavo.workload.demand import TEXTS, Demand
-from octavo.workload.metrics import PER_REQUEST, summarise
+from octavo.workload.metrics import PER_REQUEST, Record, summarise
 
 ENDPOINTS = {
     "openai": "/v1/completions",
@@ -352,23 +352,24 @@ class _Benchmark:
             "unfinished": run.unfinished,
             "lateness": run.lateness_ms,
             "generator_cpu": run.cpu,
-            "failures": failures(run),
+            "failures": reasons(record for record in run.records if not record.rejected),
+            "rejections": reasons(record for record in run.records if record.rejected),
             "notices": self._notices,
             "definitions": DEFINITIONS,
         }
         return result
 
 
-def failures(run: Run) -> list[dict[str, Any]]:
-    """Reasons, the most frequent first, each with its count and one example."""
-    reasons: dict[str, dict[str, Any]] = {}
-    for record in run.records:
+def reasons(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Why they were not served, the most frequent first, each with its count and one example."""
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
         if not record.success:
-            entry = reasons.setdefault(
+            entry = found.setdefault(
                 record.reason, {"reason": record.reason, "count": 0, "example": record.detail}
             )
             entry["count"] += 1
-    return sorted(reasons.values(), key=lambda entry: -entry["count"])
+    return sorted(found.values(), key=lambda entry: -entry["count"])
 
 
 def _local_tokenizer(name: str) -> LocalTokenizer:

@@ -22,6 +22,7 @@ DEFINITIONS = {
     "e2el_including_client_queue": "client_queue_time + e2el",
     "throughput": "of successful requests, over the time from the start to the last answer's end",
     "goodput": "successful requests within every --goodput limit, per second",
+    "rejected": "answered 429 or 503 in place of any token; timed to the end of that answer",
     "peak_output": "most events with a token in one second",
     "differs_from_vllm": (
         "a chat answer's opening event with only a role is no token; a stream that ends with "
@@ -43,6 +44,9 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
 
     line("Successful requests", result["completed"])
     line("Failed requests", result["failed"])
+    if result["rejected"]:
+        line("Rejected requests (429 or 503)", result["rejected"])
+        line("P99 time to be told so (ms)", result["p99_rejection_ms"])
     if result["interrupted"]:
         line("Unfinished requests (interrupted)", result["unfinished"])
     if result["max_concurrency"] is not None:
@@ -90,12 +94,14 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     line("Max lateness (ms)", lateness["max_ms"])
     line("Processor use (% of a core)", result["generator_cpu"] * 100)
     lines.append("=" * _WIDTH)
-    for failure in result["failures"]:
-        lines.append(f"Failed {failure['count']} x {failure['reason']}: {failure['example']}")
+    for what, name in (("Failed", "failures"), ("Rejected", "rejections")):
+        for entry in result[name]:
+            lines.append(f"{what} {entry['count']} x {entry['reason']}: {entry['example']}")
     lines += [f"Note: {notice}" for notice in result["notices"]]
     lines.append("Definitions:")
     shown = [*metrics, "throughput", "peak_output"]
     shown += ["goodput"] if result["request_goodput"] is not None else []
+    shown += ["rejected"] if result["rejected"] else []
     for name in [*shown, "differs_from_vllm"]:
         title = (
             LATENCIES[name][0]
@@ -120,10 +126,12 @@ class Progress:
     def __call__(self, run: Run) -> None:
         if not self._enabled:
             return
-        failed = sum(not record.success for record in run.records)
+        failed = sum(not (record.success or record.rejected) for record in run.records)
+        rejected = sum(record.rejected for record in run.records)
         ended = len(run.records)
         text = (
             f"{ended}/{self._total} ended, {run.sent - ended - run.unfinished} in flight"
+            + (f", {rejected} rejected" if rejected else "")
             + (f", {failed} failed" if failed else "")
             + f", {time.perf_counter() - self._begin:.0f} s"
         )

@@ -195,6 +195,8 @@ class Load:
                 text=answer.text,
                 reason=answer.reason,
                 detail=answer.detail,
+                rejected=answer.rejected,
+                told=answer.told if answer.rejected else 0.0,
             )
         )
 

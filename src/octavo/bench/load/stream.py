@@ -8,6 +8,7 @@ fields wanted here, which costs about a microsecond.
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 
 import msgspec
@@ -89,6 +90,7 @@ class _Event(msgspec.Struct, gc=False):
 
 
 _decode = msgspec.json.Decoder(_Event).decode
+REJECTED = (429, 503)
 _MOST_BODY = 1 << 16  # bytes of an answer that is an error
 
 
@@ -102,7 +104,7 @@ class Answer:
     __slots__ = (
         "_body", "_done", "_events", "_finished", "_last", "_text", "cached_tokens", "detail",
         "ended", "events", "itl", "output_tokens", "prompt_tokens", "queue_time",
-        "reason", "start", "status", "ttft",
+        "reason", "rejected", "start", "status", "told", "ttft",
     )  # fmt: skip
 
     def __init__(self, *, keep_text: bool = False) -> None:
@@ -115,6 +117,8 @@ class Answer:
         self.status = 0
         self.reason = ""
         self.detail = ""
+        self.rejected = False  # because there was too much to do: 429 or 503
+        self.told = 0.0  # seconds from the sending, when it was
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._events = EventSplitter()
         self._last = 0.0
@@ -148,6 +152,8 @@ class Answer:
             if event.usage is not None:
                 self._counted(event.usage)
             if bytes(event.error) not in (b"", b"null"):
+                if not self.events:  # it was refused all the same
+                    self.rejected = error_code(bytes(event.error)) in REJECTED
                 self.fail("error event in the stream", error_message(bytes(event.error)))
                 return False
             if not event.choices:
@@ -186,6 +192,7 @@ class Answer:
     def end(self) -> None:
         """The body is complete."""
         if self.status != 200:
+            self.rejected = self.status in REJECTED
             self.fail(f"HTTP {self.status}", error_message(self._body))
         elif not self.events:
             self.fail(
@@ -199,7 +206,17 @@ class Answer:
     def fail(self, reason: str, detail: str) -> None:
         if not self.ended.done():
             self.reason, self.detail = reason, detail[:300]
+            self.told = time.perf_counter() - self.start
             self.ended.set_result(None)
+
+
+def error_code(body: bytes) -> object:
+    """OpenAI's ``error.code``, in or without its envelope; None where there is none."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return value.get("code") if isinstance(value, dict) else None
 
 
 def error_message(body: bytes) -> str:

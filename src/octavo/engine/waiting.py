@@ -1,0 +1,155 @@
+"""How long a newcomer would wait, told from what is queued and from what steps take lately.
+
+It waits for seats and for prompts. Every sequence decodes at once, so a seat is free when its
+sequence has drawn its last token: so many steps from now. And each prompt token put through before
+its own adds to the steps that meanwhile run. With steps that take a + b × decoding sequences + c ×
+prompt tokens, waiting n steps while p prompt tokens are read takes n (a + b × sequences) + c p.
+The three are fitted to the steps as they come, old ones forgotten. How long answers will be nobody
+knows: as long as those that have ended lately were, and no longer than each was asked for.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.engine.engine import Engine, Step
+from octavo.schedule.request import Outcome, RequestRecord
+from octavo.schedule.sequence import Sequence
+
+Float64 = npt.NDArray[np.float64]
+
+_FORGET = 0.99  # what a step keeps of its weight at the next
+_RIDGE = 1e-6  # in steps: keeps what the steps so far do not tell apart from running away
+_OUTPUT, _OUTPUT_WEIGHT = 256.0, 1.0  # tokens of an answer before any has ended, and in answers
+_REMEMBERED = 64  # answers
+LONGEST = 3600.0  # seconds; no prediction is longer
+
+
+class StepTimes:
+    """Seconds of a step as a + b × decoding sequences + c × prompt tokens, none of them below 0."""
+
+    def __init__(self) -> None:
+        # Sums over steps of products of (1, decoding, prompt tokens, seconds).
+        self._sums = np.zeros((4, 4))
+        self._fitted: tuple[float, float, float] | None = None
+
+    def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
+        row = np.array((1.0, decoding, prompt_tokens, seconds))
+        self._sums *= _FORGET
+        self._sums += np.outer(row, row)
+        self._fitted = None
+
+    @property
+    def fitted(self) -> tuple[float, float, float]:
+        """(a, b, c): seconds a step, a decoding sequence and a prompt token; 0 where nothing is
+        known yet.
+        """
+        found = self._fitted
+        if found is None:
+            found = self._fitted = self._fit(self._sums.copy())
+        return found
+
+    @staticmethod
+    def _fit(sums: Float64) -> tuple[float, float, float]:
+        """Least squares; what comes out below 0 is 0, and the others are fitted without it."""
+        products, targets = sums[:3, :3], sums[:3, 3]
+        kept = [index for index in range(3) if products[index, index] > 0]
+        while kept:
+            scale = np.sqrt(products.diagonal()[kept])
+            matrix = products[np.ix_(kept, kept)] / np.outer(scale, scale)
+            values = np.linalg.solve(
+                matrix + _RIDGE * np.eye(len(kept)), targets[kept] / scale
+            ) / scale  # fmt: skip
+            worst = int(values.argmin())
+            if values[worst] >= 0:
+                found = dict(zip(kept, values.tolist(), strict=True))
+                return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
+            del kept[worst]
+        return 0.0, 0.0, 0.0
+
+
+class Waiting:
+    """Observes an engine, and says what a newcomer's wait would be.
+
+    `wait` may be called from any thread: it reads what the engine's thread changes, so that a
+    figure may be a step old.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.times = StepTimes()
+        self._engine = engine
+        self._outputs = _OUTPUT * _OUTPUT_WEIGHT  # tokens, of `_ends` answers
+        self._ends = _OUTPUT_WEIGHT
+        self._run = 1.0  # tokens that a sequence draws in a step
+
+    # Observer, on the engine's thread
+
+    def on_step(self, step: Step) -> None:
+        scheduled = step.scheduled
+        decoding = len(scheduled.decodes)
+        prompt = sum(chunk.size for chunk in scheduled.chunks)
+        self.times.learn(decoding, prompt, step.ended - step.started)
+        if decoding:
+            drawn = sum(map(len, islice(step.drawn.runs, decoding)))
+            self._run += 0.05 * (drawn / decoding - self._run)
+
+    def on_end(self, record: RequestRecord) -> None:
+        if record.outcome is Outcome.FINISHED:
+            keep = 1 - 1 / _REMEMBERED
+            self._outputs = keep * self._outputs + record.completion_tokens
+            self._ends = keep * self._ends + record.n
+
+    # Predictions
+
+    @property
+    def expected_output(self) -> float:
+        """Tokens of an answer, as of late."""
+        return self._outputs / self._ends
+
+    def wait(self, pending: int = 0, pending_tokens: int = 0) -> float:
+        """Seconds until a request that came now would be let in, behind all that waits.
+
+        ``pending``: sequences on their way to the queue, and their prompt tokens.
+        """
+        scheduler = self._engine.scheduler
+        decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
+        waiting = len(scheduler.waiting) + pending
+        running = len(decoding) + len(prefilling)
+        tokens = scheduler.waiting_tokens + pending_tokens
+        num_tokens = scheduler.kv.num_tokens
+        tokens += sum(max(0, len(seq.token_ids) - int(num_tokens[seq.slot])) for seq in prefilling)
+        seats = self._seats(running, waiting, tokens)
+        steps = 0.0
+        needed = running + waiting + 1 - seats  # ends, before it has a seat
+        if needed > 0:
+            expected = self.expected_output
+            ends = sorted(self._to_come(seq, expected) for seq in (*decoding, *prefilling))
+            ends += [expected] * (seats - len(ends))
+            rounds, place = divmod(needed - 1, seats)
+            steps = (ends[place] + rounds * expected) / self._run
+        return min(self.seconds(steps, min(seats, running + waiting), tokens), LONGEST)
+
+    def seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
+        """Of ``steps`` steps, or of as many as it takes to read so many prompt tokens."""
+        each, sequence, token = self.times.fitted
+        reading = prompt_tokens / self._engine.scheduler.config.max_num_batched_tokens
+        return max(steps, reading) * (each + sequence * decoding) + token * prompt_tokens
+
+    def _seats(self, running: int, waiting: int, tokens: int) -> int:
+        """Sequences that run at a time: the limit, or as many as the cache holds to their end."""
+        scheduler = self._engine.scheduler
+        most = scheduler.config.max_num_seqs
+        if waiting:
+            each = int(tokens / (waiting + running) + self.expected_output) + 1
+            blocks = scheduler.kv.peak_blocks(min(each, scheduler.config.max_model_len))
+            most = min(most, max(1, scheduler.kv.pool.num_blocks // blocks))
+        return max(most, 1)
+
+    @staticmethod
+    def _to_come(seq: Sequence, expected: float) -> float:
+        """Tokens until it ends. One that has outrun what was expected goes on for a while."""
+        drawn = len(seq.token_ids) - seq.owner.num_prompt_tokens
+        return min(seq.num_to_come, max(expected - drawn, expected / 4))

@@ -1,0 +1,171 @@
+"""API keys with names: who asks, how urgent it is, what latency they are promised, how much they
+may ask.
+
+A key file is one JSON object: ``{"keys": [{"key": "sk-…", "name": "chat", …}, …]}``, its fields
+those of `_Entry`; ``sha256`` (hexadecimal) stands for a key that the file should not tell. Names go
+to the log and the metrics, keys never do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from octavo.schedule.request import LatencyTarget
+from octavo.serve.body import convert, decode_object
+from octavo.serve.errors import ApiError
+from octavo.serve.protocol import Slo
+from octavo.serve.quota import Quota
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_MOST_PRIORITY = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """``digest``: SHA-256 of the key. Raises `ValueError` naming the field, not the key."""
+
+    name: str
+    digest: bytes
+    weight: float = 1.0  # of its share, where shares are fair
+    priority: int = 0  # of its requests; lower runs first
+    may_raise_priority: bool = False  # a request may always ask for less
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None  # of prompts and answers together
+    target: LatencyTarget | None = None  # of requests that ask for none
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(self.name):
+            raise ValueError(
+                f"name {self.name!r} is not 1 to 64 letters, digits, dots, dashes or underscores"
+            )
+        if not 0 < self.weight < math.inf:
+            raise ValueError(f"{self.name}: weight is {self.weight}, not above 0")
+        if not -_MOST_PRIORITY <= self.priority < _MOST_PRIORITY:
+            raise ValueError(f"{self.name}: priority is {self.priority}, beyond 32 bits")
+        for field in ("max_requests_per_minute", "max_tokens_per_minute"):
+            limit = getattr(self, field)
+            if limit is not None and limit < 1:
+                raise ValueError(f"{self.name}: {field} is {limit}, below 1")
+
+    def priority_of(self, asked: int | None) -> int:
+        """Of a request that asks for a priority, or for none. Raises `ApiError` 403."""
+        if asked is None:
+            return self.priority
+        if asked < self.priority and not self.may_raise_priority:
+            raise ApiError(
+                403,
+                f"priority {asked} is above this key's, which is {self.priority} (lower numbers "
+                "run first)",
+                "priority",
+            )
+        return asked
+
+
+def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
+    """Keys given without a file: named by their place, without limits."""
+    return tuple(
+        ApiKey(name=f"key-{place}", digest=digest(key.encode()))
+        for place, key in enumerate(keys, 1)
+    )
+
+
+class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    key: str | None = None
+    sha256: str | None = None
+    weight: float = 1.0
+    priority: int = 0
+    may_raise_priority: bool = False
+    max_requests_per_minute: int | None = None
+    max_tokens_per_minute: int | None = None
+    slo: Slo | None = None
+
+    def api_key(self) -> ApiKey:
+        if (self.key is None) == (self.sha256 is None):
+            raise ValueError(f"{self.name}: give either key or sha256")
+        if self.key is not None:
+            if not self.key or not self.key.isascii() or self.key.strip() != self.key:
+                raise ValueError(f"{self.name}: key is empty, not ASCII or has spaces around it")
+            found = digest(self.key.encode())
+        else:
+            assert self.sha256 is not None
+            if not _DIGEST.fullmatch(self.sha256.lower()):
+                raise ValueError(f"{self.name}: sha256 is not 64 hexadecimal digits")
+            found = bytes.fromhex(self.sha256)
+        return ApiKey(
+            name=self.name,
+            digest=found,
+            weight=self.weight,
+            priority=self.priority,
+            may_raise_priority=self.may_raise_priority,
+            max_requests_per_minute=self.max_requests_per_minute,
+            max_tokens_per_minute=self.max_tokens_per_minute,
+            target=None if self.slo is None else self.slo.target(),
+        )
+
+
+class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    keys: list[_Entry]
+
+
+def read_keys(path: Path) -> tuple[ApiKey, ...]:
+    """The keys of a key file. Raises `ValueError` naming the file and the field, never the key;
+    `OSError`.
+    """
+    content = path.read_bytes()
+    try:
+        keys = tuple(entry.api_key() for entry in convert(decode_object(content), _File).keys)
+    except ApiError as error:
+        raise ValueError(f"{path}: {error.message.replace('the request body', 'it')}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    if not keys:
+        raise ValueError(f"{path}: there is no key in it")
+    return keys
+
+
+def check_distinct(keys: Iterable[ApiKey]) -> None:
+    """Raises `ValueError` where two keys have one name, or one key two."""
+    names: set[str] = set()
+    digests: dict[bytes, str] = {}
+    for key in keys:
+        if key.name in names:
+            raise ValueError(f"two keys have the name {key.name!r}")
+        names.add(key.name)
+        if key.digest in digests:
+            raise ValueError(f"{digests[key.digest]!r} and {key.name!r} are the same key")
+        digests[key.digest] = key.name
+
+
+def digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class Account(Quota):
+    """A key, and what is left of its quotas."""
+
+    def __init__(self, key: ApiKey) -> None:
+        super().__init__(key.name, key.max_requests_per_minute, key.max_tokens_per_minute)
+        self.key = key
+
+
+class Keyring:
+    """The accounts, by key. Bounded: one for each key, whoever asks."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        # Looked up by digest: what the time of that tells is nothing of the key.
+        self._accounts = {key.digest: Account(key) for key in keys}
+
+    def __bool__(self) -> bool:
+        return bool(self._accounts)
+
+    def find(self, key: bytes) -> Account | None:
+        return self._accounts.get(digest(key))

@@ -1,0 +1,166 @@
+"""Quotas of requests and of tokens a minute.
+
+Each is a bucket that fills evenly, to a minute's worth at most. A request takes one of the one
+bucket and its prompt of the other before it is queued, or is refused with the time at which there
+will be enough. What it then generates is taken as it comes, from the request's record, and may
+leave the bucket below empty, for nobody knows it before; who is there is refused until it has
+filled again. A prompt longer than a minute's tokens needs a full bucket. Who is refused, for
+whatever reason, is not charged.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from octavo.schedule.request import Outcome, RequestRecord
+from octavo.serve.errors import TooMany
+
+_MINUTE = 60.0
+
+
+class Bucket:
+    """``per_minute`` is how fast it fills, and how much it holds. Times are monotonic seconds."""
+
+    def __init__(self, per_minute: int) -> None:
+        self.capacity = float(per_minute)
+        self._level = self.capacity
+        self._at = time.monotonic()
+
+    @property
+    def level(self) -> float:
+        """What is in it; below 0: owed."""
+        now = time.monotonic()
+        filled = self._level + (now - self._at) * self.capacity / _MINUTE
+        self._level, self._at = min(filled, self.capacity), now
+        return self._level
+
+    def take(self, amount: float) -> None:
+        """Or give back, below 0."""
+        self._level = min(self.level - amount, self.capacity)
+
+    def seconds_until(self, amount: float) -> float:
+        """Until it holds so much, or is full; 0: it does."""
+        missing = min(amount, self.capacity) - self.level
+        return max(0.0, missing * _MINUTE / self.capacity)
+
+
+class Quota:
+    """One key's. Used on the event loop's thread only."""
+
+    def __init__(self, name: str, requests: int | None, tokens: int | None) -> None:
+        """``requests`` and ``tokens`` a minute; None: no limit."""
+        self._name = name
+        self.requests = None if requests is None else Bucket(requests)
+        self.tokens = None if tokens is None else Bucket(tokens)
+        self._open: set[Charge] = set()  # of requests that are under way
+
+    def open(self) -> Charge:
+        """A request begins. Raises `TooMany` if none may, whatever its prompt."""
+        self.settle()
+        self._check("requests", self.requests, 1)
+        self._check("tokens", self.tokens, 1)
+        charge = Charge(self)
+        self._open.add(charge)
+        if self.requests is not None:
+            self.requests.take(1)
+        return charge
+
+    def settle(self) -> None:
+        """Take what has been generated since."""
+        if self.tokens is not None:
+            for charge in self._open:
+                charge.settle()
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """As OpenAI's clients know them: the limit, what is left, and the time to a full bucket."""
+        found = []
+        self.settle()
+        for name, bucket in (("requests", self.requests), ("tokens", self.tokens)):
+            if bucket is None:
+                continue
+            for what, value in (
+                ("limit", str(int(bucket.capacity))),
+                ("remaining", str(max(0, int(bucket.level)))),
+                ("reset", _duration(bucket.seconds_until(bucket.capacity))),
+            ):
+                found.append((f"x-ratelimit-{what}-{name}".encode(), value.encode()))
+        return found
+
+    def _check(self, what: str, bucket: Bucket | None, amount: float) -> None:
+        if bucket is None:
+            return
+        wait = bucket.seconds_until(amount)
+        if wait > 0:
+            raise TooMany(
+                f"the key {self._name!r} has used up its {bucket.capacity:.0f} {what} a minute; "
+                f"this request may come again in {wait:.3f} s",
+                wait,
+                "quota",
+            )
+
+    def check_tokens(self, amount: int) -> None:
+        self.settle()
+        self._check("tokens", self.tokens, amount)
+
+    def close(self, charge: Charge) -> None:
+        self._open.discard(charge)
+
+
+class Charge:
+    """What one HTTP request costs its key."""
+
+    def __init__(self, quota: Quota) -> None:
+        self._quota = quota
+        self._records: Sequence[RequestRecord] = ()
+        self._taken = 0  # tokens
+
+    def prompt(self, tokens: int) -> None:
+        """The prompts' tokens are known and taken. Raises `TooMany` if there are not enough."""
+        self._quota.check_tokens(tokens)
+        self._take(tokens)
+
+    def of(self, records: Sequence[RequestRecord]) -> None:
+        """What has been submitted: from now on these say what it costs."""
+        self._records = records
+
+    def settle(self) -> None:
+        if self._records:
+            self._take(_tokens(self._records))
+
+    def close(self) -> None:
+        """The request has ended, or was refused and costs nothing."""
+        self._take(_tokens(self._records))
+        requests = self._quota.requests
+        if requests is not None and all(map(_rejected, self._records)):
+            requests.take(-1)
+        self._quota.close(self)
+
+    def _take(self, tokens: int) -> None:
+        """So many in all."""
+        if self._quota.tokens is not None:
+            self._quota.tokens.take(tokens - self._taken)
+        self._taken = tokens
+
+
+def _rejected(record: RequestRecord) -> bool:
+    return record.outcome is Outcome.REJECTED
+
+
+def _tokens(records: Sequence[RequestRecord]) -> int:
+    return sum(
+        record.prompt_tokens + record.completion_tokens
+        for record in records
+        if not _rejected(record)
+    )
+
+
+def _duration(seconds: float) -> str:
+    """As Go writes them, and OpenAI: 1h2m3s, 4.5s, 20ms."""
+    milliseconds = round(seconds * 1000)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    hours, minutes = divmod(minutes, 60)
+    text = f"{hours}h{minutes}m" if hours else f"{minutes}m" if minutes else ""
+    return f"{text}{rest / 1000:g}s"

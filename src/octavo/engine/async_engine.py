@@ -8,6 +8,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar
 
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
@@ -15,6 +17,8 @@ from octavo.engine.waiting import Waiting
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class EngineDead(RuntimeError):
@@ -152,6 +156,7 @@ class AsyncEngine:
         self._inbox_tokens = 0
         self._aborts: list[str] = []
         self._streams: dict[str, Stream] = {}
+        self._looks: list[_Look] = []
         self._draining = False
         self._stopping = False
         self._error: EngineDead | None = None
@@ -219,6 +224,19 @@ class AsyncEngine:
     def observe(self, observer: Observer) -> None:
         """Tell ``observer`` of every step and outcome from now on; see `Observer`."""
         self.engine.observers.append(observer)
+
+    async def look(self, at: Callable[[Engine], T]) -> T:
+        """What ``at`` makes of the engine between two steps, on the engine's thread, which waits
+        for it: it must be quick and leave all as it is. Raises `EngineDead`, and what it raises.
+        """
+        loop = asyncio.get_running_loop()
+        seen: asyncio.Future[T] = loop.create_future()
+        with self._condition:
+            if self._error is not None or self._stopping:
+                raise self._error or EngineDead("the engine was stopped")
+            self._looks.append(_Look(at, loop, seen))
+            self._condition.notify()
+        return await seen
 
     def stats(self) -> EngineStats:
         stats = self.engine.stats()
@@ -298,10 +316,10 @@ class AsyncEngine:
     def _turn(self) -> bool:
         """Sleep until there is work, take what has arrived, run one step."""
         with self._condition:
-            if not (self._inbox or self._aborts or self.engine.has_work()):
+            if not (self._inbox or self._aborts or self._looks or self.engine.has_work()):
                 self._busy_since = None
                 self._check_idle()
-                while not (self._inbox or self._aborts or self._stopping):
+                while not (self._inbox or self._aborts or self._looks or self._stopping):
                     self._condition.wait()
             self._busy_since = time.monotonic()
             if self._error is not None:  # given up on in the last step, which took too long
@@ -311,6 +329,7 @@ class AsyncEngine:
                 return False
             arrived, self._inbox, self._inbox_tokens = self._inbox, [], 0
             aborts, self._aborts = self._aborts, []
+            looks, self._looks = self._looks, []
         for request, record in arrived:
             try:
                 self.engine.admit(request, record)
@@ -319,6 +338,8 @@ class AsyncEngine:
                 self._deliver([self.engine.refuse(record, error)])
         for request_id in aborts:
             self.engine.abort(request_id)
+        for look in looks:
+            look.take(self.engine)
         self._deliver(self.engine.step())
         return True
 
@@ -351,6 +372,9 @@ class AsyncEngine:
         with self._condition:
             self._error = self._error or error
             streams, self._streams = list(self._streams.values()), {}
+            looks, self._looks = self._looks, []
+        for look in looks:
+            look.end(look.seen.set_exception, error)
         for stream in streams:
             try:
                 stream._loop.call_soon_threadsafe(stream._fail, error)
@@ -372,6 +396,26 @@ class AsyncEngine:
             )
         elif self._streams:
             self._arm_watch()
+
+
+class _Look(NamedTuple):
+    at: Callable[[Engine], Any]
+    loop: asyncio.AbstractEventLoop
+    seen: asyncio.Future[Any]
+
+    def take(self, engine: Engine) -> None:
+        try:
+            self.end(self.seen.set_result, self.at(engine))
+        except Exception as error:
+            self.end(self.seen.set_exception, error)
+
+    def end(self, settle: Callable[[Any], None], value: object) -> None:
+        def told() -> None:
+            if not self.seen.done():  # whoever asked may have gone
+                settle(value)
+
+        with suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(told)
 
 
 def _push_all(deliveries: list[tuple[Stream, Delta]]) -> None:

@@ -595,6 +595,11 @@ class Engine:
     # What is going on
 
     @property
+    def num_requests(self) -> int:
+        """Those that have been admitted and have not ended."""
+        return len(self._requests)
+
+    @property
     def step_seconds(self) -> float:
         """Of all steps that have been delivered."""
         return self._stats.step_seconds

@@ -31,6 +31,11 @@ class BlockPool:
         return len(self._empty) + self.num_blocks - self._never_used + len(self._cached)
 
     @property
+    def num_cached(self) -> int:
+        """Free blocks that hold something still of use."""
+        return len(self._cached)
+
+    @property
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 

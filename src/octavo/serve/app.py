@@ -18,6 +18,7 @@ from octavo.serve.generate import Generate
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
+from octavo.serve.requests import Requests
 from octavo.serve.workers import Workers
 
 
@@ -54,6 +55,7 @@ def create_app(
         Route("/live", probes.live, methods=get),
         Route("/ready", probes.ready, methods=get),
         Route("/metrics", routes.MetricsRoute(metrics), methods=get),
+        Route("/requests", Requests(engine, model).answer, methods=get),
         Route("/version", routes.version, methods=get),
         *(docs_routes(config) if config.docs else ()),
     ]

@@ -14,6 +14,7 @@ from starlette.routing import Route
 from octavo import __version__
 from octavo.serve import protocol, responses
 from octavo.serve.config import ServeConfig
+from octavo.serve.requests import MOST_LISTED, RequestList
 from octavo.serve.responses import json
 
 _SSE = "text/event-stream"
@@ -42,6 +43,13 @@ _OPERATIONS: list[tuple[str, str, str, Any, Any]] = [
     ("/live", "get", "200 unless the engine has stopped or hangs.", None, dict[str, str]),
     ("/ready", "get", "200 while new requests are admitted.", None, dict[str, str]),
     ("/metrics", "get", "Prometheus metrics.", None, None),
+    (
+        "/requests",
+        "get",
+        "What the engine is at, request by request, without any text; limit: how many to list.",
+        None,
+        RequestList,
+    ),
     ("/version", "get", "The server's version.", None, responses.Version),
 ]
 
@@ -97,6 +105,9 @@ def openapi(config: ServeConfig) -> dict[str, Any]:
             operation["parameters"] = [
                 {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
             ]
+        if path == "/requests":
+            number = {"type": "integer", "minimum": 0, "maximum": MOST_LISTED}
+            operation["parameters"] = [{"name": "limit", "in": "query", "schema": number}]
         if config.keys and path not in ("/health", "/live", "/ready"):
             operation["security"] = [{"key": []}]
         paths[path] = {method: operation}

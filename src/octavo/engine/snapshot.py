@@ -1,0 +1,163 @@
+"""What the engine is at, request by request: what an operator may see of it, and no text.
+
+Taken on the engine's thread, between two steps. It costs about a microsecond a request that is
+listed, and those that are not listed cost nothing, however long the queue is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Literal
+
+from octavo.engine.engine import Engine
+from octavo.schedule.request import LatencyTarget, RequestRecord
+from octavo.schedule.sequence import RequestState, Status
+
+State = Literal["waiting", "prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSnapshot:
+    """Times in seconds. Of a request's n sequences the furthest gives the state."""
+
+    id: str
+    client: str  # the name of the key it came with
+    priority: int
+    state: State
+    n: int
+    prompt_tokens: int
+    prompt_tokens_done: int  # in the cache: found there or computed
+    cached_tokens: int  # found in the prefix cache when it was first scheduled
+    output_tokens: int  # over all n
+    max_tokens: int  # output tokens of each sequence, at most
+    age: float  # since its arrival
+    queue_time: float | None  # arrival to first scheduling
+    ttft: float | None  # arrival to first token
+    tokens_per_second: float | None  # since the first token
+    preemptions: int
+    on_target: bool | None  # whether it has kept what it is promised so far; None: nothing promised
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSnapshot:
+    """Blocks. ``cached``: free, and what they hold is still of use; ``free``: the other free ones."""
+
+    blocks: int
+    block_size: int  # tokens
+    used: int
+    cached: int
+    free: int
+    waste: float  # allocated but unfilled slots ÷ allocated slots
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """``time``: clock seconds, to take differences of two snapshots by. The requests that run come
+    first, then those that wait, in the order in which they would be let in.
+    """
+
+    time: float
+    running: int  # sequences
+    waiting: int
+    waiting_tokens: int  # of those that wait
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    steps: int  # since the start
+    step_tokens: int  # of the last step
+    step_seconds: float
+    pool: PoolSnapshot
+    requests: list[RequestSnapshot]
+    unlisted: int  # requests beyond the limit
+
+
+def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
+    """At most ``limit`` requests are listed. For the engine's thread, between steps."""
+    scheduler, stats = engine.scheduler, engine.stats()
+    pool, now = scheduler.kv.pool, engine.clock.now()
+    states = _states(engine)
+    listed = [_request(engine, state, now) for state in islice(states, limit)]
+    return EngineSnapshot(
+        time=now,
+        running=stats.running,
+        waiting=stats.waiting,
+        waiting_tokens=stats.waiting_tokens,
+        max_num_seqs=scheduler.config.max_num_seqs,
+        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        steps=stats.steps,
+        step_tokens=stats.last_step_tokens,
+        step_seconds=stats.last_step_seconds,
+        pool=PoolSnapshot(
+            blocks=pool.num_blocks,
+            block_size=scheduler.kv.block_size,
+            used=pool.num_used,
+            cached=pool.num_cached,
+            free=pool.num_free - pool.num_cached,
+            waste=stats.kv_waste,
+        ),
+        requests=listed,
+        unlisted=engine.num_requests - len(listed),
+    )
+
+
+def _states(engine: Engine) -> Iterator[RequestState]:
+    """Each request once, those that run first."""
+    scheduler = engine.scheduler
+    seen: set[int] = set()
+    for seq in chain(scheduler.decoding, scheduler.prefilling, scheduler.waiting):
+        if id(seq.owner) not in seen:
+            seen.add(id(seq.owner))
+            yield seq.owner
+
+
+def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot:
+    record, request = state.record, state.request
+    statuses = {seq.status for seq in state.sequences}
+    shown: State = "waiting"
+    done = 0
+    if Status.DECODING in statuses:
+        shown, done = "decode", record.prompt_tokens
+    elif Status.PREFILLING in statuses:
+        shown = "prefill"
+        slots = [seq.slot for seq in state.sequences if seq.status is Status.PREFILLING]
+        done = int(max(engine.scheduler.kv.num_tokens[slots]))
+    return RequestSnapshot(
+        id=record.request_id,
+        client=record.client,
+        priority=record.priority,
+        state=shown,
+        n=record.n,
+        prompt_tokens=record.prompt_tokens,
+        prompt_tokens_done=min(done, record.prompt_tokens),
+        cached_tokens=record.cached_tokens,
+        output_tokens=record.completion_tokens,
+        max_tokens=state.max_tokens,
+        age=now - record.arrival,
+        queue_time=_since(record.arrival, record.scheduled),
+        ttft=_since(record.arrival, record.first_token),
+        tokens_per_second=_rate(record),
+        preemptions=record.preemptions,
+        on_target=None if request.target is None else _kept(request.target, record, now),
+    )
+
+
+def _since(start: float, end: float | None) -> float | None:
+    return None if end is None else end - start
+
+
+def _rate(record: RequestRecord) -> float | None:
+    following = record.completion_tokens - record.n  # the first of each came with the prompt
+    if record.first_token is None or record.last_token is None or following <= 0:
+        return None
+    seconds = record.last_token - record.first_token
+    return following / seconds if seconds > 0 else None
+
+
+def _kept(target: LatencyTarget, record: RequestRecord, now: float) -> bool:
+    """What `LatencyTarget.met_by` would say if it ended now, with a first token if there is none."""
+    first = now if record.first_token is None else record.first_token
+    measured = first - record.arrival, record.tpot, now - record.arrival
+    return all(
+        limit is None or value <= limit for limit, value in zip(target, measured, strict=True)
+    )

@@ -42,7 +42,7 @@ class RequestSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class PoolSnapshot:
-    """Blocks. ``cached``: free, and what they hold is still of use; ``free``: the other free ones."""
+    """Blocks. ``cached``: free, but what they hold is still of use; ``free``: the other ones."""
 
     blocks: int
     block_size: int  # tokens
@@ -155,7 +155,7 @@ def _rate(record: RequestRecord) -> float | None:
 
 
 def _kept(target: LatencyTarget, record: RequestRecord, now: float) -> bool:
-    """What `LatencyTarget.met_by` would say if it ended now, with a first token if there is none."""
+    """What `LatencyTarget.met_by` would say if it ended now and had a first token."""
     first = now if record.first_token is None else record.first_token
     measured = first - record.arrival, record.tpot, now - record.arrival
     return all(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import combinations, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from execute import tiny
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.execute.batch import Batch
-from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates
+from octavo.execute.cost import PANEL_ROWS, Arithmetic, CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts
 from octavo.model.families import program
@@ -66,7 +68,9 @@ spans = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 40)), min_size=1, 
 def test_a_step_grown_span_by_span_is_the_step(
     family: str, decodes: list[int], chunks: list[tuple[int, int]]
 ) -> None:
-    rates = Rates(1e9, 3e9, 1e-4, knee=2.0, ramp=0.5, row_overhead=1e-6, chunk_overhead=1e-5)
+    rates = Rates(
+        1e9, 3e9, 1e-4, knee=2.0, threads=2, unpacking=1.5, row_overhead=1e-6, chunk_overhead=1e-5
+    )
     costs = executor(family).costs
     size = costs.decode_size(np.array(decodes, np.int32))
     for start, tokens in chunks:
@@ -246,13 +250,39 @@ def test_duration_follows_the_slower_of_memory_and_arithmetic() -> None:
         Rates(bytes_per_second=0)
 
 
+def test_threads_wait_for_the_one_with_a_panel_more() -> None:
+    """Two threads, a second an operation and row: from 65 rows on they take panels of 8."""
+    even, uneven = Rates(1e18, 1.0), Rates(1e18, 1.0, threads=2)
+    assert [even.seconds(0, rows, Arithmetic.FP32, rows) for rows in (1, 65, 500)] == [1, 65, 500]
+    counts = (1, 7, 64, 65, 80, 81, 96, 97, 112, 500)
+    taken = [uneven.seconds(0, rows, Arithmetic.FP32, rows) for rows in counts]
+    assert taken == pytest.approx([1, 7, 64, 80, 80, 96, 96, 112, 112, 512])
+    unpacking = Rates(1e18, 1.0, threads=2, unpacking=3.0)
+    taken = [unpacking.seconds(0, rows, Arithmetic.FP32, rows) for rows in (1, 8, 9, 64, 65)]
+    assert taken == pytest.approx([4, 11, 15, 64 + 3 * 8, 80 + 3 * 10])
+    # As columns of numbers, which is how a fit takes them.
+    rows: Any = np.array(counts)
+    soft = replace(unpacking, knee=2.0)
+    assert soft.seconds(0, rows, Arithmetic.FP32, rows) == pytest.approx(
+        [unpacking.seconds(0, count, Arithmetic.FP32, count) for count in counts]
+    )
+
+
+@given(threads=st.integers(1, 9), rows=st.integers(1, 3000))
+def test_sharing_out_rows_costs_no_more_than_a_panel_a_thread(threads: int, rows: int) -> None:
+    rates = Rates(1e18, 1.0, threads=threads)
+    now, more = (rates.seconds(0, n, Arithmetic.FP32, n) for n in (rows, rows + 1))
+    assert rows * (1 - 1e-12) <= now < rows + PANEL_ROWS * threads
+    assert now <= more * (1 + 1e-12)
+
+
 @pytest.mark.parametrize(
     "rates",
     [
         Rates(1e9, 1e9),  # attention's own rates are None
         Rates(
             1e9, 2e10, 1e-4, knee=2.5, kv_bytes_per_second=3e8, attention_ops_per_second=5e9,
-            attention_knee=1.7, ramp=0.5, batch_overhead=2e-4, row_overhead=1e-6,
+            attention_knee=1.7, threads=2, unpacking=1.5, batch_overhead=2e-4, row_overhead=1e-6,
             chunk_overhead=1e-5,
         ),
     ],

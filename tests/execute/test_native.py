@@ -11,7 +11,7 @@ import pytest
 from execute import reference, tiny
 from execute.driving import Driver
 from octavo.checkpoint.base import CheckpointError, WeightFormat
-from octavo.execute.cost import Arithmetic
+from octavo.execute.cost import CHUNK_ROWS, Arithmetic
 from octavo.execute.native import NativeExecutor, arithmetic_of
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families
@@ -439,6 +439,17 @@ def test_profile_times_every_region() -> None:
     ops = families.program(tiny.config()).ops
     assert [op for region in profile for op in region.ops] == list(range(len(ops)))
     assert 0 < driver.executor.num_meetings <= len(profile)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_share_out_rows_from_where_the_cost_model_says(threads: int) -> None:
+    """They then meet much less often."""
+    driver = Driver(tiny.checkpoint(tiny.config()), threads=threads)
+    meetings = []
+    for more in (0, 1):
+        driver.run(tokens_of(tiny.config(), CHUNK_ROWS * threads + more))
+        meetings.append(driver.executor.num_meetings)
+    assert meetings[1] < 0.6 * meetings[0]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

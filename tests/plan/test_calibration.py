@@ -61,7 +61,8 @@ TRUE = Rates(
     kv_bytes_per_second=24e9,
     attention_ops_per_second=130e9,
     attention_knee=1.0,
-    ramp=0.4,
+    threads=2,
+    unpacking=1.6,
     batch_overhead=300e-6,
     row_overhead=45e-6,
     chunk_overhead=220e-6,
@@ -107,7 +108,7 @@ def observed(rates: Rates, noise: float, seed: int = 0, count: int = 150) -> lis
 
 
 def test_a_fit_finds_the_parameters() -> None:
-    fitted = fit(COSTS, observed(TRUE, 0.0), LIMITS)
+    fitted = fit(COSTS, observed(TRUE, 0.0), LIMITS, 2)
     for name in (
         "bytes_per_second", "int8_ops_per_second", "attention_ops_per_second", "step_overhead",
         "row_overhead", "chunk_overhead", "kv_bytes_per_second",
@@ -127,10 +128,10 @@ def test_it_predicts_through_noise_and_interruptions(held_up: float) -> None:
         else each
         for each in observed(TRUE, 0.05, seed=1)
     ]
-    fitted = fit(COSTS, seen, LIMITS)
+    fitted = fit(COSTS, seen, LIMITS, 2)
+    swift = fitted.rates.slowed(1 / fitted.held_up)
     ratios = [
-        COSTS.step(each, fitted.rates).seconds / COSTS.step(each, TRUE).seconds
-        for each in batches(2)
+        COSTS.step(each, swift).seconds / COSTS.step(each, TRUE).seconds for each in batches(2)
     ]
     assert abs(np.median(ratios) - 1) < 0.02
     assert np.quantile(np.abs(np.array(ratios) - 1), 0.9) < 0.05
@@ -143,13 +144,13 @@ def test_another_machine_is_no_matter_of_the_usual() -> None:
         TRUE, bytes_per_second=250e9, int8_ops_per_second=3.5e12, ops_per_second=9e11,
         bf16_ops_per_second=1.8e12, kv_bytes_per_second=190e9, attention_ops_per_second=1e12,
     )  # fmt: skip
-    fitted = fit(COSTS, observed(fast, 0.01), LIMITS)
+    fitted = fit(COSTS, observed(fast, 0.01), LIMITS, 2)
     assert fitted.error < 0.02
 
 
 def test_errors_are_told_by_kind() -> None:
     seen = observed(TRUE, 0.02)
-    fitted = fit(COSTS, seen, LIMITS)
+    fitted = fit(COSTS, seen, LIMITS, 2)
     assert sum(error.steps for error in fitted.errors) == len(seen)
     kinds = [error.kind for error in fitted.errors]
     assert "decode, up to 1 token" in kinds
@@ -160,9 +161,29 @@ def test_errors_are_told_by_kind() -> None:
 @pytest.mark.parametrize(("memory", "processor"), [(1.3, 1.0), (1.0, 0.8), (0.9, 1.25)])
 def test_few_steps_tell_what_has_become_slower(memory: float, processor: float) -> None:
     seen = observed(TRUE.slowed(memory, processor), 0.03, seed=3, count=80)
-    found = slowness(COSTS, seen, TRUE)
+    found = slowness(COSTS, seen, TRUE, believed=1.0)
     assert found.memory == pytest.approx(memory, rel=0.04)
     assert found.processor == pytest.approx(processor, rel=0.03)
+    cautious = slowness(COSTS, seen, TRUE, believed=0.5)
+    assert cautious == pytest.approx([math.sqrt(each) for each in found])
+
+
+def test_held_up_steps_count_in_the_mean() -> None:
+    """One step in ten takes twice as long: rates are of the mean, and a few steps more or less that
+    were held up are not taken for a slower machine.
+    """
+    seen = [
+        each._replace(seconds=each.seconds * (2 if index % 10 == 0 else 1))
+        for index, each in enumerate(observed(TRUE, 0.01, count=400))
+    ]
+    fitted = fit(COSTS, seen, LIMITS, 2)
+    assert fitted.held_up == pytest.approx(1.1, abs=0.02)
+    predicted = sum(COSTS.step(each.batch, fitted.rates).seconds for each in seen)
+    assert predicted == pytest.approx(sum(each.seconds for each in seen), rel=0.03)
+    assert all(abs(error.bias) < 0.03 for error in fitted.errors if error.steps > 15)
+    now = [each for index, each in enumerate(seen) if index % 10]
+    found = slowness(COSTS, now, fitted.rates, fitted.held_up)
+    assert found == pytest.approx((1.0, 1.0), rel=0.02)
 
 
 @pytest.mark.parametrize("rates", [TRUE, LIMITS])
@@ -176,7 +197,7 @@ def test_a_slower_machine_takes_so_much_longer(rates: Rates) -> None:
 
 def test_few_steps_are_refused() -> None:
     with pytest.raises(ValueError, match="19 steps are too few"):
-        fit(COSTS, observed(TRUE, 0.0)[:19], LIMITS)
+        fit(COSTS, observed(TRUE, 0.0)[:19], LIMITS, 2)
 
 
 @settings(max_examples=25, deadline=None)
@@ -238,7 +259,7 @@ def experts(chosen: int) -> CalibrationKey:
 def calibration(of: CalibrationKey) -> Calibration:
     errors = (KindError("decode, up to 1 token", 40, 3e-3, 0.01, 0.03),)
     return Calibration(
-        "a model", of, "avx2", "2026-01-01T00:00:00+00:00", 900, 40.0, TRUE,
+        "a model", of, "avx2", "2026-01-01T00:00:00+00:00", 900, 40.0, TRUE, 1.02,
         {"knee": 0.1}, LIMITS, errors, 0.03,
     )  # fmt: skip
 
@@ -313,7 +334,7 @@ DAMAGE = [
     lambda data: data["rates"].update(step_overhead=1e308),
     lambda data: data["rates"].update(bytes_per_second=1e-320),
     lambda data: data["rates"].update(ops_per_second=10**400),
-    lambda data: data["rates"].update(ramp=1e308),
+    lambda data: data["rates"].update(unpacking=1e308),
     lambda data: data["limits"].update(bytes_per_second=1e300),
     lambda data: data.update(error=-5),
     lambda data: data.update(error=True),
@@ -435,7 +456,7 @@ def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     engine.check_integrity()
     if longest == 64:
         return
-    fitted = fit(COSTS, seen[::3], LIMITS)
+    fitted = fit(COSTS, seen[::3], LIMITS, 2)
     assert fitted.error < 0.01  # it can be told from such steps what they took
     assert max(abs(each.bias) for each in fitted.errors) < 0.03
 

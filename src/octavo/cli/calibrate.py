@@ -82,7 +82,7 @@ def as_text(calibration: Calibration) -> str:
             limits.peak(unit) / 1e9,
         )
     row("knee: 1 adds the two, ∞ takes the longer", rates.knee, "", "knee")
-    row("ramp: more of that where rows are few", rates.ramp, "", "ramp")
+    row("unpacking for 8 rows, in rows", rates.unpacking, "rows", "unpacking")
     row("attention, reading", kv / 1e9, "GB/s", "kv_bytes_per_second", memory)
     row("attention, computing", attention / 1e9, "Gop/s", "attention_ops_per_second")
     row("a step", rates.step_overhead * 1e6, "µs", "step_overhead")

@@ -20,7 +20,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import count, repeat
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -55,9 +55,10 @@ class Arithmetic(StrEnum):
 
 SHARPEST = 16.0  # knee but the infinite
 KNEES = ("knee", "attention_knee")
-# Rows at which half of a ramp is left: from about so many on, threads share out rows instead of
-# columns, and a tile of weights is used for a full tile of rows.
-RAMP_ROWS = 64
+PANEL_ROWS = 8  # that weights are unpacked for at a time (kernels/linear.h, kPanel)
+# With more than so many rows a thread, the threads share out panels of rows and not columns of
+# weights (kernels/runtime.cpp, kChunkRows).
+CHUNK_ROWS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,8 @@ class Rates:
 
     ``knee`` is how far reading and arithmetic overlap: of an op's two times a and b,
     (a^knee + b^knee)^(1/knee) passes. Infinite, it is the longer (a roofline); 1, their sum. What
-    is given for attention holds there instead. ``ramp`` is how much longer a row's arithmetic takes
-    where there are few: (1 + ramp / (1 + n / RAMP_ROWS)) times as long for n.
+    is given for attention holds there instead. ``threads`` are those that share out an op's rows as
+    the kernels do, so that others wait for the one with a panel more; 0: all end together.
     """
 
     bytes_per_second: float = inf  # memory, read or written
@@ -79,7 +80,8 @@ class Rates:
     kv_bytes_per_second: float | None = None  # None: as other bytes
     attention_ops_per_second: float | None = None  # None: as its arithmetic's
     attention_knee: float = inf
-    ramp: float = 0.0
+    threads: int = 0
+    unpacking: float = 0.0  # of weights for a panel of rows, in rows' arithmetic
     batch_overhead: float = 0.0  # seconds of a step with more than one token
     row_overhead: float = 0.0  # seconds a row that wants logits: sampling, text, delivery
     chunk_overhead: float = 0.0  # seconds a chunk of a prompt, of two tokens or more
@@ -90,7 +92,7 @@ class Rates:
         rates += [rate for rate in of_attention if rate is not None]
         overheads = (
             self.step_overhead, self.batch_overhead, self.row_overhead, self.chunk_overhead,
-            self.ramp,
+            self.unpacking, self.threads,
         )  # fmt: skip
         if not (all(rate > 0 for rate in rates) and all(each >= 0 for each in overheads)):
             raise ValueError(f"rates must be positive and overheads not negative: {self}")
@@ -107,12 +109,22 @@ class Rates:
         }.get(arithmetic)
         return self.ops_per_second if own is None else own
 
-    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 0) -> float:
+    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 1) -> float:
         """For so many bytes, and operations on so many rows, of an op other than attention."""
         computing = computed / self.peak(arithmetic)
-        if self.ramp:
-            computing *= 1 + self.ramp / (1 + rows / RAMP_ROWS)
+        if self.threads or self.unpacking:
+            computing *= self._work(rows) / rows
         return _overlapped(moved / self.bytes_per_second, computing, self.knee)
+
+    def _work(self, rows: int) -> float:
+        """In rows' arithmetic, what all threads could do while the last of them is at so many."""
+        panels = -(-rows // PANEL_ROWS)
+        if self.threads:
+            by_rows = rows > CHUNK_ROWS * self.threads
+            together = -(-panels // self.threads) * self.threads
+            panels = panels + by_rows * (together - panels)
+            rows = rows + by_rows * (PANEL_ROWS * panels - rows)
+        return rows + self.unpacking * panels
 
     def attention_seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
         """The same for attention."""
@@ -132,7 +144,7 @@ class Rates:
         """Those of a machine whose memory takes ``memory`` times as long and whose processor takes
         ``processor`` times as long (None: all as the memory).
         """
-        slower: dict[str, float] = {}
+        slower: dict[str, Any] = {}
         if processor is None:
             processor = memory
         for each in fields(self):
@@ -168,7 +180,7 @@ class OpCost(NamedTuple):
     kv_bytes: int
     ops: int
     arithmetic: Arithmetic
-    rows: int = 0  # that the operations are on
+    rows: int = 1  # that the operations are on, at least one
     attention: bool = False
 
     @property
@@ -215,11 +227,13 @@ class _Term(NamedTuple):
 
     def cost(self, tokens: int, rows: int) -> OpCost:
         n = rows if self.selected else tokens
-        fixed = self.fixed_bytes
-        if self.experts is not None:
-            fixed = round(fixed * self.experts.expected(n) / self.experts.count)
+        fixed, together = self.fixed_bytes, n
+        if n and self.experts is not None:
+            hit = self.experts.expected(n)
+            fixed = round(fixed * hit / self.experts.count)
+            together = round(n * self.experts.chosen / hit)
         moved = fixed + n * self.row_bytes if n else 0
-        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, n)
+        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, max(together, 1))
 
 
 class CostModel:

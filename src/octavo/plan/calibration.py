@@ -35,6 +35,7 @@ from octavo.plan.prediction import Prediction
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a stored file
+OTHER_FORM = "it is of another version's cost model; run octavo calibrate again"
 
 
 class CalibrationKey(NamedTuple):
@@ -107,7 +108,8 @@ class Calibration:
     date: str  # ISO 8601
     steps: int
     seconds: float  # that measuring took
-    rates: Rates
+    rates: Rates  # of a mean step
+    held_up: float  # a mean step ÷ one that nobody held up
     deviations: dict[str, float]  # standard error of each parameter, as a share of it
     limits: Rates  # the machine's, in the same minute
     errors: tuple[KindError, ...]  # of steps that a fit has not seen, by kind
@@ -144,7 +146,7 @@ class Calibration:
             raise SettingsError(f"the engine cannot run the load: {error}") from None
         progress("fitting")
         try:
-            fitted = fit(executor.costs, observations, roof)
+            fitted = fit(executor.costs, observations, roof, executor.threads)
         except ValueError as error:
             raise SettingsError(f"cannot be calibrated: {error}") from None
         return cls(
@@ -155,6 +157,7 @@ class Calibration:
             len(observations),
             time.perf_counter() - start,
             fitted.rates,
+            fitted.held_up,
             fitted.deviations,
             roof,
             fitted.errors,
@@ -185,7 +188,7 @@ class Calibration:
         try:
             values = dict(data)
             if set(values) != {field.name for field in fields(cls)}:
-                raise ValueError("its fields are others")
+                raise ValueError(OTHER_FORM)
             values["key"] = CalibrationKey(**values["key"])
             values["errors"] = tuple(KindError(**error) for error in values["errors"])
             values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
@@ -257,7 +260,12 @@ def _check_figure(name: str, value: object, least: float = 0.0, most: float = _M
 
 
 # What a machine can have: a byte a second, to a thousand times the fastest there are.
-_RANGES = {"per_second": (1.0, 1e18), "overhead": (0.0, 60.0), "ramp": (0.0, 1e3)}
+_RANGES = {
+    "per_second": (1.0, 1e18),
+    "overhead": (0.0, 60.0),
+    "unpacking": (0.0, 1e3),
+    "threads": (0, 1 << 16),
+}
 
 
 def _rates(values: Any) -> Rates:
@@ -266,7 +274,7 @@ def _rates(values: Any) -> Rates:
     """
     names = [field.name for field in fields(Rates)]
     if list(values) != names:
-        raise ValueError("the rates' names are others")
+        raise ValueError(OTHER_FORM)
     values = values | {name: inf for name in KNEES if values[name] is None}
     for name, value in values.items():
         known = type(value) in (int, float) and (isfinite(value) or name in KNEES)

@@ -6,13 +6,16 @@ parameters, so that none becomes negative. Observations far off count for less (
 estimation of a location parameter", 1964): on a machine that others use, some steps are held up.
 Each parameter is held, weakly, to what is usual for a machine of the measured limits: one that the
 observations do not tell stays there.
+
+So fitted, a step is predicted as it runs when nobody holds it up. A latency is a sum of steps, some
+of which are: what these add on average (`Fitted.held_up`) goes into the rates at the end.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -26,6 +29,10 @@ Array = npt.NDArray[np.float64]
 
 FEWEST = 20  # steps to fit to
 LONG = 350  # tokens of context from which a decode step is one of long contexts
+FARTHEST = 3.0  # times the predicted: what was held up for longer counts as so much in the mean
+# Of what few steps say of a machine's speed, so much is believed: within seconds it wavers by some
+# 5 % (measured on a virtual machine), and over minutes by twice that.
+BELIEVED = 0.8
 
 
 class Observation(NamedTuple):
@@ -56,25 +63,34 @@ class KindError:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    rates: Rates
+    rates: Rates  # of a mean step
+    held_up: float  # a mean step ÷ one that nobody held up
     deviations: dict[str, float]  # of each parameter: its standard error as a share of it
     errors: tuple[KindError, ...]  # cross-validated, by kind of step
     error: float  # over all steps, each kind for its number of steps
 
 
-def fit(costs: CostModel, observations: Sequence[Observation], limits: Rates) -> Fitted:
-    """``limits``: the machine's. Raises `ValueError` for too few observations."""
+def fit(
+    costs: CostModel, observations: Sequence[Observation], limits: Rates, threads: int
+) -> Fitted:
+    """``limits``: the machine's, on ``threads`` that ran the steps. Raises `ValueError` for too few
+    observations.
+    """
     if len(observations) < FEWEST:
         raise ValueError(f"{len(observations)} steps are too few to fit anything to")
     arithmetic = costs.by_op(observations[0].batch)
     attention = next((cost.arithmetic for cost in arithmetic if cost.attention), Arithmetic.FP32)
+    limits = replace(limits, threads=threads)
     parameters = _parameters(limits, attention)
     steps = _Steps.of(costs, observations)
     found, deviations = _solve(steps, parameters, partial(_rates, limits=limits))
     names = [parameter.name for parameter in parameters]
     kinds, errors = _validated(observations, steps, parameters, limits)
+    rates = _rates(found, limits)
+    held_up = steps.held_up(rates)
     return Fitted(
-        _rates(found, limits),
+        rates.slowed(held_up),
+        held_up,
         dict(zip(names, deviations.tolist(), strict=True)),
         kinds,
         errors,
@@ -88,15 +104,26 @@ class Slowness(NamedTuple):
     processor: float
 
 
-def slowness(costs: CostModel, observations: Sequence[Observation], rates: Rates) -> Slowness:
-    """What has become of a machine that had ``rates``, from few steps."""
+def slowness(
+    costs: CostModel,
+    observations: Sequence[Observation],
+    rates: Rates,
+    held_up: float = 1.0,
+    *,
+    believed: float = BELIEVED,
+) -> Slowness:
+    """What has become of a machine that had ``rates`` and ``held_up`` of `Fitted`, from few steps:
+    too few to say how often steps are held up, which is taken to be as it was. ``believed``: how
+    much of the change, in logarithms, is taken to last.
+    """
+    swift = rates.slowed(1 / held_up)
 
     def slowed(found: Array) -> Rates:
-        return rates.slowed(*np.exp(found).tolist())
+        return swift.slowed(*np.exp(found).tolist())
 
     same = [Parameter(name, 1.0, 0.2) for name in Slowness._fields]
     found, _ = _solve(_Steps.of(costs, observations), same, slowed)
-    return Slowness(*np.exp(found).tolist())
+    return Slowness(*np.exp(believed * found).tolist())
 
 
 def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
@@ -107,7 +134,7 @@ def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
         Parameter("kv_bytes_per_second", limits.bytes_per_second, 1.0),
         Parameter("attention_ops_per_second", 0.5 * limits.peak(attention), 1.0),
         Parameter("step_overhead", 500e-6, 1.0),
-        Parameter("ramp", 0.3, 1.0),
+        Parameter("unpacking", 2.0, 0.7),
         Parameter("batch_overhead", 200e-6, 1.0),
         Parameter("row_overhead", 30e-6, 1.0),
         Parameter("chunk_overhead", 150e-6, 1.0),
@@ -116,7 +143,7 @@ def _parameters(limits: Rates, attention: Arithmetic) -> list[Parameter]:
 
 def _rates(found: Array, limits: Rates) -> Rates:
     """Of the parameters, in `_parameters`' order, as logarithms."""
-    memory, share, knee, kv, attention, step, ramp, more, row, chunk = np.exp(found).tolist()
+    memory, share, knee, kv, attention, step, unpacking, more, row, chunk = np.exp(found).tolist()
     return Rates(
         memory,
         limits.ops_per_second * share,
@@ -127,7 +154,8 @@ def _rates(found: Array, limits: Rates) -> Rates:
         kv_bytes_per_second=kv,
         attention_ops_per_second=attention,
         attention_knee=1.0,
-        ramp=ramp,
+        threads=limits.threads,
+        unpacking=unpacking,
         batch_overhead=more,
         row_overhead=row,
         chunk_overhead=chunk,
@@ -185,6 +213,11 @@ class _Steps(NamedTuple):
         for cost, count in self.parts:
             total = total + count * cost.seconds(rates)
         return total
+
+    def held_up(self, rates: Rates) -> float:
+        """The mean of seconds ÷ predicted."""
+        ratios = np.minimum(self.seconds / self.predicted(rates), FARTHEST)
+        return float(np.average(ratios, weights=self.weights))
 
 
 def _cost(numbers: Array, like: OpCost) -> OpCost:

@@ -24,6 +24,8 @@ from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
+from octavo.serve.gate import Trace
+from octavo.serve.metrics import Metrics
 from octavo.serve.server import bind, http_server
 
 TINY = ModelConfig(
@@ -87,11 +89,14 @@ async def started(engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
 
 
 @asynccontextmanager
-async def listening(engine: Any, **config: Any) -> AsyncIterator[str]:
+async def listening(
+    engine: Any, trace: Trace | None = None, metrics: Metrics | None = None, **config: Any
+) -> AsyncIterator[str]:
     """A server for ``engine`` in this loop; gives its URL."""
     settings = ServeConfig(port=0, **config)
     listener = bind(settings)
-    server = http_server(create_app(engine, served_model(), settings), settings)
+    app = create_app(engine, served_model(), settings, metrics, trace)
+    server = http_server(app, settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         while not server.started:

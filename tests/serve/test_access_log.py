@@ -121,7 +121,7 @@ def record(**changes: Any) -> RequestRecord:
 
 def test_the_facts_of_a_request() -> None:
     assert of_records([record(target=LatencyTarget(ttft=1.0, tpot=0.2))]) == {
-        "client": "ann", "priority": -3, "prompt_tokens": 7, "cached_tokens": 3,
+        "priority": -3, "prompt_tokens": 7, "cached_tokens": 3,
         "completion_tokens": 12, "outcome": "finished", "finish_reasons": ["stop", "length"],
         "preemptions": 1, "queue_ms": 500.0, "ttft_ms": 1000.0, "tpot_ms": 200.0,
         "e2e_ms": 2000.0, "slo_met": True,

@@ -77,6 +77,11 @@ SERVE_OPTIONS = [
         "access_log_format", str | None, None, "Log line per request: text or json.", _SERVER,
         metavar="FORMAT", show_default="as --log-format",
     ),
+    option(
+        "otlp_traces_endpoint", str | None, None,
+        "Send a trace of each generation to this OpenTelemetry collector: "
+        "http://HOST:4318/v1/traces. Needs octavo[otel].", _SERVER, metavar="URL",
+    ),
     option("log_format", str, "text", "Log lines: text or json.", _SERVER, metavar="FORMAT"),
     option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),
 ]  # fmt: skip

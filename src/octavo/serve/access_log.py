@@ -42,6 +42,7 @@ def facts_of(exchange: Exchange) -> Facts:
         "answer_id": exchange.answer_id or None,
         "model": exchange.model or None,
         "error_type": exchange.error_type or None,
+        "client": None if exchange.account is None else exchange.account.key.name,
         "trace_id": exchange.trace_id or None,
         **of_records(exchange.records),
         "duration_ms": _ms(exchange.ended - exchange.started),
@@ -57,7 +58,6 @@ def of_records(records: list[RequestRecord]) -> Facts:
     tpots = [record.tpot for record in records if record.tpot]
     promised = [record for record in records if record.target is not None]
     return {
-        "client": records[0].client or None,
         "priority": records[0].priority,
         "prompt_tokens": sum(record.prompt_tokens for record in records),
         "cached_tokens": sum(record.cached_tokens for record in records),

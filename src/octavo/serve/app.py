@@ -13,7 +13,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.serve import chat, completions, routes
 from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
-from octavo.serve.gate import Door, Gate
+from octavo.serve.gate import Door, Gate, Trace
 from octavo.serve.generate import Generate
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
@@ -23,7 +23,11 @@ from octavo.serve.workers import Workers
 
 
 def create_app(
-    engine: AsyncEngine, model: ServedModel, config: ServeConfig, metrics: Metrics | None = None
+    engine: AsyncEngine,
+    model: ServedModel,
+    config: ServeConfig,
+    metrics: Metrics | None = None,
+    trace: Trace | None = None,
 ) -> ASGIApp:
     """The server as an ASGI application. The engine is started and stopped by the caller."""
     if metrics is None:
@@ -77,7 +81,7 @@ def create_app(
             expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms"],
         )
     paths = frozenset(route.path for route in table)
-    return Gate(app, metrics.http, paths, access_log=config.access_log)
+    return Gate(app, metrics.http, paths, access_log=config.access_log, trace=trace)
 
 
 async def _not_found(hint: str, scope: Scope, receive: Receive, send: Send) -> None:

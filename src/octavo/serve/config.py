@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from octavo.schedule.request import LatencyTarget
@@ -48,6 +49,7 @@ class ServeConfig:
     access_log_format: str | None = None  # text or json; None: as log_format
     log_format: str = "text"  # or json
     log_level: str = "info"
+    otlp_traces_endpoint: str | None = None  # URL of an OpenTelemetry collector; None: no traces
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -75,6 +77,13 @@ class ServeConfig:
         if self.access_log_format not in (None, *FORMATS):
             raise ValueError(
                 f"access_log_format is {self.access_log_format!r}, neither text nor json"
+            )
+        if self.otlp_traces_endpoint is not None and not re.fullmatch(
+            r"https?://[^/\s]+(/\S*)?", self.otlp_traces_endpoint
+        ):
+            raise ValueError(
+                f"otlp_traces_endpoint is {self.otlp_traces_endpoint!r}, not a URL as of OTLP over "
+                "HTTP: http://HOST:4318/v1/traces"
             )
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError("allow_credentials cannot go with an allowed_origins of *")

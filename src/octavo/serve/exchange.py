@@ -9,6 +9,7 @@ from starlette.types import Scope
 
 from octavo.schedule.request import RequestRecord
 from octavo.serve.keys import Account
+from octavo.serve.protocol import GenerateRequest
 
 _KEY = "octavo.exchange"
 
@@ -28,6 +29,7 @@ class Exchange:
     error_type: str = ""  # of the error object that was the answer, or ended it
     trace_id: str = ""  # hexadecimal, where the request is traced
     records: list[RequestRecord] = field(default_factory=list)
+    asked: GenerateRequest | None = None  # a generation, once its body has been read
     labels: dict[str, object] = field(default_factory=dict)
     client_gone: bool = False
     account: Account | None = None  # whose key it came with; None: no key was asked for

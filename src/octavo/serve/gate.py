@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -20,10 +20,15 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499  # what nginx logs when nobody waited for the answer
 
 
+# Told of an exchange that is over, and its headers; returns the id of its trace.
+Trace = Callable[[Exchange, Iterable[tuple[bytes, bytes]]], str]
+
+
 class Gate:
     """Outermost layer: gives each request its id and its one line in the log.
 
     ``count`` is told (handler, method, status) of each answer; handlers are named by ``paths``.
+    ``trace`` must not raise.
     """
 
     def __init__(
@@ -33,11 +38,13 @@ class Gate:
         paths: frozenset[str],
         *,
         access_log: bool,
+        trace: Trace | None = None,
     ) -> None:
         self._app = app
         self._count = count
         self._paths = paths
         self._access_log = access_log
+        self._trace = trace
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,9 +82,9 @@ class Gate:
         finally:
             if not complete:
                 exchange.client_gone = True
-            self._finish(exchange)
+            self._finish(exchange, scope)
 
-    def _finish(self, exchange: Exchange) -> None:
+    def _finish(self, exchange: Exchange, scope: Scope) -> None:
         exchange.ended = time.monotonic()
         if exchange.client_gone:
             exchange.status = _CLIENT_CLOSED
@@ -87,6 +94,8 @@ class Gate:
             exchange.method if exchange.method in _METHODS else "other",
             exchange.status,
         )
+        if self._trace is not None:
+            exchange.trace_id = self._trace(exchange, scope["headers"])
         if self._access_log and (exchange.path not in PROBES or exchange.status >= 400):
             log_access(exchange)
 

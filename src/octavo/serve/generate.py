@@ -274,6 +274,7 @@ class Generate:
             if watch.gone:
                 raise ClientGone
             exchange.answer_id = prepared.reply.id
+            exchange.asked = prepared.reply.request
             exchange.model = prepared.reply.model.name
             exchange.labels = {
                 name: value

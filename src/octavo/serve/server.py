@@ -14,20 +14,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
+from octavo.serve.gate import Trace
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
+
+if TYPE_CHECKING:
+    from octavo.serve.tracing import Tracer
 
 log = logging.getLogger("octavo.serve")
 
@@ -44,9 +49,11 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises. With an engine that hangs it ends the process, with code 1.
+    `load_engine` raises, and `SettingsError` where traces cannot be sent. With an engine that
+    hangs it ends the process, with code 1.
     """
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
+    tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
     try:
         # Before loading: a port that is taken is known at once.
         listener = bind(serve)
@@ -60,8 +67,11 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         calibration = Calibration.of_engine(loaded)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration))
+        trace = None if tracer is None else tracer.trace
+        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, trace))
     finally:
+        if tracer is not None:
+            tracer.close()
         listener.close()
         _remove_socket_file(serve.uds)
 
@@ -77,6 +87,19 @@ def bounded(config: EngineConfig) -> EngineConfig:
         max_num_queued_reqs=_QUEUED * config.max_num_seqs if most is None else most,
         max_num_queued_tokens=_QUEUED_TOKENS if tokens is None else tokens,
     )
+
+
+def _tracer(endpoint: str) -> Tracer:
+    try:
+        from octavo.serve.tracing import Tracer
+    except ImportError as error:
+        raise SettingsError(
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'octavo[otel]'"
+        ) from None
+    try:
+        return Tracer(endpoint)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
 
 
 def _predictions(calibration: Calibration | None) -> str:
@@ -100,6 +123,7 @@ async def _serve(
     config: ServeConfig,
     listener: socket.socket,
     calibration: Calibration | None,
+    trace: Trace | None,
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
@@ -127,7 +151,8 @@ async def _serve(
         engine.observe(prediction)
     await engine.start()
     try:
-        await serve(create_app(engine, served, config, metrics), engine, config, listener)
+        app = create_app(engine, served, config, metrics, trace)
+        await serve(app, engine, config, listener)
     finally:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT):

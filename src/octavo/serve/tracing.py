@@ -1,0 +1,224 @@
+"""A span for each generation, for OpenTelemetry, made when it is over: of the request, and in it
+one each of the time it waited (queue), put its prompt through (prefill) and generated (decode).
+
+Needs the optional packages of ``octavo[otel]``. Attributes follow OpenTelemetry's semantic
+conventions for generative AI and HTTP, those of times vLLM's names (``gen_ai.latency.*``). Spans
+wait in a bounded queue for a thread of their own; what does not fit is dropped, newest kept.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+from urllib.parse import urlsplit
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from octavo import __version__
+from octavo.schedule.request import RequestRecord
+from octavo.serve.access_log import of_records
+from octavo.serve.exchange import Exchange
+
+_OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
+_MOST_PROMPTS = 16  # of one request that have spans of their own
+_LAST_SPANS = 2.0  # seconds that those not yet sent have at the end
+
+Attributes = dict[str, bool | int | float | str | list[str]]
+
+
+class Tracer:
+    """Sends to ``endpoint``, an OTLP collector's http(s) URL; without a path it gets the usual one.
+
+    OpenTelemetry's environment variables apply: OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES,
+    OTEL_TRACES_SAMPLER, OTEL_BSP_*, OTEL_EXPORTER_OTLP_* but the endpoint. Raises `ValueError` for
+    a protocol that is not HTTP with protobuf.
+    """
+
+    def __init__(self, endpoint: str) -> None:
+        protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get(
+            "OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf"
+        )
+        if protocol != "http/protobuf":
+            raise ValueError(
+                f"OTEL_EXPORTER_OTLP_TRACES_PROTOCOL is {protocol!r}: traces are sent as "
+                "http/protobuf only, which collectors take on port 4318"
+            )
+        if urlsplit(endpoint).path in ("", "/"):
+            endpoint = endpoint.rstrip("/") + "/v1/traces"
+        resource = Resource.create({SERVICE_VERSION: __version__})
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
+            resource = resource.merge(Resource({SERVICE_NAME: "octavo"}))
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._tracer = self._provider.get_tracer("octavo", __version__)
+        self._propagator = TraceContextTextMapPropagator()
+
+    def trace(self, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> str:
+        """Make the spans of an exchange that is over, as part of the trace that its ``headers``
+        name, if they do. Returns the trace's id, in hexadecimal; "" for what is no generation.
+        """
+        operation = _OPERATIONS.get(exchange.path)
+        if operation is None:
+            return ""
+        # Exchanges and records have the monotonic clock. It is set against the wall clock once for
+        # each: that may be corrected, but the distances within a request are of one clock.
+        offset = time.time_ns() - time.monotonic_ns()
+
+        def at(clock_seconds: float) -> int:
+            return offset + int(clock_seconds * 1e9)
+
+        span = self._tracer.start_span(
+            f"{operation} {exchange.model}".rstrip(),
+            context=self._propagator.extract(_carrier(headers)),
+            kind=SpanKind.SERVER,
+            start_time=at(exchange.started),
+        )
+        if span.is_recording():
+            span.set_attributes(_attributes(operation, exchange))
+            if exchange.status >= 500 or (exchange.error_type and exchange.status < 400):
+                span.set_status(Status(StatusCode.ERROR))
+            context = set_span_in_context(span)
+            for index, record in enumerate(exchange.records[:_MOST_PROMPTS]):
+                for phase in _phases(record, exchange.ended):
+                    child = self._tracer.start_span(
+                        phase.name,
+                        context,
+                        start_time=at(phase.start),
+                        attributes={"octavo.prompt_index": index, **phase.attributes},
+                    )
+                    child.end(at(phase.end))
+        span.end(at(exchange.ended))
+        return format(span.get_span_context().trace_id, "032x")
+
+    def close(self) -> None:
+        """Send what is left, but do not wait long for a collector that does not answer."""
+        closing = threading.Thread(target=self._provider.shutdown, daemon=True)
+        closing.start()
+        closing.join(_LAST_SPANS)
+
+
+class _Phase(NamedTuple):
+    name: str
+    start: float  # clock seconds
+    end: float
+    attributes: Attributes
+
+
+def _phases(record: RequestRecord, ended: float) -> Iterator[_Phase]:
+    """The phases that a request came to; the last may have ended with the request."""
+    ended = ended if record.finished is None else record.finished
+    scheduled, first = record.scheduled, record.first_token
+    yield _Phase("queue", record.arrival, ended if scheduled is None else scheduled, {})
+    if scheduled is None:
+        return
+    computed = record.prompt_tokens - record.cached_tokens
+    prompt: Attributes = {
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
+        "octavo.computed_tokens": computed,
+    }
+    yield _Phase("prefill", scheduled, ended if first is None else first, prompt)
+    if first is None:
+        return
+    output: Attributes = {
+        "gen_ai.usage.output_tokens": record.completion_tokens,
+        "octavo.preemptions": record.preemptions,
+        "octavo.draft_tokens": record.draft_tokens,
+        "octavo.accepted_tokens": record.accepted_tokens,
+    }
+    yield _Phase("decode", first, record.last_token or ended, output)
+
+
+def _attributes(operation: str, exchange: Exchange) -> Attributes:
+    facts: dict[str, bool | int | float | str | list[str] | None] = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.provider.name": "octavo",
+        "gen_ai.request.id": exchange.request_id,
+        "http.request.method": exchange.method,
+        "http.route": exchange.path,
+        "http.response.status_code": exchange.status,
+        "error.type": exchange.error_type or None,
+    }
+    asked = exchange.asked
+    if asked is not None:
+        facts |= {
+            "gen_ai.request.model": asked.model or exchange.model,
+            "gen_ai.request.temperature": asked.temperature,
+            "gen_ai.request.top_p": asked.top_p,
+            "gen_ai.request.top_k": asked.top_k,
+            "gen_ai.request.frequency_penalty": asked.frequency_penalty,
+            "gen_ai.request.presence_penalty": asked.presence_penalty,
+            "gen_ai.request.seed": asked.seed,
+            "gen_ai.request.choice.count": asked.n,
+            "gen_ai.request.n": asked.n or 1,
+            "gen_ai.request.stream": bool(asked.stream),
+            "gen_ai.response.model": exchange.model,
+            "gen_ai.response.id": exchange.answer_id,
+        }
+    if exchange.records:
+        facts |= _of_records(exchange.records)
+    return {name: _sendable(value) for name, value in facts.items() if value is not None}
+
+
+def _sendable(value: bool | int | float | str | list[str]) -> bool | int | float | str | list[str]:
+    """An integer beyond 64 bits has no place in a trace, and would cost the others of its batch."""
+    return str(value) if isinstance(value, int) and value.bit_length() > 63 else value
+
+
+def _of_records(
+    records: list[RequestRecord],
+) -> dict[str, bool | int | float | str | list[str] | None]:
+    """As in the access log (access_log.py), in seconds. Phases only where there is one prompt: of
+    several they lie beside each other.
+    """
+    facts = of_records(records)
+    attributes: dict[str, bool | int | float | str | list[str] | None] = {
+        "gen_ai.request.max_tokens": records[0].max_tokens,
+        "gen_ai.usage.num_sequences": sum(record.n for record in records),
+        "gen_ai.usage.input_tokens": sum(record.prompt_tokens for record in records),
+        "gen_ai.usage.output_tokens": sum(record.completion_tokens for record in records),
+        "gen_ai.usage.cache_read.input_tokens": sum(record.cached_tokens for record in records),
+        "gen_ai.response.finish_reasons": [
+            reason.value for record in records for reason in record.finish_reasons if reason
+        ],
+        "octavo.outcome": str(facts["outcome"]),
+        "octavo.client": records[0].client or None,
+        "octavo.priority": records[0].priority,
+        "octavo.preemptions": sum(record.preemptions for record in records),
+    }
+    for name, fact in (
+        ("time_in_queue", "queue_ms"),
+        ("time_to_first_token", "ttft_ms"),
+        ("e2e", "e2e_ms"),
+    ):
+        if isinstance(value := facts[fact], float):
+            attributes[f"gen_ai.latency.{name}"] = value / 1000
+    if isinstance(met := facts["slo_met"], bool):
+        attributes["octavo.slo_met"] = met
+    if len(records) == 1:
+        (record,) = records
+        start, first, last = record.scheduled, record.first_token, record.last_token
+        if start is not None and first is not None and last is not None:
+            attributes |= {
+                "gen_ai.latency.time_in_model_prefill": first - start,
+                "gen_ai.latency.time_in_model_decode": last - first,
+                "gen_ai.latency.time_in_model_inference": last - start,
+            }
+    return attributes
+
+
+def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
+    """The headers of W3C Trace Context."""
+    return {
+        name.decode("latin-1"): value.decode("latin-1")
+        for name, value in headers
+        if name in (b"traceparent", b"tracestate")
+    }

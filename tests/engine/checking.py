@@ -11,9 +11,10 @@ import numpy.typing as npt
 
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
-from octavo.execute.batch import Batch, Float32, Int32, StepResult
+from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.kv.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv.prefix import Hash, chain_hash
+from octavo.kv.tiers import Tiers
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled, TokenLogprobs
 from octavo.schedule.config import SchedulerConfig
@@ -27,10 +28,6 @@ VOCAB = 64
 def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
     groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
     return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, dtype=KvDtype.BF16)
-
-
-class Crash(RuntimeError):
-    pass
 
 
 @dataclass
@@ -63,8 +60,6 @@ class FakeSampler:
     def __init__(self, vocab: int = VOCAB) -> None:
         self.vocab = vocab
         self.broken: dict[int, int] = {}
-        self.fail_after: int | None = None  # so many draws from now, once
-        self.fail_state = False  # the next state cannot be made
 
     def new_state(
         self,
@@ -73,9 +68,6 @@ class FakeSampler:
         stop_token_ids: Collection[int],
         choice: int = 0,
     ) -> FakeState:
-        if self.fail_state:
-            self.fail_state = False
-            raise MemoryError("injected")
         return FakeState(params.seed or 0, choice)
 
     def draw(self, state: FakeState) -> int:
@@ -85,11 +77,6 @@ class FakeSampler:
     def sample(self, logits: object, rows: Sequence[int], states: Sequence[FakeState]) -> Sampled:
         tokens, errors = [], {}
         for index, state in enumerate(states):
-            if self.fail_after is not None:
-                self.fail_after -= 1
-                if self.fail_after < 0:
-                    self.fail_after = None
-                    raise Crash("injected")
             if state.num_generated >= self.broken.get(state.seed, 1 << 30):
                 errors[index] = "the logits are not numbers"
                 tokens.append(-1)
@@ -133,6 +120,10 @@ class WrongContent(BaseException):
     """No `Exception`, so that the engine does not take it for a failed step."""
 
 
+class Crash(RuntimeError):
+    pass
+
+
 class CheckingExecutor:
     """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
     each query that every key it sees is the one its own tokens demand.
@@ -152,9 +143,7 @@ class CheckingExecutor:
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
         self.duration = duration
-        self.crashes: list[str] = []  # of the next steps: "before", "half", "after" it was computed
-        self.fail_logits = False  # the next slice of logits cannot be computed
-        self.slice_rows: int | None = None  # rows of logits held at a time; None: none are
+        self.crash_next = False
         self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
@@ -185,19 +174,13 @@ class CheckingExecutor:
         return (hash((last, token)) & 0x3FFFFFFFFFFFFFFF) | 1
 
     def execute(self, batch: Batch) -> StepResult:
-        self.steps += 1
-        crash = self.crashes.pop() if self.crashes else None
-        if crash == "before":
-            raise Crash("injected")
         try:
-            result = self._execute(batch, crash)
+            return self._execute(batch)
         except AssertionError as error:
             raise WrongContent("the batch is malformed") from error
-        if crash is not None:
-            raise MemoryError("injected")
-        return result
 
-    def _execute(self, batch: Batch, crash: str | None) -> StepResult:
+    def _execute(self, batch: Batch) -> StepResult:
+        self.steps += 1
         assert self.scheduler is not None
         kv = self.scheduler.kv
         size = self.layout.block_size
@@ -237,7 +220,7 @@ class CheckingExecutor:
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
             spans.append((slot, start, stop, hashes))
-            if (crash == "half" or self.poison in batch.token_ids) and index % 2:
+            if (self.crash_next or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
                 for position in range(start, stop):
@@ -245,7 +228,8 @@ class CheckingExecutor:
                     if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
-        if crash == "half" or self.poison in batch.token_ids:
+        if self.crash_next or self.poison in batch.token_ids:
+            self.crash_next = False
             raise Crash("injected")
         for slot, start, stop, hashes in spans:
             for group, kind in enumerate(self.layout.groups):
@@ -257,22 +241,7 @@ class CheckingExecutor:
                 if not np.array_equal(keys, hashes[first:stop] + group):
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
         self.during()
-        return self._logits(len(batch.logits_rows))
-
-    def _logits(self, total: int) -> StepResult:
-        size = self.slice_rows
-        if size is None:
-            return StepResult(None, self.duration)
-
-        def rows_from(row: int) -> Float32:
-            if row % size or not 0 <= row < total:
-                raise WrongContent(f"logits from row {row} of {total}, {size} at a time")
-            if self.fail_logits:
-                self.fail_logits = False
-                raise Crash("injected")
-            return np.zeros((min(size, total - row), 1), np.float32)
-
-        return StepResult(np.zeros((size, 1), np.float32), self.duration, rows_from)
+        return StepResult(None, self.duration)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         return self.content[blocks].view(np.uint8)
@@ -299,6 +268,7 @@ def build(
     max_num_queued_tokens: int | None = None,
     vocab: int = VOCAB,
     hasher: Hash = chain_hash,
+    tiers: Tiers | None = None,
     clock: Clock | None = None,
     eos: Collection[int] = (),
     duration: float = 0.001,
@@ -324,6 +294,8 @@ def build(
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
+    if tiers is not None:
+        scheduler.kv.extend(tiers)
     executor = CheckingExecutor(
         kv_layout,
         num_blocks,

@@ -267,7 +267,7 @@ ENGINE_OPTIONS = [
 _SETTINGS = re.compile(
     r"(?<![\w-])(?:"
     + "|".join(parameter.name for parameter in ENGINE_OPTIONS if "_" in parameter.name)
-    + r"|max_num_queued_(?:reqs|tokens))(?!\w)"
+    + r"|max_num_queued_(?:reqs|tokens)|kv_offload_(?:memory|dir|disk))(?!\w)"
 )
 
 

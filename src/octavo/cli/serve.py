@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, option, strings, takes
+from octavo.cli.options import ENGINE_OPTIONS, Model, amount, engine_config, option, strings, takes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -106,6 +106,24 @@ QUEUE_OPTIONS = [
 ]  # fmt: skip
 
 
+OFFLOAD_OPTIONS = [
+    option(
+        "kv_offload_memory", str | None, None,
+        "Host memory for blocks of the prefix cache that the KV cache has no room for: 4GiB.",
+        "Engine", parser=amount, metavar="SIZE", show_default="none",
+    ),
+    option(
+        "kv_offload_dir", str | None, None,
+        "Folder for them, too: a prefix cache that outlives the server.", "Engine",
+        metavar="DIR", show_default="none",
+    ),
+    option(
+        "kv_offload_disk", str | None, None, "Most bytes of files in --kv-offload-dir.", "Engine",
+        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free",
+    ),
+]  # fmt: skip
+
+
 def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     from octavo.schedule.request import LatencyTarget
     from octavo.serve.config import ServeConfig
@@ -131,7 +149,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
 
 
 @takes(
-    engine=(ENGINE_OPTIONS + QUEUE_OPTIONS, engine_config),
+    engine=(ENGINE_OPTIONS + QUEUE_OPTIONS + OFFLOAD_OPTIONS, engine_config),
     config=(SERVE_OPTIONS, serve_config),
 )
 def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:

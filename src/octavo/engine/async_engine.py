@@ -304,6 +304,7 @@ class AsyncEngine:
         try:
             while self._turn():
                 pass
+            self.engine.flush()
         except BaseException as error:
             logger.critical("the engine thread died", exc_info=True)
             self._fail_streams(EngineDead(f"the engine died: {error!r}"))

@@ -15,6 +15,7 @@ from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.execute.batch import Executor, StepResult
+from octavo.kv.tiers import TierStats
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampler, SamplerState, TokenLogprobs
 from octavo.schedule.batching import Scheduled
@@ -31,6 +32,9 @@ from octavo.speculate.speculator import Speculator
 from octavo.speculate.verify import agreement
 
 logger = logging.getLogger(__name__)
+
+
+_FETCHING_WAIT = 0.005  # seconds at most, for the disk, when there is nothing else to do
 
 
 @dataclass(slots=True)
@@ -52,7 +56,11 @@ class EngineStats:
     computed_tokens: int = 0  # put through the model, recomputation included
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
-    prefix_hits: int = 0  # prompt tokens found there
+    prefix_hits: int = 0  # prompt tokens found there, or in another tier
+    prefix_hits_host: int = 0  # of these, those for which blocks were loaded from host memory,
+    prefix_hits_disk: int = 0  # and those for which blocks were read from disk
+    swapped_tokens: int = 0  # of preempted sequences, loaded from there instead of recomputed
+    tiers: TierStats | None = None  # of the cache beyond the pool, where there is one
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0  # scheduling to delivery
     step_seconds: float = 0.0  # of all steps
@@ -190,6 +198,8 @@ class Engine:
         self._starts = 0  # how often all was started over
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks)
+        if scheduler.kv.tiers is not None:
+            scheduler.kv.tiers.arena = executor
 
     # Requests
 
@@ -298,14 +308,13 @@ class Engine:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
         (finish_reason ABORT, with the record) comes out of the next `step`. False if unknown.
         """
-        if request_id not in self._requests:
+        state = self._requests.get(request_id)
+        if state is None:
             return False
-        state = self._requests[request_id]
         try:
             self._end(state, FinishReason.ABORT, self._ended)
         except Exception as error:
             self._start_over(error, self._ended)
-            self._end(state, FinishReason.ABORT, self._ended)
         return True
 
     def has_work(self) -> bool:
@@ -328,7 +337,12 @@ class Engine:
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
         scheduled = self.scheduler.schedule(started, self.speculator)
+        tiers = self.scheduler.kv.tiers
+        if tiers is not None:
+            tiers.transfer()
         if scheduled is None:
+            if tiers is not None and self.scheduler.fetching:
+                tiers.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and self.speculator is not None:
             scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
@@ -366,6 +380,8 @@ class Engine:
         if self.speculator is not None:
             self.speculator.learn(scheduled, result, drawn.runs, now - started)
         self.scheduler.commit(scheduled, drawn.runs)
+        if tiers is not None:
+            tiers.after_step(scheduled.batch.num_tokens, len(scheduled.decodes), now - started)
         self._deliver(scheduled, drawn, now, deltas)
         stats = self._stats
         stats.decode_passes += len(scheduled.decodes)
@@ -420,15 +436,13 @@ class Engine:
         """
         logger.exception("the engine starts over", exc_info=error)
         self._starts += 1
-        cut_off: dict[str, FinishReason] = {}
+        doubtful: set[str] = set()
         for request_id, state in self._requests.items():
             for seq in state.sequences:
                 output: _Output = seq.output
                 if output.reason is not None:
                     state.record.finish_reasons[seq.choice] = output.reason
                     seq.status = Status.FINISHED
-                    if _OUTCOMES[output.reason] is not Outcome.FINISHED:
-                        cut_off[request_id] = output.reason
                     continue
                 self._rewind([seq])
                 del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
@@ -436,17 +450,14 @@ class Engine:
                 if output.prompt_logprobs is not None:
                     seq.num_scored = len(output.prompt_logprobs) - 1
                 if output.num_pushed != output.num_tokens:
-                    cut_off.setdefault(request_id, FinishReason.ERROR)
+                    doubtful.add(request_id)
         guilty = self.scheduler.start_over(self._requests.values())
         for request_id, state in [*self._requests.items()]:
             if state.num_unfinished == 0:
-                if state.record.outcome is None:
-                    self._close(state.record, _OUTCOMES[_last_reason(state.record)])
+                self._close(state.record, _OUTCOMES[_last_reason(state.record)])
                 del self._requests[request_id]
-            elif state is guilty or request_id in cut_off:
-                reason = cut_off.get(request_id, FinishReason.ERROR)
-                why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
-                self._end(state, reason, deltas, state.record.error or why)
+            elif state is guilty or request_id in doubtful:
+                self._end(state, FinishReason.ERROR, deltas, f"the step failed: {error!r}")
 
     def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
         """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
@@ -566,7 +577,6 @@ class Engine:
         output: _Output = seq.output
         if output.num_pushed != output.num_tokens:
             return ""  # it contains what was not delivered
-        output.num_pushed = -1  # until it is delivered, it is in doubt
         try:
             return output.text.finish()
         except Exception:
@@ -624,6 +634,10 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
+            prefix_hits_host=scheduler.prefix_hits_host,
+            prefix_hits_disk=scheduler.prefix_hits_disk,
+            swapped_tokens=scheduler.swapped_tokens,
+            tiers=scheduler.kv.tiers.stats() if scheduler.kv.tiers else None,
             accepted_per_position=self._stats.accepted_per_position[:],
             drafter_failures=self.speculator.failures if self.speculator else 0,
             drafting_seconds=self.speculator.savings.drafting if self.speculator else 0.0,
@@ -647,4 +661,14 @@ class Engine:
             self._end(state, FinishReason.ABORT, self._ended)
         if self.speculator is not None:
             self.speculator.close()
+        self.flush()
+        if (tiers := self.scheduler.kv.tiers) is not None:
+            tiers.close()
         self.executor.close()
+
+    def flush(self) -> None:
+        """Write what is cached to the tier on disk, if there is one; it takes a few seconds at
+        most.
+        """
+        if (tiers := self.scheduler.kv.tiers) is not None:
+            tiers.flush(self.scheduler.kv.index)

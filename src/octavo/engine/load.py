@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from octavo.checkpoint.rounding import is_known, rounded, summary
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
+from octavo.engine.offload import STAGING_BYTES, check_disk, make_tiers
 from octavo.execute.batch import slice_rows
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.memory import available_memory
@@ -64,13 +65,22 @@ class EngineConfig:
     isa: str | None = None  # force an instruction-set tier
     quantization: str | None = None  # "int8" or "int4": round a float checkpoint while loading
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
+    kv_offload_memory: int | None = None  # bytes, for what the KV cache has no room for
+    kv_offload_dir: str | None = None  # a folder for them, which outlives the process
+    kv_offload_disk: int | None = None  # bytes of files in it; None: some of what is free
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 1")
         # The shortest sequence is a token of prompt and a new one.
-        for name, least in (("max_model_len", 2), ("kv_cache_memory_bytes", 1), ("threads", 1)):
+        for name, least in (
+            ("max_model_len", 2),
+            ("kv_cache_memory_bytes", 1),
+            ("threads", 1),
+            ("kv_offload_memory", 1),
+            ("kv_offload_disk", 1),
+        ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, below {least}")
@@ -79,6 +89,13 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
+        if self.kv_offload_disk is not None and self.kv_offload_dir is None:
+            raise ValueError("kv_offload_disk is a budget of kv_offload_dir, which is not given")
+        if self.kv_offload_bytes and not self.enable_prefix_caching:
+            raise ValueError(
+                "kv_offload_memory and kv_offload_dir are tiers of the prefix cache, which "
+                "enable_prefix_caching turns off"
+            )
         if self.quantization is not None and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
@@ -92,6 +109,13 @@ class EngineConfig:
                     "speculation needs max_num_batched_tokens of 2 or more, a token and a draft; "
                     f"it is {self.max_num_batched_tokens}"
                 )
+
+    @property
+    def kv_offload_bytes(self) -> int:
+        """Of host memory: a tier on disk is read through it."""
+        if self.kv_offload_memory is None:
+            return STAGING_BYTES if self.kv_offload_dir is not None else 0
+        return self.kv_offload_memory
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -179,6 +203,7 @@ class LoadedEngine:
                 f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
+                *self._offload(),
                 f"batch: up to {self.config.max_num_seqs} sequences and "
                 f"{self.config.max_num_batched_tokens} tokens a step",
                 *(
@@ -201,6 +226,19 @@ class LoadedEngine:
             )
         )
 
+    def _offload(self) -> Iterator[str]:
+        tiers = self.engine.scheduler.kv.tiers
+        if tiers is None:
+            return
+        stats = tiers.stats()
+        line = f"kv offload: {_size(stats.host_capacity)} of host memory"
+        if self.config.kv_offload_dir is not None:
+            line += (
+                f", {_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
+                f"{stats.disk_blocks} blocks of this model ({_size(stats.disk_bytes)} in all)"
+            )
+        yield line
+
 
 def plan_cache(
     config: EngineConfig,
@@ -222,14 +260,15 @@ def plan_cache(
     groups = len(layout.groups)
     if draft is not None:
         weight_bytes += draft.weight_bytes
-    left = available - weight_bytes - work
+    host = config.kv_offload_bytes
+    left = available - weight_bytes - work - host
     if config.kv_cache_memory_bytes is not None:
         budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     else:
         budget, asked = int(left * config.memory_utilization), "memory_utilization"
     division = (
         f"{_size(available)} available - {_size(weight_bytes)} weights - {_size(work)} work space "
-        f"= {_size(left)}"
+        f"{f'- {_size(host)} kv offload ' if host else ''}= {_size(left)}"
     )
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {_size(max(budget, 0))} of KV cache; {division}")
@@ -390,6 +429,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:
         drafter = speculation.drafter()  # which may be refused: before anything large is read
+    if config.kv_offload_dir is not None:
+        check_disk(config.kv_offload_dir)
     if config.quantization is not None:
         threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)
@@ -444,7 +485,23 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         threads=config.threads,
         isa=config.isa,
         keep_hidden=keep_hidden or heads is not None,
+        digest=config.kv_offload_dir is not None,
     )
+    if config.kv_offload_bytes:
+        try:
+            tiers = make_tiers(
+                executor,
+                compute,
+                checkpoint.tokenizer,
+                quantization=config.quantization,
+                host_bytes=config.kv_offload_bytes,
+                folder=config.kv_offload_dir,
+                disk_bytes=config.kv_offload_disk,
+            )
+        except BaseException:
+            executor.close()
+            raise
+        scheduler.kv.extend(tiers)
     sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
     if speculation is not None and speculation.computes:
         try:

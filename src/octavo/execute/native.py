@@ -6,7 +6,8 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from hashlib import sha256
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
 from octavo.model.program import Embed, PagedAttention, Program, RmsNorm, RopeAndStoreKv
+
+if TYPE_CHECKING:
+    from hashlib import _Hash
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +116,8 @@ class NativeExecutor:
     rows dearer. ``logits_slice``: rows of logits held at a
     time, a multiple of 8 or ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an
     instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else
-    the best this CPU has. Weights are copied, so the checkpoint's file may be unmapped afterwards.
+    the best this CPU has. ``digest``: make `weights_digest`, of all that is loaded. Weights are
+    copied, so the checkpoint's file may be unmapped afterwards.
     Raises `CheckpointError` for weights that do not fit the program and `ValueError` for settings
     that cannot be honoured.
     """
@@ -133,6 +138,7 @@ class NativeExecutor:
         pool: _native.ThreadPool | None = None,
         isa: str | None = None,
         keep_hidden: bool = False,
+        digest: bool = False,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -169,7 +175,7 @@ class NativeExecutor:
         logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
         self._keep_hidden = [keep_hidden]  # of each program
         self._attention = _attention_shape(program)
-        self._loader: _Loader | None = _Loader(runtime, layout)
+        self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)
         self._costs: list[CostModel] = []
         self._regions = self._loader.load(
             program,
@@ -179,6 +185,7 @@ class NativeExecutor:
             keep_hidden=keep_hidden,
         )
         self._costs.append(self._count(program))
+        self.weights_digest = self._loader.digest.digest() if self._loader.digest else b""
 
     def add_program(
         self,
@@ -362,8 +369,11 @@ class _Held(NamedTuple):
 class _Loader:
     """Hands weights and lowered programs to the runtime."""
 
-    def __init__(self, runtime: _native.Runtime, layout: KvLayout) -> None:
+    def __init__(
+        self, runtime: _native.Runtime, layout: KvLayout, digest: _Hash | None = None
+    ) -> None:
         self.runtime = runtime
+        self.digest = digest  # of what is loaded, as it is read
         self.layout = layout
         self.held: dict[str, _Held] = {}
         self.order_of: dict[str, int] = {}  # a matrix's inputs
@@ -405,13 +415,20 @@ class _Loader:
         )
         self.runtime.allocate_weights(sum(packed))
         for role, weight in new.items():
+            if self.digest is not None:
+                order = b"" if weight.order is None else weight.order.tobytes()
+                named = (role, weight.format.name, weight.shape, weight.group, order)
+                self.digest.update(repr(named).encode())
             if weight.order is not None:
                 self._check_reordered(program, role, weight.name)
                 self.order_of[role] = self._order(weight, weight.order)
             if len(weight.shape) == 2:
                 number = self._matrix(weight)
             else:
-                number = self.runtime.add_vector(_floats(weight).tolist())
+                floats = _floats(weight)
+                number = self.runtime.add_vector(floats.tolist())
+                if self.digest is not None:
+                    self.digest.update(floats.data)
             size = held_bytes(weight, self.runtime.isa)
             self.held[role] = _Held(number, weight.format, weight.shape, size)
 
@@ -458,6 +475,8 @@ class _Loader:
                 raise CheckpointError(
                     f"{self.source}: tensor {weight.name!r}, from row {first} on: {error}"
                 ) from None
+            if self.digest is not None:
+                self.digest.update(data.data)
             self.read += data.nbytes
             if self.read >= _READ_BYTES:
                 del data

@@ -7,7 +7,7 @@ only if parent and token ids are the same, so that equal hashes of different pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Hash = Callable[[int, bytes], int]
 
@@ -20,13 +20,14 @@ def chain_hash(parent: int, content: bytes) -> int:
 class Node:
     """One full block of tokens after one prefix, and the blocks that hold it, one a group."""
 
-    __slots__ = ("blocks", "key", "parent", "refs", "tokens")
+    __slots__ = ("blocks", "digest", "key", "parent", "refs", "tokens")
 
     def __init__(self, key: int, parent: Node | None, tokens: bytes, num_groups: int) -> None:
         self.key = key
         self.parent = parent
         self.tokens = tokens  # little-endian int32 ids; the salt at a root
         self.blocks = [-1] * num_groups
+        self.digest: bytes | None = None  # its name in other tiers (kv/digest.py), once asked for
         self.refs = 0  # child nodes and running sequences that continue from here
 
 
@@ -60,6 +61,23 @@ class PrefixIndex:
         elif node.parent is not parent or node.tokens != tokens:
             return None
         return node
+
+    def child_key(self, parent: int, tokens: bytes) -> int:
+        """The key of a node of ``tokens`` after one of that key; 0: a root."""
+        return self._hash(parent, tokens)
+
+    def has_key(self, key: int) -> bool:
+        return key in self._nodes
+
+    def holder(self, block: int) -> tuple[Node, int] | None:
+        """The node and group whose content the block holds."""
+        return self._holder[block]
+
+    def held(self) -> Iterator[tuple[Node, int, int]]:
+        """(node, group, block) of all that is cached."""
+        for block, holder in enumerate(self._holder):
+            if holder is not None:
+                yield *holder, block
 
     def holds(self, block: int) -> bool:
         """Whether the block's content is cached, and the block therefore must not be written."""

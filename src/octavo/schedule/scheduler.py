@@ -73,11 +73,15 @@ class Scheduler:
         self.policy = policy_of(config)
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
-        self.waiting_tokens = 0
+        self.fetching: list[Sequence] = []  # not queued yet: something is read from disk for them
+        self.waiting_tokens = 0  # theirs, too
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests that were scheduled
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.prefix_hits_host = 0  # of these, from host memory,
+        self.prefix_hits_disk = 0  # and from disk
+        self.swapped_tokens = 0  # of preempted sequences, taken back from there
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
@@ -92,8 +96,8 @@ class Scheduler:
 
     @property
     def waiting(self) -> Collection[Sequence]:
-        """Who is queued, new or preempted."""
-        return self.policy
+        """Who is queued, new or preempted, or soon will be."""
+        return [*self.policy, *self.fetching] if self.fetching else self.policy
 
     # Requests
 
@@ -107,7 +111,7 @@ class Scheduler:
         """Refuse when the queue is full. ``pending``: requests on their way to it."""
         admission.check_queue(
             self.config,
-            len(self.policy) + pending,
+            len(self.policy) + len(self.fetching) + pending,
             self.waiting_tokens + pending_tokens,
             num_prompt_tokens,
         )
@@ -128,14 +132,39 @@ class Scheduler:
             state.sequences.append(seq)
         state.num_unfinished = len(state.sequences)
         record.finish_reasons = [None] * len(state.sequences)
-        self._queue(state.sequences[0], record.arrival)  # last: it is queued whole or not at all
+        first = state.sequences[0]
+        if not first.owner.scores_prompt:
+            first.ahead = self.kv.read_ahead(prompt, request.cache_salt, record.arrival)
+        self._queue(first, record.arrival)  # last: it is queued whole or not at all
         return state
 
     def _queue(self, seq: Sequence, now: float) -> None:
         tokens = self.waiting_tokens + len(seq.token_ids)
         seq.queued = now
-        self.policy.push(seq)
+        if seq.ahead is None:
+            self.policy.push(seq)
+        else:
+            seq.status = Status.FETCHING
+            self.fetching.append(seq)
         self.waiting_tokens = tokens
+
+    def _fetched(self) -> None:
+        """Queue those for whom all has been read, or reading takes longer than computing would."""
+        tiers = self.kv.tiers
+        if tiers is None:
+            return
+        tiers.poll()
+        for seq in self.fetching[:]:
+            if seq.ahead is None or tiers.is_ready(seq.ahead, self._now):
+                self.policy.push(seq)
+                seq.status = Status.WAITING
+                self.fetching.remove(seq)
+
+    def _end_ahead(self, seq: Sequence) -> None:
+        """What was read for it may be evicted again."""
+        if seq.ahead is not None and self.kv.tiers is not None:
+            self.kv.tiers.end(seq.ahead)
+            seq.ahead = None
 
     # A step
 
@@ -145,6 +174,7 @@ class Scheduler:
         Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
         """
         self._now = now
+        self._fetched()
         self._cut_in()
         preemptions = self.num_preemptions
         self._grow_decodes()
@@ -319,6 +349,7 @@ class Scheduler:
         self.policy.let_in(seq, hit.num_tokens)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
+        self._end_ahead(seq)
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
         seq.status = Status.PREFILLING
@@ -421,6 +452,10 @@ class Scheduler:
             if self.config.enable_prefix_caching and not seq.owner.scores_prompt:
                 self.prefix_queries += len(seq.token_ids)
                 self.prefix_hits += hit.num_tokens
+                self.prefix_hits_host += hit.num_host_tokens
+                self.prefix_hits_disk += hit.num_disk_tokens
+        else:
+            self.swapped_tokens += hit.num_host_tokens + hit.num_disk_tokens
 
     def _next_waiting(self) -> Sequence | None:
         """The queue's head; while a suspect must run alone, only its own."""
@@ -536,7 +571,7 @@ class Scheduler:
         maximum, and blocks suffice. 0 where that is not certain.
         """
         quiet = self.decoding and not (self.prefilling or self._suspects or self.kv.shared_tails)
-        if not quiet or self._may_admit():
+        if not quiet or self.kv.tiers is not None or self._may_admit():
             return 0
         self._update_decode_slots()
         limit = min(seq.num_to_come for seq in self.decoding) - 1
@@ -592,9 +627,10 @@ class Scheduler:
             self._leave(seq)
             if self._scheduled is not None:
                 self._scheduled.stale = True
-        elif seq.status is Status.WAITING:
-            self.policy.remove(seq)
+        elif seq.status in (Status.WAITING, Status.FETCHING):
+            (self.policy if seq.status is Status.WAITING else self.fetching).remove(seq)
             self.waiting_tokens -= len(seq.token_ids)
+        self._end_ahead(seq)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
         seq.owner.num_unfinished -= 1
@@ -637,6 +673,7 @@ class Scheduler:
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
         self.policy.clear()
+        self.fetching.clear()
         self.waiting_tokens = 0
         suspects = []
         for state in states:
@@ -644,6 +681,8 @@ class Scheduler:
             state.num_unfinished = len(unfinished)
             if any(seq.slot >= 0 for seq in state.sequences):
                 suspects.append(state)
+            for seq in state.sequences:
+                self._end_ahead(seq)
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
@@ -662,7 +701,7 @@ class Scheduler:
                 self._requeue(seq)
 
     def has_work(self) -> bool:
-        return bool(self.policy or self.prefilling or self.decoding)
+        return bool(self.policy or self.prefilling or self.decoding or self.fetching)
 
     def check_idle(self) -> None:
         """With no request left nothing may be held; `RuntimeError` otherwise. Costs nothing."""
@@ -688,5 +727,7 @@ class Scheduler:
             raise RuntimeError("a slot is neither free nor running")
         if self._reserved_slots != sum(len(seq.followers) for seq in self.prefilling):
             raise RuntimeError("slots are reserved for nobody")
-        if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.policy):
+        if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")
+        if self.kv.tiers is not None:
+            self.kv.tiers.check(seq.ahead for seq in self.waiting if seq.ahead is not None)

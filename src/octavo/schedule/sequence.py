@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from octavo.kv.tiers import ReadAhead
 from octavo.schedule.request import Request, RequestRecord
 
 
@@ -17,6 +18,7 @@ class Status(Enum):
     PREFILLING = auto()  # has a slot; its known tokens go through the model in chunks
     DECODING = auto()  # has a slot; its last token is the next to go through the model
     FORKING = auto()  # one of n > 1: begins when the first of them has put the prompt through
+    FETCHING = auto()  # its prefix is on its way from disk; queued when it is there, or too late
     FINISHED = auto()
 
 
@@ -33,6 +35,7 @@ class Sequence:
     num_scored: int = 0  # prompt positions whose logprobs have been delivered
     queued: float = 0.0  # clock seconds when it joined the queue last
     waited: float = 0.0  # seconds that it stood in the queue before it was let in
+    ahead: ReadAhead | None = None  # what is read for it, until it is let in
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 
     @property

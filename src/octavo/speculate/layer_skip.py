@@ -82,6 +82,8 @@ class LayerSkipDrafter:
 
     def _batch(self, going: list[Guess], passes: int) -> Batch:
         kv = self._kv
+        if kv.tiers is not None and not passes:
+            kv.tiers.transfer()  # and so may those that go to another tier, or come from there
         slots = np.array([each.seq.slot for each in going], np.int32)
         counting = np.arange(len(going) + 1, dtype=np.int32)
         # Blocks that are still to be copied for this step may be those that are read and written.

@@ -1,0 +1,131 @@
+"""The tiers of a loaded engine's prefix cache: how large they are, and what their blocks are named
+by.
+"""
+
+from __future__ import annotations
+
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import octavo
+from octavo.checkpoint.base import Tokenizer
+from octavo.checkpoint.tokenizer import BpeTokenizer
+from octavo.kv.disk import Disk, check_folder
+from octavo.kv.host_memory import HostMemory
+from octavo.kv.layout import KvLayout
+from octavo.kv.tiers import Tiers
+from octavo.kv.worker import ThreadWorker
+from octavo.model.program import Program
+
+if TYPE_CHECKING:
+    from octavo.execute.native import NativeExecutor
+
+STAGING_BYTES = (
+    256 << 20
+)  # of host memory, that a tier on disk is read into where none is asked for
+_MOST_DISK = 16 << 30  # bytes, where no budget is given, and at most half of what is free
+_NUMBERS = ("checkpoint", "execute", "kv", "model")  # rooms that decide what a block holds
+_MOST_OPS = 5e11  # that a thread does in a second, at most, until it has been measured
+
+
+class Refused(ValueError):
+    """A setting of the tiers that this machine cannot honour."""
+
+
+def check_disk(folder: str) -> None:
+    """That the folder is there, or can be made, and can be written to. Raises `Refused`."""
+    try:
+        check_folder(Path(folder))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise Refused(f"kv_offload_dir {folder}: may not be written: {reason}") from None
+
+
+def make_tiers(
+    executor: NativeExecutor,
+    program: Program,
+    tokenizer: Tokenizer,
+    *,
+    quantization: str | None,
+    host_bytes: int,
+    folder: str | None,
+    disk_bytes: int | None,
+) -> Tiers:
+    """``executor`` has the digest of its weights if there is a ``folder``. Raises `Refused`."""
+    layout = executor.layout
+    slots = host_bytes // layout.block_bytes
+    if slots < 1:
+        raise Refused(
+            f"kv_offload_memory {host_bytes} is less than a block of {layout.block_bytes} bytes"
+        )
+    memory = HostMemory(slots, layout.block_bytes)
+    disk = reader = writer = None
+    name = b"of this process only"
+    if folder is not None:
+        name = engine_digest(executor, program, tokenizer, quantization)
+        check_disk(folder)
+        if disk_bytes is None:
+            disk_bytes = min(_MOST_DISK, shutil.disk_usage(folder).free // 2)
+        if disk_bytes < layout.block_bytes:
+            raise Refused(
+                f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
+            )
+        disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
+        reader, writer = ThreadWorker("octavo-kv-read"), ThreadWorker("octavo-kv-write")
+    return Tiers(
+        name,
+        memory,
+        disk,
+        reader=reader,
+        writer=writer,
+        tokens_per_block=layout.block_size / len(layout.groups),
+        # Two operations a weight, of a byte at the most.
+        seconds_per_token=2 * executor.weight_bytes / (_MOST_OPS * executor.threads),
+    )
+
+
+def engine_digest(
+    executor: NativeExecutor, program: Program, tokenizer: Tokenizer, quantization: str | None
+) -> bytes:
+    """Of everything that decides what a block holds beside its tokens: weights as they were loaded,
+    the computation, the cache's layout, kernels and the code around them, and the instruction set;
+    and of what the tokens mean.
+    """
+    layout: KvLayout = executor.layout
+    digest = sha256()
+    for part in (
+        executor.weights_digest,
+        repr((program.config, program.ops, layout, executor.isa, quantization)).encode(),
+        _tokenizer_digest(tokenizer),
+        build_digest(),
+    ):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.digest()
+
+
+def build_digest() -> bytes:
+    """Of the compiled kernels and of the code that tells them what to do."""
+    package = Path(octavo.__file__).parent
+    files = [*package.glob("_native*")]
+    for room in _NUMBERS:
+        files += (package / room).glob("*.py")
+    digest = sha256(octavo.__version__.encode())
+    for file in sorted(files):
+        content = file.read_bytes()
+        digest.update(f"{file.name} {len(content)} ".encode())
+        digest.update(content)
+    return digest.digest()
+
+
+def _tokenizer_digest(tokenizer: Tokenizer) -> bytes:
+    digest = sha256(repr((tokenizer.kind, sorted(tokenizer.eos_token_ids))).encode())
+    if isinstance(tokenizer, BpeTokenizer):
+        digest.update(tokenizer.backend_json().encode())
+        digest.update(repr(tokenizer.framing).encode())
+    else:
+        for token_id in range(tokenizer.vocab_size):
+            digest.update(tokenizer.spelling(token_id).encode() + b"\0")
+    return digest.digest()

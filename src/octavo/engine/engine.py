@@ -49,6 +49,8 @@ class EngineStats:
     waiting_tokens: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0  # referenced by a sequence
+    kv_blocks_cached: int = 0  # free, and of use if a prompt begins with what they hold
+    kv_evictions: int = 0  # of these, those that were handed out again
     kv_waste: float = 0.0  # allocated but unfilled slots ÷ allocated slots
     steps: int = 0
     prompt_tokens: int = 0  # of requests that were scheduled
@@ -629,6 +631,8 @@ class Engine:
             waiting=len(scheduler.waiting),
             waiting_tokens=scheduler.waiting_tokens,
             kv_blocks_used=pool.num_used,
+            kv_blocks_cached=pool.num_cached,
+            kv_evictions=pool.evictions,
             kv_waste=scheduler.kv.waste(),
             prompt_tokens=scheduler.prompt_tokens,
             preemptions=scheduler.num_preemptions,

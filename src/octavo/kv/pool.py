@@ -22,6 +22,7 @@ class BlockPool:
             raise ValueError(f"a pool of {num_blocks} blocks cannot hold anything")
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
+        self.evictions = 0  # blocks handed out again although what they held was usable
         self._empty: list[int] = []
         self._never_used = 0  # all blocks from here on
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
@@ -48,6 +49,7 @@ class BlockPool:
             self._never_used += 1
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
+            self.evictions += 1
         else:
             raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
         self.refs[block] = 1

@@ -20,6 +20,7 @@ import uvicorn
 import uvloop
 from starlette.types import ASGIApp
 
+from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.plan.calibration import Calibration
@@ -135,6 +136,7 @@ async def _serve(
     )
     engine = AsyncEngine(loaded.engine, hang_timeout=config.live_timeout)
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
+    metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(
         "cache_config_info",
         "The paged cache.",

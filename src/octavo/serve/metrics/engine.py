@@ -53,6 +53,11 @@ COUNTERS = (
     _Reading("prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prefix_queries),
     _Reading("prefix_cache_hits", "Prompt tokens found.", lambda s: s.prefix_hits),
     _Reading("num_preemptions", "Preemptions.", lambda s: s.preemptions),
+    _Reading(
+        "kv_cache_evictions",
+        "Cached blocks overwritten, whose prompts would have to be computed again.",
+        lambda s: s.kv_evictions,
+    ),
     _Reading("engine_steps", "Steps the engine has run.", lambda s: s.steps),
     _Reading(
         "engine_computed_tokens",
@@ -74,6 +79,20 @@ COUNTERS = (
         "spec_decode_drafter_failures",
         "Drafters given up on; there is no speculation since.",
         lambda s: s.drafter_failures,
+    ),
+)
+
+GAUGES_BY = (
+    _Readings(
+        "kv_cache_blocks",
+        "KV blocks by state: used (a sequence refers to it), cached (free, and usable by a prompt "
+        "that begins alike), free.",
+        "state",
+        lambda s: {
+            "used": s.kv_blocks_used,
+            "cached": s.kv_blocks_cached,
+            "free": s.kv_blocks - s.kv_blocks_used - s.kv_blocks_cached,
+        },
     ),
 )
 
@@ -128,10 +147,18 @@ class EngineCollector(Collector):
             counter = CounterMetricFamily(f"octavo:{reading.name}", reading.what, labels=LABELS)
             counter.add_metric(self._labels, reading.of(stats))
             yield counter
+        for readings in GAUGES_BY:
+            yield self._filled(GaugeMetricFamily, readings, stats)
         for readings in COUNTERS_BY:
-            family = CounterMetricFamily(
-                f"octavo:{readings.name}", readings.what, labels=(*LABELS, readings.label)
-            )
-            for value, count in readings.of(stats).items():
-                family.add_metric((*self._labels, value), count)
-            yield family
+            yield self._filled(CounterMetricFamily, readings, stats)
+
+    def _filled(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        readings: _Readings,
+        stats: EngineStats,
+    ) -> Metric:
+        family = kind(f"octavo:{readings.name}", readings.what, labels=(*LABELS, readings.label))
+        for value, amount in readings.of(stats).items():
+            family.add_metric((*self._labels, value), amount)
+        return family

@@ -10,9 +10,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from octavo.schedule.request import LatencyTarget, Outcome, RequestRecord
+from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.serve.metrics.families import Families
 
+_RESULTS = ("met", "missed", "shed", "aborted")
 _CLASSES = 16  # kinds of targets with series of their own
 _WINDOW = 60.0  # seconds
 _MOST = 4096  # requests in the window
@@ -32,8 +33,8 @@ class SloMetrics:
         self._window: deque[_Ended] = deque(maxlen=_MOST)
         self._requests = families.open_counter(
             "slo_requests",
-            "Requests with a latency target, by what became of it: met, missed, rejected, or "
-            "aborted while it was still being kept.",
+            "Requests with a latency target, by what became of it: met, missed, shed (dropped as "
+            "too late), or aborted while it was still being kept.",
             "slo_class",
             "result",
             most=_CLASSES,
@@ -63,11 +64,15 @@ class SloMetrics:
         target = record.target
         if target is None or not any(target):
             return
+        if record.outcome is Outcome.REJECTED and FinishReason.SHED not in record.finish_reasons:
+            return  # nothing was promised
         result = _result(target, record)
         slo_class = class_of(target)
+        for each in _RESULTS:  # a share is of series that are there, also where one is nought
+            self._requests(slo_class, each)
         self._requests(slo_class, result).inc()
         self._tokens(slo_class, result).inc(record.completion_tokens)
-        if result in ("met", "missed") and record.finished is not None:
+        if result != "aborted" and record.finished is not None:
             met = result == "met"
             self._window.append(_Ended(record.finished, met, record.completion_tokens))
 
@@ -92,7 +97,7 @@ def class_of(target: LatencyTarget) -> str:
 
 def _result(target: LatencyTarget, record: RequestRecord) -> str:
     if record.outcome is Outcome.REJECTED:
-        return "rejected"
+        return "shed"
     if record.outcome is Outcome.ABORTED and _kept_so_far(target, record):
         return "aborted"
     return "met" if target.met_by(record) else "missed"

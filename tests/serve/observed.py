@@ -1,0 +1,76 @@
+"""A server with everything that has metrics, and traffic in which all of it happens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+import httpx
+from serving import listening, real_engine, started
+
+from engine.drafting import Coin
+from octavo.execute.cost import Rates
+from octavo.plan.prediction import Prediction
+from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
+from octavo.serve.metrics import Metrics
+from octavo.speculate.speculator import Speculator
+
+MODEL = "tiny"
+KEY = "secret"
+HEADERS = {"authorization": f"Bearer {KEY}"}
+
+
+@asynccontextmanager
+async def observed_server() -> AsyncIterator[tuple[httpx.AsyncClient, Metrics]]:
+    """A calibrated server that speculates, with a key, a bound on its queue and a cache so small
+    that sequences are preempted.
+    """
+    engine, executor = real_engine(
+        pause=0.001, num_blocks=24, max_num_seqs=8, max_num_queued_reqs=6
+    )
+    drafter = Coin(0.6, engine.engine.sampler)
+    drafter.speculator = Speculator(drafter, engine.engine.vocab_size, 3)
+    engine.engine.speculator = drafter.speculator
+    metrics = Metrics(MODEL, engine.stats, 512)
+    metrics.info("build_info", "The program.", {"version": "1"})
+    metrics.info("cache_config_info", "The paged cache.", {"block_size": 16, "num_blocks": 24})
+    prediction = Prediction(engine.engine, executor.costs, Rates(step_overhead=0.001))
+    prediction.tell = metrics.predicting(lambda: prediction.ratio)
+    engine.observe(prediction)
+    async with (
+        started(engine),
+        listening(engine, metrics=metrics, api_key=(KEY,)) as url,
+        httpx.AsyncClient(base_url=url, timeout=30, headers=HEADERS) as client,
+    ):
+        yield client, metrics
+
+
+async def make_traffic(client: httpx.AsyncClient, metrics: Metrics) -> None:
+    """Answers that end by themselves, at a limit and by an abort; promises kept and broken; cached
+    prompts, preemptions, refusals of every kind.
+    """
+
+    async def post(**body: Any) -> int:
+        settings = {"prompt": "x" * 40, "max_tokens": 40, "ignore_eos": True} | body
+        return (await client.post("/v1/completions", json=settings)).status_code
+
+    assert await post(slo={"ttft": 10_000.0, "tpot": 10_000.0}) == 200
+    assert await post(slo={"ttft": 0.001}) == 200
+    assert await post(ignore_eos=False, stop_token_ids=list(range(128)), n=2) == 200
+    assert await post(max_tokens=0) == 400
+    assert await post(prompt="x" * 500) == 400
+    statuses = await asyncio.gather(*(post(prompt=f"{i}" * 60, max_tokens=120) for i in range(30)))
+    assert {*statuses} == {200, 429}, statuses
+    with suppress(httpx.ReadTimeout):
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
+        await client.post("/v1/completions", json=body, timeout=0.05)
+    await client.get("/nothing")
+    target = LatencyTarget(ttft=0.1)
+    metrics.on_end(
+        RequestRecord(
+            "late", 0.0, 5, finished=1.0, outcome=Outcome.REJECTED, target=target,
+            finish_reasons=[FinishReason.SHED],
+        )
+    )  # fmt: skip

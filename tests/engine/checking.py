@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
-from octavo.execute.batch import Batch, Int32, StepResult
+from octavo.execute.batch import Batch, Float32, Int32, StepResult
 from octavo.kv.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.kv.tiers import Tiers
@@ -28,6 +28,10 @@ VOCAB = 64
 def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
     groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
     return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, dtype=KvDtype.BF16)
+
+
+class Crash(RuntimeError):
+    pass
 
 
 @dataclass
@@ -60,6 +64,8 @@ class FakeSampler:
     def __init__(self, vocab: int = VOCAB) -> None:
         self.vocab = vocab
         self.broken: dict[int, int] = {}
+        self.fail_after: int | None = None  # so many draws from now, once
+        self.fail_state = False  # the next state cannot be made
 
     def new_state(
         self,
@@ -68,6 +74,9 @@ class FakeSampler:
         stop_token_ids: Collection[int],
         choice: int = 0,
     ) -> FakeState:
+        if self.fail_state:
+            self.fail_state = False
+            raise MemoryError("injected")
         return FakeState(params.seed or 0, choice)
 
     def draw(self, state: FakeState) -> int:
@@ -77,6 +86,11 @@ class FakeSampler:
     def sample(self, logits: object, rows: Sequence[int], states: Sequence[FakeState]) -> Sampled:
         tokens, errors = [], {}
         for index, state in enumerate(states):
+            if self.fail_after is not None:
+                self.fail_after -= 1
+                if self.fail_after < 0:
+                    self.fail_after = None
+                    raise Crash("injected")
             if state.num_generated >= self.broken.get(state.seed, 1 << 30):
                 errors[index] = "the logits are not numbers"
                 tokens.append(-1)
@@ -120,10 +134,6 @@ class WrongContent(BaseException):
     """No `Exception`, so that the engine does not take it for a failed step."""
 
 
-class Crash(RuntimeError):
-    pass
-
-
 class CheckingExecutor:
     """Keeps in every slot of every block a hash of all the tokens up to there, and checks before
     each query that every key it sees is the one its own tokens demand.
@@ -143,7 +153,9 @@ class CheckingExecutor:
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
         self.duration = duration
-        self.crash_next = False
+        self.crashes: list[str] = []  # of the next steps: "before", "half", "after" it was computed
+        self.fail_logits = False  # the next slice of logits cannot be computed
+        self.slice_rows: int | None = None  # rows of logits held at a time; None: none are
         self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
         self.steps = 0
@@ -174,13 +186,19 @@ class CheckingExecutor:
         return (hash((last, token)) & 0x3FFFFFFFFFFFFFFF) | 1
 
     def execute(self, batch: Batch) -> StepResult:
+        self.steps += 1
+        crash = self.crashes.pop() if self.crashes else None
+        if crash == "before":
+            raise Crash("injected")
         try:
-            return self._execute(batch)
+            result = self._execute(batch, crash)
         except AssertionError as error:
             raise WrongContent("the batch is malformed") from error
+        if crash is not None:
+            raise MemoryError("injected")
+        return result
 
-    def _execute(self, batch: Batch) -> StepResult:
-        self.steps += 1
+    def _execute(self, batch: Batch, crash: str | None) -> StepResult:
         assert self.scheduler is not None
         kv = self.scheduler.kv
         size = self.layout.block_size
@@ -220,7 +238,7 @@ class CheckingExecutor:
                 assert len(draft) < seq.num_to_come
             hashes = self.expected(seq, draft)
             spans.append((slot, start, stop, hashes))
-            if (self.crash_next or self.poison in batch.token_ids) and index % 2:
+            if (crash == "half" or self.poison in batch.token_ids) and index % 2:
                 continue  # a crash may leave a step half done
             for group in range(len(self.layout.groups)):
                 for position in range(start, stop):
@@ -228,8 +246,7 @@ class CheckingExecutor:
                     if block < 0 or kv.pool.refs[block] != 1 or kv.index.holds(block):
                         raise WrongContent(f"position {position} is written to block {block}")
                     self.content[block, position % size] = hashes[position] + group
-        if self.crash_next or self.poison in batch.token_ids:
-            self.crash_next = False
+        if crash == "half" or self.poison in batch.token_ids:
             raise Crash("injected")
         for slot, start, stop, hashes in spans:
             for group, kind in enumerate(self.layout.groups):
@@ -241,7 +258,22 @@ class CheckingExecutor:
                 if not np.array_equal(keys, hashes[first:stop] + group):
                     raise WrongContent(f"positions {first} to {stop - 1} hold another prefix")
         self.during()
-        return StepResult(None, self.duration)
+        return self._logits(len(batch.logits_rows))
+
+    def _logits(self, total: int) -> StepResult:
+        size = self.slice_rows
+        if size is None:
+            return StepResult(None, self.duration)
+
+        def rows_from(row: int) -> Float32:
+            if row % size or not 0 <= row < total:
+                raise WrongContent(f"logits from row {row} of {total}, {size} at a time")
+            if self.fail_logits:
+                self.fail_logits = False
+                raise Crash("injected")
+            return np.zeros((min(size, total - row), 1), np.float32)
+
+        return StepResult(np.zeros((size, 1), np.float32), self.duration, rows_from)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
         return self.content[blocks].view(np.uint8)

@@ -9,7 +9,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from engine.world import BROKEN_SEED, LATE_SEED, Setting, World, random_action, random_prompt
+from engine.recipe import shrunk, told
+from engine.world import (
+    BROKEN_SEED,
+    LATE_SEED,
+    Setting,
+    World,
+    random_action,
+    random_fault,
+    random_prompt,
+)
 
 
 class Lives(RuleBasedStateMachine):
@@ -80,19 +89,23 @@ TestLives.settings = settings(
 )
 
 
-def live(seed: int, steps: int) -> int:
-    """Random engines, each living for some hundred steps, until ``steps`` have been executed."""
+def live(seed: int, steps: int, faults: float = 0.0) -> int:
+    """Random engines, each living for some hundred steps, until ``steps`` have been executed; of
+    what happens, a share of ``faults`` are faults.
+    """
     rng = random.Random(seed)
     executed = 0
     while executed < steps:
-        state = rng.getstate()
         world = World(Setting.drawn(rng))
         try:
             for _ in range(rng.choice((50, 200, 1000))):
+                if rng.random() < faults:
+                    random_fault(world, rng)
                 random_action(world, rng)
             world.finish()
         except BaseException:
-            print(f"world {world.setting}, {hash(state)}, after {executed} steps of seed {seed}")
+            print(f"after {executed} steps of seed {seed}, made short:")
+            print(told(world.setting, shrunk(world.setting, world.recipe)))
             raise
         executed += world.executor.steps
     return executed
@@ -100,10 +113,17 @@ def live(seed: int, steps: int) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives(seed: int) -> None:
-    live(seed, 1500)
+    live(seed, 1000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_lives_with_faults(seed: int) -> None:
+    live(1000 + seed, 1000, faults=0.05)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-def test_a_million_steps() -> None:
-    assert live(2026, 1_000_000) >= 1_000_000
+@pytest.mark.parametrize("seed", range(100))
+def test_a_million_steps(seed: int) -> None:
+    """Every fifth seed without faults, the others with few to many."""
+    assert live(2026 + seed, 10_000, faults=(0.0, 0.002, 0.01, 0.05, 0.2)[seed % 5]) >= 10_000

@@ -1,22 +1,26 @@
-"""Random loads on an engine whose cache content, progress and outcomes are checked at each step.
+"""Random loads and faults on an engine whose cache content, progress and outcomes are checked at
+each step.
 
-Driven by hypothesis (short, shrinks) and by a seeded generator (a million steps).
+Driven by hypothesis (short, shrinks) and by a seeded generator (a million steps). What happens in a
+world is a list of actions that can be done again (engine/recipe.py).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import wraps
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build, layout
 from engine.drafting import Branching, Oracle
+from engine.shooting import shooting
 from engine.tiering import slow_tiers
 from octavo.engine.clock import VirtualClock
-from octavo.engine.engine import Step
+from octavo.engine.detokenize import Released
+from octavo.engine.engine import NoText, Step
 from octavo.engine.outputs import Delta
-from octavo.kv.prefix import chain_hash
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import (
     AdmissionError,
@@ -33,8 +37,77 @@ LATE_SEED = 14  # nor are this one's, from its fourth token on
 POISON = 63  # the executor crashes on a batch with this token
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+TARGETS = ("schedule", "_prompts", "build", "draw", "learn", "commit", "_deliver", "finish", "_end")
+
+
 class WrongStep(BaseException):
     """No `Exception`: those of observers are the log's."""
+
+
+class Leaping(VirtualClock):
+    """A clock that is set, forwards and backwards."""
+
+    def jump(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class Words(NoText):
+    """A word a token, the last of which is held back. The next push after ``fail`` fails."""
+
+    fail = False
+
+    def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
+        super().__init__(params, ending_ids)
+        self._held = ""
+
+    def push(self, token_ids: Sequence[int]) -> Released:
+        if Words.fail:
+            Words.fail = False
+            raise UnicodeError("injected")
+        released = super().push(token_ids)
+        words = [self._held, *(f"{token} " for token in token_ids[: released.num_tokens])]
+        self._held = "" if released.finished else words.pop()
+        return released._replace(text="".join(words))
+
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class Raising:
+    """An observer as it must not be."""
+
+    fail = False
+
+    def on_step(self, step: Step) -> None:
+        if self.fail:
+            raise MemoryError("injected")
+
+    def on_end(self, record: RequestRecord) -> None:
+        if self.fail:
+            raise RuntimeError("injected")
+
+
+def plain_hash(parent: int, content: bytes) -> int:
+    """The same in every process, so that a life can be lived again."""
+    return hash((parent, int.from_bytes(content, "little"), len(content)))
+
+
+def action(
+    method: Callable[Concatenate[World, P], R],
+) -> Callable[Concatenate[World, P], R]:
+    """Something that can happen: it is noted, so that it can be done again."""
+
+    @wraps(method)
+    def noted(world: World, *args: P.args, **kwargs: P.kwargs) -> R:
+        world.recipe.append((method.__name__, args, kwargs))
+        return method(world, *args, **kwargs)
+
+    return noted
 
 
 @dataclass
@@ -45,6 +118,7 @@ class Life:
     params: SamplingParams
     prompt: list[int]
     texts: dict[int, list[int]] = field(default_factory=dict)  # choice -> tokens delivered
+    words: dict[int, str] = field(default_factory=dict)  # choice -> text delivered
     reasons: dict[int, FinishReason] = field(default_factory=dict)
     deltas: int = 0
     ended: bool = False
@@ -74,6 +148,7 @@ class Setting:
     batching: Literal["continuous", "static"] = "continuous"
     memory: Literal["paged", "reserve"] = "paged"
     chunked_prefill: bool = True
+    slice_rows: int | None = None  # of logits
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -100,6 +175,7 @@ class Setting:
             drafter=rng.choice((None, "tree", "tree", *Oracle.KINDS)),
             num_drafts=rng.choice((None, 1, 2, 5, 20)),
             rejection=rng.random() < 0.4,
+            slice_rows=rng.choice((None, None, 1, 3, 16)),
         )
         if setting.enable_prefix_caching and rng.random() < 0.5:
             host_blocks = max(1, int(setting.num_blocks * rng.choice((0.3, 1.0, 4.0))))
@@ -125,11 +201,11 @@ class World:
         self.setting = setting
 
         def hasher(parent: int, content: bytes) -> int:
-            value = chain_hash(parent, content)
+            value = plain_hash(parent, content)
             return value % setting.hashes if setting.hashes else value
 
         self.tiers = None
-        clock = VirtualClock()
+        clock = Leaping()
         if setting.host_blocks:
             self.tiers = slow_tiers(
                 layout(setting.windows, setting.block_size),
@@ -155,6 +231,7 @@ class World:
             batching=setting.batching,
             memory=setting.memory,
             chunked_prefill=setting.chunked_prefill,
+            seed=0,
         )
         assert isinstance(self.engine.executor, CheckingExecutor)
         assert isinstance(self.engine.sampler, FakeSampler)
@@ -162,6 +239,9 @@ class World:
         self.sampler = self.engine.sampler
         self.sampler.broken.update({BROKEN_SEED: 0, LATE_SEED: 3})
         self.executor.poison = POISON
+        self.executor.slice_rows = setting.slice_rows
+        self.engine._text = Words
+        Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
             kind = Branching if setting.drafter == "tree" else Speculator
@@ -172,12 +252,17 @@ class World:
                 rejection=setting.rejection,
                 now=self.engine.clock.now,
             )
-        self.engine.observers.append(self)
+        self.raising = Raising()
+        self.engine.observers += [self.raising, self]
+        self.recipe: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.lives: dict[str, Life] = {}
         self.outcomes: list[RequestRecord] = []
         self.count = 0
         self.steps = 0
-        self.crashes = 0
+        self.crashes = 0  # faults that may cost a request, each one at most
+        self.victims = 0  # requests that failed and not by themselves
+        self.aim: tuple[int, str] | None = None  # for the next action: `Shot`
+        self.shots = 0  # that hit
         self.sizes: list[int] = []  # the longest run of tokens of each step
 
     # The engine's observer
@@ -211,43 +296,125 @@ class World:
 
     # What can happen
 
+    @action
     def submit(self, prompt: list[int], salt: str | None = None, **params: object) -> None:
         self.count += 1
+        self.add(f"r{self.count}", prompt, salt, params)
+
+    @action
+    def submit_again(self, request_id: str) -> None:
+        """The id is in use."""
+        known = self.lives.get(request_id)
+        if known is None or known.record.outcome:
+            return
+        self.count += 1
+        self.add(request_id, [1, 2, 3], None, {})
+        assert self.lives[request_id] is known
+
+    def add(
+        self, name: str, prompt: list[int], salt: str | None, params: dict[str, object]
+    ) -> None:
         request = Request(
-            request_id=f"r{self.count}",
+            request_id=name,
             prompt_token_ids=prompt,
             params=SamplingParams(ignore_eos=True, **params),  # type: ignore[arg-type]
             cache_salt=salt,
         )
         before = len(self.outcomes)
+        queued = self.engine.scheduler.waiting_tokens
         try:
-            record = self.engine.add_request(request)
+            with self.shot():
+                record = self.engine.add_request(request)
         except (AdmissionError, InvalidParameter):
             assert [record.outcome for record in self.outcomes[before:]] == [Outcome.REJECTED]
+        except MemoryError:
+            ended = [record.outcome for record in self.outcomes[before:]]
+            assert ended in ([Outcome.FAILED], [])
+            self.count -= not ended  # there was no record yet
+            self.victims += 1
+        else:
+            self.lives[record.request_id] = Life(record, request.params, prompt)
             return
-        self.lives[record.request_id] = Life(record, request.params, prompt)
+        assert self.engine.scheduler.waiting_tokens == queued
 
+    @action
     def abort(self, request_id: str) -> None:
+        self.end_now(request_id)
+
+    def end_now(self, request_id: str) -> None:
+        if request_id not in self.lives or self.lives[request_id].record.outcome:
+            return  # in a recipe cut short
         free = self.engine.scheduler.kv.pool.num_free
-        assert self.engine.abort(request_id)
+        with self.shot():
+            assert self.engine.abort(request_id)
         assert self.engine.scheduler.kv.pool.num_free >= free
-        assert self.lives[request_id].record.outcome is Outcome.ABORTED
+        outcome = self.lives[request_id].record.outcome
+        assert outcome is Outcome.ABORTED or (self.crashes and outcome is Outcome.FAILED)
         assert not self.engine.abort(request_id)
 
+    @action
     def abort_during_next_step(self, request_id: str) -> None:
         def during() -> None:
             self.executor.during = lambda: None
-            if self.lives.get(request_id) and not self.lives[request_id].record.outcome:
-                self.abort(request_id)
+            self.end_now(request_id)
 
         self.executor.during = during
 
-    def crash_next_step(self) -> None:
-        self.crashes += 1
-        self.executor.crash_next = True
+    @action
+    def crash_next_step(self, kind: str = "half", times: int = 1) -> None:
+        """``kind``: "before" anything is computed, "half" way or "after" it; so many in a row."""
+        self.crashes += times
+        self.executor.crashes += [kind] * times
 
+    @action
+    def fail_sampling(self, after: int) -> None:
+        """So many draws from now."""
+        self.crashes += 1
+        self.sampler.fail_after = after
+
+    @action
+    def fail_state(self) -> None:
+        """The next request's sampler state cannot be made."""
+        self.crashes += 1
+        self.sampler.fail_state = True
+
+    @action
+    def fail_logits(self) -> None:
+        self.crashes += 1
+        self.executor.fail_logits = True
+
+    @action
+    def fail_text(self) -> None:
+        """The next tokens that come are no text."""
+        self.crashes += 1
+        Words.fail = True
+
+    @action
+    def raise_in_observer(self, fail: bool) -> None:
+        self.raising.fail = fail
+
+    @action
+    def jump(self, seconds: float) -> None:
+        """The clock is set."""
+        assert isinstance(self.engine.clock, Leaping)
+        self.engine.clock.jump(seconds)
+
+    @action
+    def shoot(self, line: int, since: str = "") -> None:
+        """Memory runs out in the next action, in the so-many-th call of function ``since``."""
+        self.aim = line, since
+
+    def shot(self) -> Any:
+        aim, self.aim = self.aim, None
+        self.crashes += aim is not None
+        return shooting(aim)
+
+    @action
     def step(self) -> None:
-        for delta in self.engine.step():
+        with self.shot() as shot:
+            deltas = self.engine.step()
+        self.shots += shot is not None and shot.hit is not None
+        for delta in deltas:
             self.deliver(delta)
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
@@ -271,6 +438,7 @@ class World:
         for token in delta.token_ids:
             assert token == self.sampler.draw(state), "another sequence's token"
             tokens.append(token)
+        life.words[delta.choice] = life.words.get(delta.choice, "") + delta.text
         if life.params.prompt_logprobs is not None and life.deltas == 1 and delta.token_ids:
             scored = delta.prompt_logprobs
             assert scored is not None
@@ -280,8 +448,22 @@ class World:
             assert delta.prompt_logprobs is None
         if delta.finish_reason is not None:
             life.reasons[delta.choice] = delta.finish_reason
+            stops = [
+                at for at, token in enumerate(tokens, 1) if token in life.params.stop_token_ids
+            ]
             if delta.finish_reason is FinishReason.LENGTH:
                 assert len(tokens) == life.record.max_tokens
+                assert not stops
+            elif delta.finish_reason is FinishReason.STOP:
+                assert stops == [len(tokens)]
+                assert delta.stop_reason == tokens[-1]
+            else:
+                assert not stops
+            whole = "".join(f"{token} " for token in tokens)
+            if delta.finish_reason is FinishReason.ERROR:  # what was held back may be lost
+                assert whole.startswith(life.words[delta.choice])
+            elif delta.finish_reason is not FinishReason.STOP:
+                assert whole == life.words[delta.choice]
         if delta.record is not None:
             self.end(life, delta)
 
@@ -295,18 +477,23 @@ class World:
         assert record.accepted_tokens <= min(record.completion_tokens, record.draft_tokens)
         assert self.outcomes.count(record) == 1
         if record.outcome is Outcome.FINISHED:
-            assert set(life.reasons.values()) == {FinishReason.LENGTH}
+            assert set(life.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
         elif record.outcome is Outcome.FAILED:
             assert record.error
             broken = life.params.seed in (BROKEN_SEED, LATE_SEED)
             poisoned = POISON in life.prompt
-            if life.params.seed == LATE_SEED and not poisoned and not self.crashes:
+            stopped = FinishReason.STOP in life.reasons.values()
+            if life.params.seed == LATE_SEED and not (poisoned or stopped or self.crashes):
                 assert max(map(len, life.texts.values())) == 3
-            assert broken or poisoned or self.crashes, "a request failed for another's fault"
+            self.victims += not (broken or poisoned)
+            assert self.victims <= self.crashes, "a request failed for another's fault"
         del self.lives[record.request_id]
 
     def finish(self) -> None:
-        """Let everything end; nothing may be left over."""
+        """No more faults: let everything end; nothing may be left over."""
+        self.executor.crashes.clear()
+        self.executor.fail_logits = Words.fail = self.raising.fail = False
+        self.sampler.fail_after = self.aim = None
         limit = 100 + sum(
             20 * (len(life.prompt) + (life.record.max_tokens or 0) * life.params.n)
             for life in self.lives.values()
@@ -323,9 +510,12 @@ class World:
             assert not self.tiers.memory.num_pins
         assert len({id(record) for record in self.outcomes}) == self.count == len(self.outcomes)
         stats = self.engine.stats()
-        assert stats.draft_tokens == sum(record.draft_tokens for record in self.outcomes)
-        assert stats.accepted_tokens == sum(record.accepted_tokens for record in self.outcomes)
-        assert stats.accepted_tokens == sum(stats.accepted_per_position)
+        if not self.shots:  # which may hit between two counters
+            assert stats.draft_tokens == sum(record.draft_tokens for record in self.outcomes)
+            assert stats.accepted_tokens == sum(record.accepted_tokens for record in self.outcomes)
+            assert stats.accepted_tokens == sum(stats.accepted_per_position)
+            total = sum(record.completion_tokens for record in self.outcomes)
+            assert stats.generation_tokens == total
         speculator = self.engine.speculator
         assert speculator is None or not speculator.num_known
 
@@ -350,6 +540,7 @@ def random_action(world: World, rng: random.Random) -> None:
             max_tokens=rng.choice((None, 1, 2, 5, 20)),
             seed=rng.choice((1, 2, 3, 4, BROKEN_SEED, LATE_SEED) if roll < 0.02 else (1, 2, 3, 4)),
             prompt_logprobs=rng.choice((None, None, None, 0)),
+            stop_token_ids=rng.choice(((), (), (), (1,), (0, 2))),
         )
     elif roll < 0.28 and world.lives:
         alive = [name for name, life in world.lives.items() if not life.record.outcome]
@@ -360,3 +551,27 @@ def random_action(world: World, rng: random.Random) -> None:
         world.crash_next_step()
     else:
         world.step()
+
+
+def random_fault(world: World, rng: random.Random) -> None:
+    """One of each kind that has a place in an engine, as often as another."""
+    kind = rng.randrange(9)
+    if kind == 0:
+        world.crash_next_step(rng.choice(("before", "half", "after")), rng.choice((1, 1, 2, 7)))
+    elif kind == 1:
+        world.fail_sampling(rng.randrange(8))
+    elif kind == 2:
+        world.fail_logits()
+    elif kind == 3:
+        world.fail_text()
+    elif kind == 4:
+        world.fail_state()
+    elif kind == 5:
+        world.raise_in_observer(rng.random() < 0.5)
+    elif kind == 6:
+        world.jump(rng.choice((-1e9, -1.0, 1e-9, 3600.0, 1e9)))
+    elif kind == 7 and world.lives:
+        world.submit_again(rng.choice([*world.lives]))
+    elif kind == 8:
+        since = rng.choice(("", "", *TARGETS))
+        world.shoot(int(rng.expovariate(1 / rng.choice((10, 40, 200)))), since)

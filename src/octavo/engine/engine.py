@@ -310,13 +310,14 @@ class Engine:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
         (finish_reason ABORT, with the record) comes out of the next `step`. False if unknown.
         """
-        state = self._requests.get(request_id)
-        if state is None:
+        if request_id not in self._requests:
             return False
+        state = self._requests[request_id]
         try:
             self._end(state, FinishReason.ABORT, self._ended)
         except Exception as error:
             self._start_over(error, self._ended)
+            self._end(state, FinishReason.ABORT, self._ended)
         return True
 
     def has_work(self) -> bool:
@@ -438,13 +439,15 @@ class Engine:
         """
         logger.exception("the engine starts over", exc_info=error)
         self._starts += 1
-        doubtful: set[str] = set()
+        cut_off: dict[str, FinishReason] = {}
         for request_id, state in self._requests.items():
             for seq in state.sequences:
                 output: _Output = seq.output
                 if output.reason is not None:
                     state.record.finish_reasons[seq.choice] = output.reason
                     seq.status = Status.FINISHED
+                    if _OUTCOMES[output.reason] is not Outcome.FINISHED:
+                        cut_off[request_id] = output.reason
                     continue
                 self._rewind([seq])
                 del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
@@ -452,14 +455,17 @@ class Engine:
                 if output.prompt_logprobs is not None:
                     seq.num_scored = len(output.prompt_logprobs) - 1
                 if output.num_pushed != output.num_tokens:
-                    doubtful.add(request_id)
+                    cut_off.setdefault(request_id, FinishReason.ERROR)
         guilty = self.scheduler.start_over(self._requests.values())
         for request_id, state in [*self._requests.items()]:
             if state.num_unfinished == 0:
-                self._close(state.record, _OUTCOMES[_last_reason(state.record)])
+                if state.record.outcome is None:
+                    self._close(state.record, _OUTCOMES[_last_reason(state.record)])
                 del self._requests[request_id]
-            elif state is guilty or request_id in doubtful:
-                self._end(state, FinishReason.ERROR, deltas, f"the step failed: {error!r}")
+            elif state is guilty or request_id in cut_off:
+                reason = cut_off.get(request_id, FinishReason.ERROR)
+                why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
+                self._end(state, reason, deltas, state.record.error or why)
 
     def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
         """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
@@ -579,6 +585,7 @@ class Engine:
         output: _Output = seq.output
         if output.num_pushed != output.num_tokens:
             return ""  # it contains what was not delivered
+        output.num_pushed = -1  # until it is delivered, it is in doubt
         try:
             return output.text.finish()
         except Exception:

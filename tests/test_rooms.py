@@ -37,6 +37,7 @@ ALLOWED: dict[str, set[str]] = {
         "checkpoint",
     },
     "serve": {"plan.calibration", "engine", "schedule", "sample", "checkpoint"},
+    "top": {"engine.snapshot", "bench.load"},
     "bench": {
         *("workload", "engine", "quant", "schedule", "sample", "execute", "kv", "model"),
         *("checkpoint", "_native"),

@@ -24,6 +24,7 @@ from octavo.cli import (
     serve,
     simulate,
     speculate,
+    top,
     train,
     tune,
     verify,
@@ -53,6 +54,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
 for _module in (
     *(
         serve,
+        top,
         chat,
         generate,
         speculate,

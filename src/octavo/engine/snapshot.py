@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from octavo.engine.engine import Engine
-from octavo.schedule.request import LatencyTarget, RequestRecord
-from octavo.schedule.sequence import RequestState, Status
+from octavo.schedule.sequence import Status
+
+if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
+    from octavo.engine.engine import Engine
+    from octavo.schedule.request import LatencyTarget, RequestRecord
+    from octavo.schedule.sequence import RequestState
 
 State = Literal["waiting", "prefill", "decode"]
 
@@ -65,8 +68,10 @@ class EngineSnapshot:
     max_num_seqs: int
     max_num_batched_tokens: int
     steps: int  # since the start
+    computed_tokens: int  # put through the model since the start
     step_tokens: int  # of the last step
     step_seconds: float
+    busy_seconds: float  # of all steps since the start
     pool: PoolSnapshot
     requests: list[RequestSnapshot]
     unlisted: int  # requests beyond the limit
@@ -86,8 +91,10 @@ def snapshot(engine: Engine, limit: int) -> EngineSnapshot:
         max_num_seqs=scheduler.config.max_num_seqs,
         max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
         steps=stats.steps,
+        computed_tokens=stats.computed_tokens,
         step_tokens=stats.last_step_tokens,
         step_seconds=stats.last_step_seconds,
+        busy_seconds=stats.step_seconds,
         pool=PoolSnapshot(
             blocks=pool.num_blocks,
             block_size=scheduler.kv.block_size,

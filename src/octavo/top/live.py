@@ -118,7 +118,7 @@ class Screen:
                 if error.final and self._history.empty:
                     raise
                 silent = span(time.monotonic() - self._heard)
-                self._state = self._state._replace(trouble=f"{error}, for {silent}; trying on")
+                self._state = self._state._replace(trouble=f"no answer for {silent}: {error}")
             else:
                 self._heard = time.monotonic()
                 self._state = self._state._replace(trouble="")

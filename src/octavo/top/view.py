@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from rich.text import Text
@@ -124,7 +124,9 @@ class State(NamedTuple):
 def screen(figures: Figures | None, state: State, width: int, height: int | None) -> list[Text]:
     """Lines of at most ``width`` cells; ``height`` None: as many as there are requests."""
     if figures is None:
-        return _fit([_title(None, state, width), Text(state.trouble, "red")], width, height)
+        return _fit(
+            [_title(None, state, width), Text(plain(state.trouble), "bold red")], width, height
+        )
     head, foot = _head(figures, state, width), _foot(figures, state, width)
     rows = sorted_requests(figures.engine.requests, state.sort)
     if height is None:
@@ -183,10 +185,9 @@ def _head(figures: Figures, state: State, width: int) -> list[Text]:
         _line("p50/p99", *_latencies(figures), wide=wide),
     ]
     if state.trouble:
-        lines.insert(1, Text(f"no answer: {plain(state.trouble)}", "bold red"))
-    promised = any(row.on_target is not None for row in engine.requests)
-    if promised or figures.slo_attainment not in (None, 1.0) or figures.acceptance is not None:
-        lines.append(_line("promises", *_promises(figures)))
+        lines.insert(1, Text(plain(state.trouble), "bold red"))
+    if promises := list(_promises(figures)):
+        lines.append(_line("promises", *promises))
     return lines
 
 
@@ -195,7 +196,7 @@ def _line(name: str, *parts: str, wide: bool = True) -> Text:
     return Text.assemble((f"{name:<10}", "bold"), between.join(part for part in parts if part))
 
 
-def _batch(figures: Figures) -> Iterable[str]:
+def _batch(figures: Figures) -> Iterator[str]:
     batch = figures.batch
     predicted = batch.predicted_seconds
     yield f"{batch.tokens:.0f} tokens in {1e3 * batch.seconds:.1f} ms" + (
@@ -206,7 +207,7 @@ def _batch(figures: Figures) -> Iterable[str]:
     yield f"busy {percent(batch.busy)}"
 
 
-def _latencies(figures: Figures) -> Iterable[str]:
+def _latencies(figures: Figures) -> Iterator[str]:
     for name, title in NAMES.items():
         yield f"{title} {_pair(figures.latency[name])}"
 
@@ -225,10 +226,13 @@ def _window(figures: Figures) -> str:
     return f"latencies of the last {figures.window:.0f} s"
 
 
-def _promises(figures: Figures) -> Iterable[str]:
-    if figures.slo_attainment is not None:
-        yield f"{percent(figures.slo_attainment)} kept"
-    if figures.goodput is not None:
+def _promises(figures: Figures) -> Iterator[str]:
+    """Of latency, where there are any, and of drafters."""
+    attained = figures.slo_attainment
+    if attained is not None and (
+        attained < 1 or any(row.on_target is not None for row in figures.engine.requests)
+    ):
+        yield f"{percent(attained)} kept"
         yield f"goodput {rate(figures.goodput)} requests/s"
     if figures.acceptance is not None:
         yield f"{percent(figures.acceptance)} of drafts accepted"

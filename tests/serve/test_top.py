@@ -1,0 +1,176 @@
+"""`octavo top` against a server that runs, and against what is none."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+from serving import listening, real_engine, started
+
+from octavo.top import live
+from octavo.top.figures import Figures
+from octavo.top.source import Source, SourceError
+
+PROGRAM = "from octavo.cli import main; main()"
+
+
+async def octavo_top(*arguments: str, **environment: str) -> tuple[int, str, str]:
+    """In a process of its own: (exit code, what it printed, what it said went wrong)."""
+
+    def run() -> subprocess.CompletedProcess[str]:
+        import os
+
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, "top", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+        )
+
+    done = await asyncio.to_thread(run)
+    return done.returncode, done.stdout, done.stderr
+
+
+@asynccontextmanager
+async def busy_server(**config: Any) -> AsyncIterator[str]:
+    """Three requests run, one waits."""
+    engine, _ = real_engine(pause=0.02, max_num_seqs=3)
+    headers = {"Authorization": "Bearer k"}
+    async with (
+        started(engine),
+        listening(engine, **config) as url,
+        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
+    ):
+        body = {"prompt": "a secret", "max_tokens": 480, "ignore_eos": True, "stream": True}
+        asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
+        while len((await client.get("/requests")).json()["engine"]["requests"]) < 4:
+            await asyncio.sleep(0.02)
+        yield url
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_once_as_json() -> None:
+    async with busy_server(api_key=("k",)) as url:
+        code, out, err = await octavo_top(
+            url, "--once", "--json", "--interval", "0.3", "--api-key", "k"
+        )
+    assert (code, err) == (0, "")
+    [line] = out.splitlines()
+    facts = json.loads(line)
+    assert (facts["url"], facts["model"]) == (url, "tiny")
+    assert (facts["running"], facts["waiting"], facts["waiting_tokens"]) == (3, 1, 8)
+    assert [row["state"] for row in facts["requests"]] == ["decode"] * 3 + ["waiting"]
+    assert facts["batch"]["tokens"] == pytest.approx(3)
+    assert 0.02 < facts["batch"]["seconds"] < 5
+    assert 0 < facts["batch"]["output_tokens_per_second"] < 3 / 0.02
+    assert 0 < facts["batch"]["busy"] <= 1
+    pool = facts["pool"]
+    assert pool["used"] + pool["cached"] + pool["free"] == pool["blocks"] > pool["used"] > 0
+    assert facts["window"] is None
+    assert set(facts["rejected"]) >= {"capacity", "invalid"}
+    assert "secret" not in out
+
+
+async def test_a_pipe_gets_one_table() -> None:
+    async with busy_server(api_key=("k",)) as url:
+        code, out, err = await octavo_top(url + "/v1", "--interval", "0.2", OCTAVO_API_KEY="k")
+    assert (code, err) == (0, "")
+    assert "\x1b" not in out
+    assert out.startswith(f"octavo top  tiny at {url}")
+    assert "3 running of 3   1 waiting (8 tokens)" in out
+    table = out[out.index("REQUEST") :]
+    assert re.findall("decode|prefill|waiting", table) == ["decode"] * 3 + ["waiting"]
+
+
+async def test_lines_of_json_go_on() -> None:
+    shown: list[Figures] = []
+    async with busy_server() as url:
+        source = Source(url, None, 2, insecure=False)
+        telling = asyncio.create_task(live.tell(source, 0.05, shown.append))
+        while len(shown) < 3:
+            await asyncio.sleep(0.02)
+        telling.cancel()
+        await source.close()
+    assert [len(figures.engine.requests) for figures in shown[:3]] == [2, 2, 2]
+    assert shown[0].engine.unlisted == 2
+    assert shown[0].window is None
+    assert shown[2].window is not None
+
+
+async def test_a_server_that_goes_away_and_comes_back() -> None:
+    engine, _ = real_engine()
+    async with started(engine):
+        async with listening(engine) as url:
+            source = Source(url, None, 10, insecure=False)
+            assert (await source.read()).model == "tiny"
+        with pytest.raises(SourceError, match=r"refused|closed") as away:
+            await source.read()
+        assert not away.value.final
+        await source.close()
+
+
+@pytest.mark.parametrize(("key", "code"), [(None, 1), ("wrong", 1), ("k", 0)])
+async def test_the_key(key: str | None, code: int) -> None:
+    async with busy_server(api_key=("k",)) as url:
+        source = Source(url, key, 10, insecure=False)
+        if code:
+            with pytest.raises(SourceError, match="asks for a key") as refused:
+                await source.read()
+            assert refused.value.final
+        else:
+            assert len((await source.read()).engine.requests) == 4
+        await source.close()
+
+
+async def test_what_is_no_octavo_server() -> None:
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        status, body = found[scope["path"]]
+        start = {"type": "http.response.start", "status": status, "headers": []}
+        await send(start)
+        await send({"type": "http.response.body", "body": body})
+
+    from octavo.serve.config import ServeConfig
+    from octavo.serve.server import bind, http_server
+
+    settings = ServeConfig(port=0)
+    listener = bind(settings)
+    server = http_server(other, settings)
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    source = Source(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 10, insecure=False)
+    for requests, metrics, message in (
+        ((404, b""), (200, b""), "no /requests there"),
+        ((200, b"[]"), (200, b""), "does not answer as"),
+        ((200, b'{"model": "m"}'), (200, b""), "does not answer as"),
+        ((200, b"\xff\x00"), (200, b"octavo:"), "does not answer as"),
+        ((500, b"no"), (200, b""), "/requests answers 500"),
+    ):
+        found = {"/requests": requests, "/metrics": metrics}
+        with pytest.raises(SourceError, match=message):
+            await source.read()
+    await source.close()
+    server.should_exit = server.force_exit = True
+    await task
+
+
+async def test_errors_are_a_line() -> None:
+    code, out, err = await octavo_top("http://127.0.0.1:9")
+    assert (code, out) == (1, "")
+    assert err.startswith("octavo: http://127.0.0.1:9: connection refused")
+    assert len(err.splitlines()) == 1
+    code, _, err = await octavo_top("ftp://127.0.0.1")
+    assert code == 2
+    assert "is not a URL" in err

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli import options
-from octavo.cli.serve import QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
+from octavo.cli.serve import OFFLOAD_OPTIONS, QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
 from octavo.engine.load import EngineConfig
 from octavo.sample.params import SamplingParams
 from octavo.serve.config import ServeConfig
@@ -76,7 +76,10 @@ def test_engine_options_are_the_engine_configs() -> None:
     defaults = EngineConfig()
     shown = {
         parameter.name: parameter.annotation.__metadata__[0].show_default
-        for parameter in options.ENGINE_OPTIONS + QUEUE_OPTIONS
+        for parameter in options.ENGINE_OPTIONS
+        + options.POLICY_OPTIONS
+        + QUEUE_OPTIONS
+        + OFFLOAD_OPTIONS
     }
     assert shown.keys() == {field.name for field in dataclasses.fields(EngineConfig)}
     for name, text in shown.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from octavo.kv.tiers import Tiers
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled, TokenLogprobs
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.speculator import Speculator
@@ -309,6 +310,7 @@ def build(
     batching: Literal["continuous", "static"] = "continuous",
     memory: Literal["paged", "reserve"] = "paged",
     chunked_prefill: bool = True,
+    **of_policy: Any,
 ) -> Engine:
     """An engine over the checking executor; ``engine.executor`` is it."""
     config = SchedulerConfig(
@@ -323,6 +325,7 @@ def build(
         batching=batching,
         memory=memory,
         chunked_prefill=chunked_prefill,
+        policy=PolicyConfig(**of_policy),
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)

@@ -18,6 +18,7 @@ from engine.world import (
     random_action,
     random_fault,
     random_prompt,
+    random_terms,
 )
 
 
@@ -49,6 +50,7 @@ class Lives(RuleBasedStateMachine):
         self.world.submit(
             random_prompt(random.Random(seed), self.world.setting.max_model_len),
             salt,
+            random_terms(random.Random(seed)),
             n=n,
             max_tokens=max_tokens,
             seed=sampling_seed,

@@ -8,7 +8,7 @@ world is a list of actions that can be done again (engine/recipe.py).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -25,6 +25,7 @@ from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import (
     AdmissionError,
     FinishReason,
+    LatencyTarget,
     Outcome,
     Request,
     RequestRecord,
@@ -149,6 +150,7 @@ class Setting:
     memory: Literal["paged", "reserve"] = "paged"
     chunked_prefill: bool = True
     slice_rows: int | None = None  # of logits
+    policy: Mapping[str, Any] = field(default_factory=dict)  # its settings
 
     @staticmethod
     def drawn(rng: random.Random) -> Setting:
@@ -193,7 +195,34 @@ class Setting:
         if rng.random() < 0.15:
             most = max(max_model_len, setting.max_num_batched_tokens)
             setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
-        return setting
+        return replace(setting, policy=drawn_policy(rng))
+
+
+def drawn_policy(rng: random.Random) -> dict[str, Any]:
+    """A step takes a millisecond."""
+    name = rng.choice(("fcfs", "priority", "fair", "deadline"))
+    settings: dict[str, Any] = {"scheduling_policy": name, "shed_late": rng.random() < 0.3}
+    if rng.random() < 0.2:
+        settings["max_queue_time"] = rng.choice((0.002, 0.05))
+    if name == "priority":
+        settings["priority_ageing"] = rng.choice((0.001, 0.02, 10.0))
+    if name == "fair":
+        settings["fair_output_cost"] = rng.choice((0.5, 2.0))
+    if name == "deadline":
+        settings["best_effort_deadline"] = rng.choice((0.001, 0.1, 10.0))
+    return settings
+
+
+def random_terms(rng: random.Random) -> dict[str, Any]:
+    """Whose request it is, how urgent, and promised what."""
+    limits = (None, None, 0.001, 0.02, 0.2, 5.0)
+    target = LatencyTarget(*(rng.choice(limits) for _ in range(3)))
+    return {
+        "client": rng.choice("aaab") if rng.random() < 0.8 else str(rng.random()),
+        "weight": rng.choice((0.5, 1.0, 1.0, 4.0)),
+        "priority": rng.choice((0, 0, 1, 2, 5, -100)),
+        "target": rng.choice((None, target)),
+    }
 
 
 class World:
@@ -232,6 +261,7 @@ class World:
             memory=setting.memory,
             chunked_prefill=setting.chunked_prefill,
             seed=0,
+            **setting.policy,
         )
         assert isinstance(self.engine.executor, CheckingExecutor)
         assert isinstance(self.engine.sampler, FakeSampler)
@@ -285,8 +315,11 @@ class World:
         ]
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
         if unfinished and not step.scheduled.stale and not scheduler._suspects and not whole:
-            oldest = min(unfinished, key=lambda seq: seq.order)
-            assert oldest in step.scheduled.sequences, "the oldest does not progress"
+            rank = scheduler.policy.rank
+            if scheduler.policy.displaces_any:  # among those that run; who waits comes to its turn
+                unfinished = scheduler.decoding + scheduler.prefilling
+            first = min(unfinished, key=rank)
+            assert first in step.scheduled.sequences, "the first does not progress"
         assert 0.0 <= scheduler.kv.waste() <= 1.0
         self.sizes.append(max(map(len, step.drawn.runs), default=0))
 
@@ -297,9 +330,15 @@ class World:
     # What can happen
 
     @action
-    def submit(self, prompt: list[int], salt: str | None = None, **params: object) -> None:
+    def submit(
+        self,
+        prompt: list[int],
+        salt: str | None = None,
+        terms: Mapping[str, Any] | None = None,
+        **params: object,
+    ) -> None:
         self.count += 1
-        self.add(f"r{self.count}", prompt, salt, params)
+        self.add(f"r{self.count}", prompt, salt, params, dict(terms or {}))
 
     @action
     def submit_again(self, request_id: str) -> None:
@@ -308,17 +347,25 @@ class World:
         if known is None or known.record.outcome:
             return
         self.count += 1
-        self.add(request_id, [1, 2, 3], None, {})
+        self.add(request_id, [1, 2, 3], None, {}, {})
         assert self.lives[request_id] is known
 
     def add(
-        self, name: str, prompt: list[int], salt: str | None, params: dict[str, object]
+        self,
+        name: str,
+        prompt: list[int],
+        salt: str | None,
+        params: dict[str, object],
+        terms: dict[str, Any],
     ) -> None:
+        if self.engine.scheduler.config.policy.scheduling_policy != "priority":
+            terms["priority"] = 0
         request = Request(
             request_id=name,
             prompt_token_ids=prompt,
             params=SamplingParams(ignore_eos=True, **params),  # type: ignore[arg-type]
             cache_salt=salt,
+            **terms,
         )
         before = len(self.outcomes)
         queued = self.engine.scheduler.waiting_tokens
@@ -478,6 +525,11 @@ class World:
         assert self.outcomes.count(record) == 1
         if record.outcome is Outcome.FINISHED:
             assert set(life.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
+        elif record.outcome is Outcome.REJECTED:
+            assert set(life.reasons.values()) == {FinishReason.SHED}
+            assert record.error
+            assert record.completion_tokens == 0
+            assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy
         elif record.outcome is Outcome.FAILED:
             assert record.error
             broken = life.params.seed in (BROKEN_SEED, LATE_SEED)
@@ -536,6 +588,7 @@ def random_action(world: World, rng: random.Random) -> None:
         world.submit(
             random_prompt(rng, setting.max_model_len),
             rng.choice((None, None, "a", "b")),
+            random_terms(rng),
             n=rng.choice((1, 1, 1, 2, 3)),
             max_tokens=rng.choice((None, 1, 2, 5, 20)),
             seed=rng.choice((1, 2, 3, 4, BROKEN_SEED, LATE_SEED) if roll < 0.02 else (1, 2, 3, 4)),

@@ -264,9 +264,44 @@ ENGINE_OPTIONS = [
 ]  # fmt: skip
 
 
+# Of those that run many requests at once.
+_POLICY = "Who goes first"
+POLICY_OPTIONS = [
+    option(
+        "scheduling_policy", str | None, None,
+        "Who goes first: fcfs; priority, lower numbers first; fair, equal shares for clients; "
+        "deadline, who is due first.", _POLICY, metavar="NAME", show_default="fcfs",
+    ),
+    option(
+        "priority_ageing", float | None, None,
+        "Under priority: seconds in the queue that are worth a level.", _POLICY,
+        metavar="SECONDS", show_default="30",
+    ),
+    option(
+        "fair_output_cost", float | None, None,
+        "Under fair: what a token of output counts, in tokens of prompt.", _POLICY,
+        show_default="2",
+    ),
+    option(
+        "best_effort_deadline", float | None, None,
+        "Under deadline: seconds after which requests without a target are due.", _POLICY,
+        metavar="SECONDS", show_default="60",
+    ),
+    option(
+        "max_queue_time", float | None, None, "Seconds a request may wait; then it is refused.",
+        _POLICY, metavar="SECONDS", show_default="no limit",
+    ),
+    option(
+        "shed_late", bool | None, None,
+        "Refuse who waits and can no longer have its first token in time for its target.",
+        _POLICY, show_default="off",
+    ),
+]  # fmt: skip
+
+
 _SETTINGS = re.compile(
     r"(?<![\w-])(?:"
-    + "|".join(parameter.name for parameter in ENGINE_OPTIONS if "_" in parameter.name)
+    + "|".join(each.name for each in ENGINE_OPTIONS + POLICY_OPTIONS if "_" in each.name)
     + r"|max_num_queued_(?:reqs|tokens)|kv_offload_(?:memory|dir|disk))(?!\w)"
 )
 

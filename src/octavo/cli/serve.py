@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from octavo.cli.options import ENGINE_OPTIONS, Model, amount, engine_config, option, strings, takes
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    POLICY_OPTIONS,
+    Model,
+    amount,
+    engine_config,
+    option,
+    strings,
+    takes,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -149,7 +158,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
 
 
 @takes(
-    engine=(ENGINE_OPTIONS + QUEUE_OPTIONS + OFFLOAD_OPTIONS, engine_config),
+    engine=(ENGINE_OPTIONS + POLICY_OPTIONS + QUEUE_OPTIONS + OFFLOAD_OPTIONS, engine_config),
     config=(SERVE_OPTIONS, serve_config),
 )
 def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:

@@ -14,7 +14,14 @@ import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
-from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, option, takes
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    POLICY_OPTIONS,
+    check_file,
+    engine_config,
+    option,
+    takes,
+)
 from octavo.cli.planned import (
     Bits,
     EmbeddingFormat,
@@ -66,7 +73,7 @@ def with_gpu_defaults(parameters: list[Parameter]) -> list[Parameter]:
 
 _ENGINE_OPTIONS = [
     parameter
-    for parameter in with_gpu_defaults(ENGINE_OPTIONS + QUEUE_OPTIONS)
+    for parameter in with_gpu_defaults(ENGINE_OPTIONS + POLICY_OPTIONS + QUEUE_OPTIONS)
     if parameter.name not in _NOT_SIMULATED
 ]
 

@@ -12,7 +12,15 @@ import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
-from octavo.cli.options import ENGINE_OPTIONS, Model, check_file, engine_flags, named_flags, takes
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    POLICY_OPTIONS,
+    Model,
+    check_file,
+    engine_flags,
+    named_flags,
+    takes,
+)
 from octavo.cli.simulate import with_gpu_defaults
 from octavo.plan.defaults import engine_defaults
 
@@ -36,7 +44,10 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-@takes(engine=(with_gpu_defaults(ENGINE_OPTIONS), _given), load=(SIMULATED_OPTIONS, demand))
+@takes(
+    engine=(with_gpu_defaults(ENGINE_OPTIONS + POLICY_OPTIONS), _given),
+    load=(SIMULATED_OPTIONS, demand),
+)
 def command(
     model: Model,
     engine: dict[str, Any],

@@ -211,8 +211,11 @@ class Engine:
 
         Reads only what does not change, so any thread may call it.
         """
-        if request.priority != 0:
-            raise InvalidParameter("priority", "priority has no effect: requests run in order")
+        policy = self.scheduler.config.policy.scheduling_policy
+        if request.priority != 0 and policy != "priority":
+            raise InvalidParameter(
+                "priority", f"priority {request.priority} has no effect under the policy {policy}"
+            )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
@@ -339,6 +342,8 @@ class Engine:
 
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
+        for state, why in self.scheduler.shedding.due(started):
+            self._end(state, FinishReason.SHED, deltas, why)
         scheduled = self.scheduler.schedule(started, self.speculator)
         tiers = self.scheduler.kv.tiers
         if tiers is not None:
@@ -382,6 +387,8 @@ class Engine:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         if self.speculator is not None:
             self.speculator.learn(scheduled, result, drawn.runs, now - started)
+        if scheduled.chunks:
+            self.scheduler.shedding.took(scheduled.batch.num_tokens, now - started)
         self.scheduler.commit(scheduled, drawn.runs)
         if tiers is not None:
             tiers.after_step(scheduled.batch.num_tokens, len(scheduled.decodes), now - started)

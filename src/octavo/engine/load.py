@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from octavo.model.config import ModelConfig
 from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.config import PolicyConfig, PolicyName
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate import draft_checkpoint, draft_model, layer_skip, medusa
 from octavo.speculate.config import SpeculativeConfig
@@ -54,6 +55,12 @@ class EngineConfig:
     max_num_batched_tokens: int = 512  # a step's token budget
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+    scheduling_policy: PolicyName = "fcfs"
+    priority_ageing: float | None = None  # as in `PolicyConfig`, and the next four
+    fair_output_cost: float | None = None
+    best_effort_deadline: float | None = None
+    max_queue_time: float | None = None
+    shed_late: bool = False
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
     memory_utilization: float = 0.5  # share of the memory available beside the weights
@@ -96,6 +103,7 @@ class EngineConfig:
                 "kv_offload_memory and kv_offload_dir are tiers of the prefix cache, which "
                 "enable_prefix_caching turns off"
             )
+        _ = self.policy  # refuses
         if self.quantization is not None and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
@@ -116,6 +124,11 @@ class EngineConfig:
         if self.kv_offload_memory is None:
             return STAGING_BYTES if self.kv_offload_dir is not None else 0
         return self.kv_offload_memory
+
+    @property
+    def policy(self) -> PolicyConfig:
+        names = [each.name for each in fields(PolicyConfig)]
+        return PolicyConfig(**{name: getattr(self, name) for name in names})
 
     @property
     def speculation(self) -> SpeculativeConfig | None:
@@ -471,6 +484,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        policy=config.policy,
     )
     scheduler = Scheduler(limits, layout, plan.num_blocks)
     executor = NativeExecutor(

@@ -153,6 +153,7 @@ def simulated_engine(setup: Setup) -> Engine:
         enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_num_queued_tokens=config.max_num_queued_tokens,
+        policy=config.policy,
         batching=setup.batching,
         memory=setup.memory,
         chunked_prefill=setup.chunked_prefill,

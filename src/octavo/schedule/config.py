@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from octavo.schedule.policies.config import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +20,7 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
     max_num_queued_tokens: int | None = None  # prompt tokens waiting
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     # Other than by default, how serving was done before, for comparison (octavo simulate):
     batching: Literal["continuous", "static"] = "continuous"  # static: the next batch is let in
     # when the last of this one has ended

@@ -14,7 +14,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from itertools import chain, takewhile
+from itertools import chain, repeat, takewhile
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,10 +25,11 @@ from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission
 from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.policies import policy_of
+from octavo.schedule.policies.choice import policy_of
 from octavo.schedule.policies.fcfs import BY_ARRIVAL
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
+from octavo.schedule.shedding import Shedding
 
 
 class Proposer(Protocol):
@@ -70,7 +71,10 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.policy = policy_of(config)
+        self.policy = policy_of(config.policy)
+        self.shedding = Shedding(
+            config.policy.max_queue_time, config.policy.shed_late, self._missing_tokens
+        )
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
         self.fetching: list[Sequence] = []  # not queued yet: something is read from disk for them
@@ -87,7 +91,6 @@ class Scheduler:
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
         self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
         self._scheduled: Scheduled | None = None
-        self._now = 0.0  # of the step
         self._served: set[Sequence] = set()  # whose turn it was for a chunk of the step
         self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
         self._builder = BatchBuilder(config, self.kv)
@@ -135,8 +138,22 @@ class Scheduler:
         first = state.sequences[0]
         if not first.owner.scores_prompt:
             first.ahead = self.kv.read_ahead(prompt, request.cache_salt, record.arrival)
-        self._queue(first, record.arrival)  # last: it is queued whole or not at all
+        self.shedding.add(state)
+        try:
+            self._queue(first, record.arrival)
+        except BaseException:  # it is queued whole or not at all
+            waiting = [seq for seq in self.policy if seq is not first]
+            self.policy.clear()
+            for seq in waiting:
+                self.policy.push(seq)
+            raise
         return state
+
+    def _missing_tokens(self, state: RequestState) -> int:
+        """Tokens to be computed before a request's first."""
+        seq = state.sequences[0]
+        computed = int(self.kv.num_tokens[seq.slot]) if seq.slot >= 0 else 0
+        return len(seq.token_ids) - computed
 
     def _queue(self, seq: Sequence, now: float) -> None:
         tokens = self.waiting_tokens + len(seq.token_ids)
@@ -155,7 +172,7 @@ class Scheduler:
             return
         tiers.poll()
         for seq in self.fetching[:]:
-            if seq.ahead is None or tiers.is_ready(seq.ahead, self._now):
+            if seq.ahead is None or tiers.is_ready(seq.ahead, self.policy.now):
                 self.policy.push(seq)
                 seq.status = Status.WAITING
                 self.fetching.remove(seq)
@@ -173,7 +190,7 @@ class Scheduler:
 
         Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
         """
-        self._now = now
+        self.policy.now = now
         self._fetched()
         self._cut_in()
         preemptions = self.num_preemptions
@@ -345,8 +362,8 @@ class Scheduler:
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
         followers = len(seq.followers)
-        seq.waited += self._now - seq.queued
-        self.policy.let_in(seq, hit.num_tokens)
+        seq.waited += self.policy.now - seq.queued
+        self.policy.remove(seq)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
         self._end_ahead(seq)
@@ -371,24 +388,28 @@ class Scheduler:
         """Let those in, before anyone is served, who displace whoever runs; as many as there are
         tokens for in the step beside those whom they do not displace.
         """
-        policy, now = self.policy, self._now
+        policy = self.policy
         self._served.clear()
+        if policy.displaces_any and self.config.batching == "continuous" and not self._suspects:
+            while (
+                (self.decoding or self.prefilling)
+                and (seq := policy.challenger()) is not None
+                and policy.displaces(seq, self._last())
+                and self._is_budget_for(seq)
+                and self._make_room(seq)
+            ):
+                pass
         if len(self.prefilling) > 1:  # ranks may have changed
             self.prefilling.sort(key=policy.rank)
-        if not policy.displaces_any or self._suspects or self.config.batching == "static":
-            return
-        while (seq := policy.challenger(now)) is not None and (self.decoding or self.prefilling):
-            if not policy.displaces(seq, self._last()):
-                return
-            ahead = sum(
-                len(other.token_ids) - int(self.kv.num_tokens[other.slot])
-                for other in self.prefilling
-                if not policy.displaces(seq, other)
-            )
-            if len(self.decoding) + ahead >= self.config.max_num_batched_tokens:
-                return
-            if not self._make_room(seq):
-                return
+
+    def _is_budget_for(self, seq: Sequence) -> bool:
+        """Whether there are tokens for it in the step beside those whom it does not displace."""
+        ahead = sum(
+            len(other.token_ids) - int(self.kv.num_tokens[other.slot])
+            for other in self.prefilling
+            if not self.policy.displaces(seq, other)
+        )
+        return len(self.decoding) + ahead < self.config.max_num_batched_tokens
 
     def _make_room(self, seq: Sequence) -> bool:
         """Let a sequence in that displaces others, in the places and blocks of as few of them as
@@ -409,8 +430,9 @@ class Scheduler:
             return freed >= slots and self._fits(seq, hit, leaving)
 
         count = bisect_left(range(len(displaced) + 1), True, key=will_do)
-        # Whoever is not the queue's head does not take what is free from under it.
-        if count > len(displaced) or not (count or seq is policy.head(self._now)):
+        if seq is not policy.head():  # nor does it take what is free from under the head
+            count = max(count, 1)
+        if count > len(displaced):
             self._short = (seq, free)
             return False
         for other in displaced[:count]:
@@ -446,8 +468,9 @@ class Scheduler:
     def _count_first_time(self, seq: Sequence, hit: Hit) -> None:
         record = seq.owner.record
         if record.scheduled is None:
-            record.scheduled = self._now
+            record.scheduled = self.policy.now
             record.cached_tokens = hit.num_tokens
+            self.policy.begins(seq.owner, len(seq.token_ids) - hit.num_tokens)
             self.prompt_tokens += len(seq.token_ids)
             if self.config.enable_prefix_caching and not seq.owner.scores_prompt:
                 self.prefix_queries += len(seq.token_ids)
@@ -462,7 +485,7 @@ class Scheduler:
         while self._suspects and self._suspects[0].num_unfinished == 0:
             self._suspects.popleft()
         if not self._suspects:
-            return self.policy.head(self._now)
+            return self.policy.head()
         alone = self._suspects[0].sequences
         return next((seq for seq in alone if seq.status is Status.WAITING), None)
 
@@ -483,7 +506,7 @@ class Scheduler:
         """Back into the queue."""
         self._leave(seq)
         seq.status = Status.WAITING
-        self._queue(seq, self._now)
+        self._queue(seq, self.policy.now)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running ones; slot and blocks are free."""
@@ -540,6 +563,7 @@ class Scheduler:
             for index in np.flatnonzero(num_tokens % kv.block_size < sizes).tolist():
                 seq = decodes[index]
                 kv.register(seq.slot, seq.token_ids)
+            self.policy.drew(decodes, map(len, drawn))
             if self.config.memory == "paged":
                 for seq, draft in zip(decodes, drafts or (), strict=False):
                     if draft:
@@ -560,6 +584,7 @@ class Scheduler:
             if seq.slot >= 0:
                 seq.token_ids.extend(run)
                 self._builder.last_token[seq.slot] = run[-1]
+                self.policy.drew((seq,), (len(run),))
         if self._suspects and scheduled.samples:
             self._clear_suspect(scheduled.samples[0].owner)
 
@@ -581,10 +606,10 @@ class Scheduler:
         """Whether somebody may be let in although nobody has left since the last step."""
         if self.config.batching == "static":
             return self._to_join > 0
-        head = self.policy.head(self._now)
+        head = self.policy.head()
         if head is None:
             return False
-        if self.policy.displaces_any:
+        if self.policy.displaces_any or self.shedding.is_asked:
             return True
         kv = self.kv
         if kv.num_free_slots - self._reserved_slots < 1 + len(head.followers):
@@ -601,6 +626,7 @@ class Scheduler:
     def leap(self, tokens: Int32) -> None:
         """As many steady steps as ``tokens`` [decoding, steps] has columns: schedule and commit."""
         slots = self._builder.decode_slots
+        self.policy.drew(self.decoding, repeat(tokens.shape[1]))
         for seq, run in zip(self.decoding, tokens, strict=True):
             seq.token_ids.frombytes(run.tobytes())
         self.kv.go_on(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
@@ -686,9 +712,9 @@ class Scheduler:
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
-                    self._queue(seq, seq.queued if seq.slot < 0 else self._now)
+                    self._queue(seq, seq.queued if seq.slot < 0 else self.policy.now)
                 seq.slot = -1
-        if not suspects and (first := self.policy.head(self._now)) is not None:
+        if not suspects and (first := self.policy.head()) is not None:
             suspects = [first.owner]
         self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
         return alone

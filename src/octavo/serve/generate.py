@@ -316,6 +316,7 @@ class Generate:
             request.target = target
             if key is not None:
                 request.client = key.name
+                request.weight = key.weight
                 request.priority = key.priority_of(asked.priority)
 
     async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,10 +24,12 @@ from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
 from octavo.plan.calibration import Calibration
+from octavo.schedule.policies.config import PolicyName
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
 from octavo.serve.gate import Trace
+from octavo.serve.keys import ApiKey
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
@@ -50,9 +52,10 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises, and `SettingsError` where traces cannot be sent. With an engine that
-    hangs it ends the process, with code 1.
+    `load_engine` raises, and `SettingsError` where traces cannot be sent, or keys have what the
+    scheduling policy does not know of. With an engine that hangs it ends the process, with code 1.
     """
+    check_keys(serve.keys, engine.scheduling_policy)
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
     try:
@@ -75,6 +78,20 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             tracer.close()
         listener.close()
         _remove_socket_file(serve.uds)
+
+
+def check_keys(keys: Iterable[ApiKey], policy: PolicyName) -> None:
+    """Raises `SettingsError` for a key with a priority or a weight that would have no effect."""
+    for key in keys:
+        if key.priority and policy != "priority":
+            raise SettingsError(
+                f"{key.name}: priority {key.priority} has no effect under scheduling_policy "
+                f"{policy}"
+            )
+        if key.weight != 1 and policy != "fair":
+            raise SettingsError(
+                f"{key.name}: weight {key.weight:g} has no effect under scheduling_policy {policy}"
+            )
 
 
 def bounded(config: EngineConfig) -> EngineConfig:

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Sequence as Items
 from typing import Any, ClassVar
 
-from octavo.schedule.sequence import Sequence
+from octavo.schedule.sequence import RequestState, Sequence
 
 Key = Callable[[Sequence], Any]
 
 
 class Policy(Collection[Sequence]):
-    """The queue, and an order of those that run. Times are clock seconds."""
+    """The queue, and an order of those that run."""
 
     displaces_any: ClassVar[bool] = True  # False: whoever waits is behind all who run, at any time
+    now: float = 0.0  # clock seconds of the step, which the scheduler sets
 
     @abstractmethod
     def push(self, seq: Sequence) -> None:
@@ -29,25 +31,19 @@ class Policy(Collection[Sequence]):
 
     @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out of the queue that has ended."""
-
-    def let_in(self, seq: Sequence, num_cached: int) -> None:
-        """Take a sequence out of the queue that will run; the first ``num_cached`` of its tokens
-        need not be computed.
-        """
-        self.remove(seq)
+        """Take a sequence out of the queue: it has ended, or will run."""
 
     @abstractmethod
     def clear(self) -> None:
         """Empty the queue, whatever state it is in."""
 
     @abstractmethod
-    def head(self, now: float) -> Sequence | None:
+    def head(self) -> Sequence | None:
         """Who is next. Nobody else takes what is free, so that the head is not passed for ever."""
 
-    def challenger(self, now: float) -> Sequence | None:
+    def challenger(self) -> Sequence | None:
         """Who of those that wait would displace one that runs, if anybody."""
-        return self.head(now)
+        return self.head()
 
     @abstractmethod
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
@@ -64,10 +60,18 @@ class Policy(Collection[Sequence]):
 
     @abstractmethod
     def __iter__(self) -> Iterator[Sequence]:
-        """Whoever waits."""
+        """Whoever waits, in whatever state a failure has left the queue."""
 
     def __contains__(self, seq: object) -> bool:
         return any(seq is other for other in self)
+
+    def begins(self, state: RequestState, num_computed: int) -> None:
+        """The first of a request's sequences is let in, for the first time; so many tokens of the
+        prompt are to be computed.
+        """
+
+    def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
+        """Sequences that run have drawn so many tokens each."""
 
 
 class Line:
@@ -84,12 +88,13 @@ class Line:
     def push(self, seq: Sequence) -> None:
         insort(self._seqs, seq, key=self._key)
 
-    def remove(self, seq: Sequence) -> None:
-        """Its key must be nobody else's."""
+    def remove(self, seq: Sequence) -> bool:
+        """False if it does not stand in the line. Its key must be nobody else's."""
         index = bisect_left(self._seqs, self._key(seq), key=self._key)
         if index == len(self._seqs) or self._seqs[index] is not seq:
-            raise ValueError("the sequence does not stand in the line")
+            return False
         del self._seqs[index]
+        return True
 
     def clear(self) -> None:
         self._seqs.clear()

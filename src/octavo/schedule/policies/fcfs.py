@@ -28,7 +28,7 @@ class FirstCome(Policy):
     def clear(self) -> None:
         self._line.clear()
 
-    def head(self, now: float) -> Sequence | None:
+    def head(self) -> Sequence | None:
         return self._line.first
 
     def rank(self, seq: Sequence) -> tuple[int, int]:

@@ -1,0 +1,110 @@
+"""Who is sent away rather than kept waiting: whoever stands in the queue for too long, and, when
+asked, whoever can no longer be in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush, heapreplace
+from typing import NamedTuple
+
+from octavo.schedule.request import RequestRecord
+from octavo.schedule.sequence import RequestState
+
+_FORGETTING = 0.999  # of the fastest rate seen, with each step
+
+
+class _Entry(NamedTuple):
+    at: float  # clock seconds when it is looked at again; never too late, for who is still to come
+    serial: int
+    state: RequestState
+    late: bool  # by its target; else by its time in the queue
+
+
+class Shedding:
+    """Looks at each request when its time may have come, and not before: log n of those that wait
+    for each that comes or goes.
+    """
+
+    def __init__(
+        self,
+        max_queue_time: float | None,
+        shed_late: bool,
+        missing: Callable[[RequestState], int],
+    ) -> None:
+        """``max_queue_time``: seconds in the queue. ``missing``: how many tokens are still to be
+        computed before a request's first.
+        """
+        self._max_queue_time = max_queue_time
+        self._shed_late = shed_late
+        self._missing = missing
+        self._entries: list[_Entry] = []
+        self._serial = 0
+        self._rate = 0.0  # the fastest of late that prompts were computed at; 0: unknown
+
+    @property
+    def is_asked(self) -> bool:
+        return self._shed_late or self._max_queue_time is not None
+
+    def add(self, state: RequestState) -> None:
+        record = state.record
+        if self._max_queue_time is not None:
+            self._push(record.arrival + self._max_queue_time, state, late=False)
+        if self._shed_late and (due := first_due(record)) is not None:
+            self._push(due - self._seconds(state), state, late=True)
+
+    def _push(self, at: float, state: RequestState, *, late: bool) -> None:
+        self._serial += 1
+        heappush(self._entries, _Entry(at, self._serial, state, late))
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step with prompts in it."""
+        if seconds > 0:
+            kept = self._rate * _FORGETTING
+            self._rate = max(kept, num_tokens / seconds)
+
+    def due(self, now: float) -> list[tuple[RequestState, str]]:
+        """Who is to be sent away at ``now``, each with the reason."""
+        found: list[tuple[RequestState, str]] = []
+        gone: set[int] = set()
+        while self._entries and self._entries[0].at < now:
+            entry = self._entries[0]
+            state, record = entry.state, entry.state.record
+            over = record.first_token if entry.late else record.scheduled
+            if over is not None or record.outcome is not None or id(state) in gone:
+                heappop(self._entries)
+                continue
+            if entry.late:
+                due = first_due(record)
+                assert due is not None
+                at = due - self._seconds(state)
+                if at >= now:  # it has been computed in part
+                    heapreplace(self._entries, entry._replace(at=at))
+                    continue
+                why = (
+                    f"its first token was due {due - record.arrival:.3g} s after arrival, and "
+                    f"{self._missing(state)} tokens are still to be computed "
+                    f"{now - record.arrival:.3g} s after it"
+                )
+            else:
+                why = (
+                    f"it stood in the queue for {now - record.arrival:.3g} s, more than "
+                    f"{self._max_queue_time:g} s"
+                )
+            heappop(self._entries)
+            gone.add(id(state))
+            found.append((state, f"shed: {why}"))
+        return found
+
+    def _seconds(self, state: RequestState) -> float:
+        """What it takes at least to the first token."""
+        return self._missing(state) / self._rate if self._rate else 0.0
+
+
+def first_due(record: RequestRecord) -> float | None:
+    """Clock seconds when a request's first token is due by its target."""
+    target = record.target
+    if target is None:
+        return None
+    limits = [limit for limit in (target.ttft, target.e2el) if limit is not None]
+    return record.arrival + min(limits) if limits else None

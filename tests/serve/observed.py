@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,6 +13,10 @@ from serving import listening, real_engine, started
 
 from engine.drafting import Coin
 from octavo.execute.cost import Rates
+from octavo.kv.disk import Disk
+from octavo.kv.host_memory import HostMemory
+from octavo.kv.tiers import Tiers
+from octavo.kv.worker import ThreadWorker
 from octavo.plan.prediction import Prediction
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.serve.metrics import Metrics
@@ -23,9 +28,9 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 
 @asynccontextmanager
-async def observed_server() -> AsyncIterator[tuple[httpx.AsyncClient, Metrics]]:
+async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Metrics]]:
     """A calibrated server that speculates, with a key, a bound on its queue and a cache so small
-    that sequences are preempted.
+    that sequences are preempted and blocks moved to host memory and disk, in ``folder``.
     """
     engine, executor = real_engine(
         pause=0.001, num_blocks=24, max_num_seqs=8, max_num_queued_reqs=6
@@ -33,6 +38,20 @@ async def observed_server() -> AsyncIterator[tuple[httpx.AsyncClient, Metrics]]:
     drafter = Coin(0.6, engine.engine.sampler)
     drafter.speculator = Speculator(drafter, engine.engine.vocab_size, 3)
     engine.engine.speculator = drafter.speculator
+    kv = engine.engine.scheduler.kv
+    kv.extend(
+        Tiers(
+            b"engine",
+            HostMemory(16, kv.layout.block_bytes),
+            Disk(folder, b"engine", kv.layout.block_bytes, 1 << 20),
+            reader=ThreadWorker("read"),
+            writer=ThreadWorker("write"),
+            tokens_per_block=kv.layout.block_size,
+            seconds_per_token=1.0,
+        )
+    )
+    assert kv.tiers is not None
+    kv.tiers.arena = executor
     metrics = Metrics(MODEL, engine.stats, 512)
     metrics.info("build_info", "The program.", {"version": "1"})
     metrics.info("cache_config_info", "The paged cache.", {"block_size": 16, "num_blocks": 24})
@@ -59,6 +78,8 @@ async def make_traffic(client: httpx.AsyncClient, metrics: Metrics) -> None:
     assert await post(slo={"ttft": 10_000.0, "tpot": 10_000.0}) == 200
     assert await post(slo={"ttft": 0.001}) == 200
     assert await post(ignore_eos=False, stop_token_ids=list(range(128)), n=2) == 200
+    for prompt in ("a", "b", "c", "d", "a", "b", "c", "d"):  # more than the pool holds
+        assert await post(prompt=prompt * 200) == 200
     assert await post(max_tokens=0) == 400
     assert await post(prompt="x" * 500) == 400
     statuses = await asyncio.gather(*(post(prompt=f"{i}" * 60, max_tokens=120) for i in range(30)))

@@ -82,8 +82,8 @@ def test_every_query_is_of_the_chosen_server() -> None:
                 assert 'model_name="$model_name"' in selector, expression
 
 
-async def test_every_metric_of_the_dashboard_is_there() -> None:
-    async with observed_server() as (client, metrics):
+async def test_every_metric_of_the_dashboard_is_there(tmp_path: Path) -> None:
+    async with observed_server(tmp_path) as (client, metrics):
         await make_traffic(client, metrics)
         plain = await client.get("/metrics")
         open_metrics = await client.get("/metrics", headers=OPENMETRICS)
@@ -108,9 +108,9 @@ async def test_every_metric_of_the_dashboard_is_there() -> None:
     assert used <= set(samples)
 
 
-async def test_the_page_lists_every_metric() -> None:
+async def test_the_page_lists_every_metric(tmp_path: Path) -> None:
     """Type, labels and meaning of each are what the server says."""
-    async with observed_server() as (client, metrics):
+    async with observed_server(tmp_path) as (client, metrics):
         await make_traffic(client, metrics)
         text = (await client.get("/metrics")).text
     families = {
@@ -138,8 +138,8 @@ async def test_the_page_lists_every_metric() -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
-async def test_promtool_finds_nothing_wrong() -> None:
-    async with observed_server() as (client, metrics):
+async def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
+    async with observed_server(tmp_path) as (client, metrics):
         await make_traffic(client, metrics)
         text = (await client.get("/metrics")).text
     command = ["promtool", "check", "metrics"]
@@ -187,7 +187,7 @@ def prometheus(target: str, folder: Path) -> Iterator[str]:
 
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus")
 async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
-    async with observed_server() as (client, metrics):
+    async with observed_server(tmp_path) as (client, metrics):
         with prometheus(client.base_url.netloc.decode(), tmp_path) as url:
             async with httpx.AsyncClient(base_url=url, timeout=20) as asking:
 

@@ -46,6 +46,7 @@ class EngineStats:
 
     running: int = 0  # sequences in the batch or prefilling
     waiting: int = 0  # sequences queued, preempted ones included
+    waiting_deferred: int = 0  # of these, for blocks that are being read from disk
     waiting_tokens: int = 0
     kv_blocks: int = 0
     kv_blocks_used: int = 0  # referenced by a sequence
@@ -643,6 +644,7 @@ class Engine:
             self._stats,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
             waiting=len(scheduler.waiting),
+            waiting_deferred=len(scheduler.fetching),
             waiting_tokens=scheduler.waiting_tokens,
             kv_blocks_used=pool.num_used,
             kv_blocks_cached=pool.num_cached,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from octavo.engine.engine import EngineStats
+from octavo.kv.tiers import TierStats
 from octavo.serve.metrics.families import LABELS
 
 
@@ -25,6 +26,11 @@ class _Readings(NamedTuple):
     what: str
     label: str
     of: Callable[[EngineStats], Mapping[str, float]]
+
+
+def _external_hits(stats: EngineStats) -> int:
+    """Prompt tokens that were loaded from another tier than the pool."""
+    return stats.prefix_hits_host + stats.prefix_hits_disk
 
 
 GAUGES = (
@@ -51,7 +57,11 @@ COUNTERS = (
     _Reading("generation_tokens", "Tokens generated.", lambda s: s.generation_tokens),
     _Reading("prompt_tokens_cached", "Prompt tokens not recomputed.", lambda s: s.prefix_hits),
     _Reading("prefix_cache_queries", "Prompt tokens looked up.", lambda s: s.prefix_queries),
-    _Reading("prefix_cache_hits", "Prompt tokens found.", lambda s: s.prefix_hits),
+    _Reading(
+        "prefix_cache_hits",
+        "Prompt tokens found in the pool's blocks.",
+        lambda s: s.prefix_hits - _external_hits(s),
+    ),
     _Reading("num_preemptions", "Preemptions.", lambda s: s.preemptions),
     _Reading(
         "kv_cache_evictions",
@@ -84,6 +94,15 @@ COUNTERS = (
 
 GAUGES_BY = (
     _Readings(
+        "num_requests_waiting_by_reason",
+        "Sequences waiting, for room (capacity) or for blocks that are read from disk (deferred).",
+        "reason",
+        lambda s: {
+            "capacity": s.waiting - s.waiting_deferred,
+            "deferred": s.waiting_deferred,
+        },
+    ),
+    _Readings(
         "kv_cache_blocks",
         "KV blocks by state: used (a sequence refers to it), cached (free, and usable by a prompt "
         "that begins alike), free.",
@@ -103,14 +122,19 @@ COUNTERS_BY = (
         "source",
         lambda s: {
             "local_compute": s.prompt_tokens - s.prefix_hits,
-            "local_cache_hit": s.prefix_hits,
+            "local_cache_hit": s.prefix_hits - _external_hits(s),
+            "external_kv_transfer": _external_hits(s),
         },
     ),
     _Readings(
         "prompt_tokens_cached_by_source",
         "Prompt tokens not recomputed, by the tier of the cache that held them.",
         "source",
-        lambda s: {"device": s.prefix_hits},
+        lambda s: {
+            "device": s.prefix_hits - _external_hits(s),
+            "host": s.prefix_hits_host,
+            "disk": s.prefix_hits_disk,
+        },
     ),
     _Readings(
         "spec_decode_num_accepted_tokens_per_pos",
@@ -132,6 +156,92 @@ COUNTERS_BY = (
 )
 
 
+# Of the tiers of the prefix cache beyond the pool, where there are any.
+
+TIER_COUNTERS = (
+    _Reading(
+        "external_prefix_cache_queries",
+        "Prompt tokens looked up in other tiers, those that the pool's blocks do not hold.",
+        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s),
+    ),
+    _Reading(
+        "external_prefix_cache_hits", "Prompt tokens found there.", lambda s: _external_hits(s)
+    ),
+    _Reading(
+        "preempted_tokens_loaded",
+        "Tokens of preempted sequences loaded from another tier instead of computed again.",
+        lambda s: s.swapped_tokens,
+    ),
+    _Reading(
+        "kv_offload_loading_seconds",
+        "Time that loading blocks into the pool took.",
+        lambda s: _tiers(s).loading_seconds,
+    ),
+    _Reading(
+        "kv_offload_corrupted_blocks",
+        "Blocks on disk that were not what was written, and were dropped.",
+        lambda s: _tiers(s).corrupted_blocks,
+    ),
+    _Reading(
+        "kv_offload_failed_writes",
+        "Blocks that could not be written to disk.",
+        lambda s: _tiers(s).failed_writes,
+    ),
+    _Reading(
+        "kv_offload_not_worth_loading",
+        "Hits left alone because computing was predicted to be quicker.",
+        lambda s: _tiers(s).not_worth_loading,
+    ),
+)
+
+TIER_GAUGES_BY = (
+    _Readings(
+        "kv_offload_used_bytes",
+        "Bytes of KV that a tier holds.",
+        "tier",
+        lambda s: {"host": _tiers(s).host_bytes, "disk": _tiers(s).disk_bytes},
+    ),
+    _Readings(
+        "kv_offload_capacity_bytes",
+        "Bytes of KV that a tier may hold.",
+        "tier",
+        lambda s: {"host": _tiers(s).host_capacity, "disk": _tiers(s).disk_capacity},
+    ),
+)
+
+TIER_COUNTERS_BY = (
+    _Readings(
+        "kv_offload_blocks",
+        "Blocks copied between the pool (device) and host memory.",
+        "transfer",
+        lambda s: {
+            "device_to_host": _tiers(s).spilled_blocks,
+            "host_to_device": _tiers(s).loaded_blocks,
+        },
+    ),
+    _Readings(
+        "kv_offload_disk_bytes",
+        "Bytes copied between host memory and disk.",
+        "transfer",
+        lambda s: {
+            "host_to_disk": _tiers(s).disk_bytes_written,
+            "disk_to_host": _tiers(s).disk_bytes_read,
+        },
+    ),
+    _Readings(
+        "kv_offload_fetches",
+        "Requests that waited for the disk, and got all of it in time or computed the rest (late).",
+        "result",
+        lambda s: {"in_time": _tiers(s).reads_in_time, "late": _tiers(s).reads_late},
+    ),
+)
+
+
+def _tiers(stats: EngineStats) -> TierStats:
+    assert stats.tiers is not None
+    return stats.tiers
+
+
 class EngineCollector(Collector):
     def __init__(self, labels: tuple[str, ...], stats: Callable[[], EngineStats]) -> None:
         self._labels = labels
@@ -139,26 +249,25 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        for reading in GAUGES:
-            gauge = GaugeMetricFamily(f"octavo:{reading.name}", reading.what, labels=LABELS)
-            gauge.add_metric(self._labels, reading.of(stats))
-            yield gauge
-        for reading in COUNTERS:
-            counter = CounterMetricFamily(f"octavo:{reading.name}", reading.what, labels=LABELS)
-            counter.add_metric(self._labels, reading.of(stats))
-            yield counter
-        for readings in GAUGES_BY:
-            yield self._filled(GaugeMetricFamily, readings, stats)
-        for readings in COUNTERS_BY:
-            yield self._filled(CounterMetricFamily, readings, stats)
+        yield from self._filled(GaugeMetricFamily, (*GAUGES, *GAUGES_BY), stats)
+        yield from self._filled(CounterMetricFamily, (*COUNTERS, *COUNTERS_BY), stats)
+        if stats.tiers is not None:
+            yield from self._filled(GaugeMetricFamily, TIER_GAUGES_BY, stats)
+            yield from self._filled(CounterMetricFamily, (*TIER_COUNTERS, *TIER_COUNTERS_BY), stats)
 
     def _filled(
         self,
         kind: type[GaugeMetricFamily | CounterMetricFamily],
-        readings: _Readings,
+        readings: Iterable[_Reading | _Readings],
         stats: EngineStats,
-    ) -> Metric:
-        family = kind(f"octavo:{readings.name}", readings.what, labels=(*LABELS, readings.label))
-        for value, amount in readings.of(stats).items():
-            family.add_metric((*self._labels, value), amount)
-        return family
+    ) -> Iterator[Metric]:
+        for reading in readings:
+            name = f"octavo:{reading.name}"
+            if isinstance(reading, _Reading):
+                family = kind(name, reading.what, labels=LABELS)
+                family.add_metric(self._labels, reading.of(stats))
+            else:
+                family = kind(name, reading.what, labels=(*LABELS, reading.label))
+                for value, amount in reading.of(stats).items():
+                    family.add_metric((*self._labels, value), amount)
+            yield family

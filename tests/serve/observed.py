@@ -18,7 +18,7 @@ from octavo.kv.host_memory import HostMemory
 from octavo.kv.tiers import Tiers
 from octavo.kv.worker import ThreadWorker
 from octavo.plan.prediction import Prediction
-from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
+from octavo.schedule.policies.config import PolicyConfig
 from octavo.serve.metrics import Metrics
 from octavo.speculate.speculator import Speculator
 
@@ -33,7 +33,11 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
     that sequences are preempted and blocks moved to host memory and disk, in ``folder``.
     """
     engine, executor = real_engine(
-        pause=0.001, num_blocks=24, max_num_seqs=8, max_num_queued_reqs=6
+        pause=0.001,
+        num_blocks=24,
+        max_num_seqs=8,
+        max_num_queued_reqs=6,
+        policy=PolicyConfig(scheduling_policy="priority", max_queue_time=0.1),
     )
     drafter = Coin(0.6, engine.engine.sampler)
     drafter.speculator = Speculator(drafter, engine.engine.vocab_size, 3)
@@ -82,16 +86,18 @@ async def make_traffic(client: httpx.AsyncClient, metrics: Metrics) -> None:
         assert await post(prompt=prompt * 200) == 200
     assert await post(max_tokens=0) == 400
     assert await post(prompt="x" * 500) == 400
-    statuses = await asyncio.gather(*(post(prompt=f"{i}" * 60, max_tokens=120) for i in range(30)))
-    assert {*statuses} == {200, 429}, statuses
+    shed = metrics.rejected["shed"]._value.get
+    before = shed()
+    for _ in range(20):  # until somebody has waited too long
+        posts = (
+            post(prompt=f"{i}" * 60, max_tokens=120, priority=i % 2, slo={"tpot": 10_000.0})
+            for i in range(30)
+        )
+        assert {*await asyncio.gather(*posts)} == {200, 429}
+        if shed() > before:
+            break
+    assert shed() > before
     with suppress(httpx.ReadTimeout):
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True}
         await client.post("/v1/completions", json=body, timeout=0.05)
     await client.get("/nothing")
-    target = LatencyTarget(ttft=0.1)
-    metrics.on_end(
-        RequestRecord(
-            "late", 0.0, 5, finished=1.0, outcome=Outcome.REJECTED, target=target,
-            finish_reasons=[FinishReason.SHED],
-        )
-    )  # fmt: skip

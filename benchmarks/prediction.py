@@ -1,6 +1,6 @@
 """The simulator's predictions beside the live engine, under the same loads.
 
-    python benchmarks/prediction.py [NAME=MODEL …] [--trace azure.csv] [--seconds 5] [--rounds 2]
+    python benchmarks/prediction.py [NAME=MODEL …] [--trace azure.csv] [--seconds 3] [--rounds 3]
 
 Calibrates the engine (40 s), then puts each load through it and through the simulator: the same
 requests at the same times. A load's rate is a share of the saturation that the simulator finds for
@@ -9,13 +9,17 @@ cost model's form was sought, steps of the chat loads were looked at, and none o
 
 A shared machine becomes faster and slower within seconds and minutes. So each load comes in several
 pieces, one a round, with other requests each time, and a load's figures are of the requests of all
-its pieces. Before and after each piece the engine runs a few seconds of calibration's own script,
-and from these steps come two numbers: how many times as long the memory and the processor take as
-when calibrated. Each piece is predicted with the calibration as it was and, the second prediction,
-with what those two make of it: known without the load.
+its pieces. Between them the engine runs the few seconds of steps of `octavo calibrate --refresh`,
+which tell how many times as long memory and processor take as when calibrated. Each piece is
+predicted three times:
 
-The steps' ratio (measured ÷ predicted, over all steps of the live run, at the speed of the moment)
-tells the cost model's own error, and what the machine did meanwhile, from what queues make of it.
+- refreshed: with the refresh just before it. This is known before the load: the first figure.
+- calibrated: with the calibration as it was at the start.
+- around: with the speed of before and after it together, which is not known before. Its errors are
+  the cost model's own, and what the machine did within the piece.
+
+The steps' ratio (measured ÷ predicted, over all steps of the live run, with the speed around it)
+tells apart what single steps are off by from what queues make of it.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ from octavo.execute.native import NativeExecutor
 from octavo.plan.calibration import Calibration
 from octavo.plan.fitting import Observation, Slowness, slowness
 from octavo.plan.hardware import Device
-from octavo.plan.observing import observe
+from octavo.plan.observing import probe
 from octavo.plan.replay import Replay, replay
 from octavo.plan.simulation import Setup, simulate, weights_on
 from octavo.plan.subject import Subject
@@ -53,9 +57,7 @@ from octavo.workload.traces import Window
 
 CONFIG = EngineConfig(kv_cache_memory_bytes=1 << 30)
 SATURATING = 60  # requests at once, to find the rate that saturates
-PROBE = 2.0  # seconds of the script
-STEADY = 1.06  # a machine on which the script before and after differs by less
-CALIBRATED = Slowness(1.0, 1.0)
+STEADY = 1.06  # a machine on which steps before and after differ by less
 FEWEST, MOST = 12, 400  # requests of a piece
 
 
@@ -99,16 +101,19 @@ class Figures:
         return cls(ttft_p50, ttft_p99, tpot_p50, tpot_p99, throughput)
 
 
+PREDICTIONS = ("refreshed", "calibrated", "around")
+
+
 class Piece(NamedTuple):
     """Of a load, as it went and as it was predicted."""
 
     live: Replay
-    calibrated: Replay  # predicted with the calibration as it was
-    at_speed: Replay  # and with the slowness
-    slowness: Slowness  # around it
-    change: float  # of the script's steps from before to after
+    predicted: dict[str, Replay]  # by PREDICTIONS
+    before: Slowness  # of the refresh
+    around: Slowness
+    change: float  # of the refreshes' steps from before to after
     measured_seconds: float  # of all steps
-    predicted_seconds: float  # with the slowness
+    predicted_seconds: float  # with the speed around
 
 
 @dataclass(frozen=True)
@@ -119,11 +124,11 @@ class Row:
     requests: int
     seconds: float
     measured: Figures
-    predicted: Figures
-    at_speed: Figures  # predicted with the slowness
-    slowness: list[Slowness]  # around each piece
+    predicted: dict[str, Figures]
+    before: list[Slowness]  # of each piece
+    around: list[Slowness]
     change: list[float]
-    steps: float  # measured ÷ predicted with the slowness, over all steps
+    steps: float  # measured ÷ predicted with the speed around, over all steps
 
     @classmethod
     def of(cls, model: str, load: Load, pieces: list[Piece]) -> Row:
@@ -135,37 +140,28 @@ class Row:
             sum(len(done.records) for done in live),
             sum(done.duration for done in live),
             Figures.of(live),
-            Figures.of([piece.calibrated for piece in pieces]),
-            Figures.of([piece.at_speed for piece in pieces]),
-            [piece.slowness for piece in pieces],
+            {name: Figures.of([piece.predicted[name] for piece in pieces]) for name in PREDICTIONS},
+            [piece.before for piece in pieces],
+            [piece.around for piece in pieces],
             [piece.change for piece in pieces],
             sum(piece.measured_seconds for piece in pieces)
             / sum(piece.predicted_seconds for piece in pieces),
         )
 
-    @property
-    def errors(self) -> dict[str, float]:
+    def errors(self, prediction: str) -> dict[str, float]:
         """Of what is predicted, as a share of what is measured."""
-        return _errors(self.predicted, self.measured)
-
-    @property
-    def errors_at_speed(self) -> dict[str, float]:
-        return _errors(self.at_speed, self.measured)
-
-
-def _errors(predicted: Figures, measured: Figures) -> dict[str, float]:
-    of, true = asdict(predicted), asdict(measured)
-    return {name: of[name] / true[name] - 1 for name in true}
+        of, true = asdict(self.predicted[prediction]), asdict(self.measured)
+        return {name: of[name] / true[name] - 1 for name in true}
 
 
 @dataclass(frozen=True, slots=True)
-class Slowed(Setup):
-    """On a machine that has become slower."""
+class At(Setup):
+    """On a machine with these rates, whatever is stored."""
 
-    slowness: Slowness = CALIBRATED
+    speed: Rates | None = None
 
     def rates(self) -> Rates:
-        return Setup.rates(self).slowed(*self.slowness)
+        return self.speed or Setup.rates(self)
 
 
 class Steps:
@@ -244,28 +240,33 @@ def timed(load: Load, setup: Setup, seconds: float) -> list[Sample]:
 class Bench:
     """One model's engine and what is known of the machine's speed."""
 
-    def __init__(self, name: str, loaded: LoadedEngine, setup: Setup, rates: Rates) -> None:
+    def __init__(self, loaded: LoadedEngine, setup: Setup, stored: Calibration) -> None:
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
-        self.name, self.engine, self.setup, self.rates = name, loaded.engine, setup, rates
+        self.engine, self.setup, self.stored = loaded.engine, setup, stored
         self.costs = executor.costs
         self._probes = 0
         self._before = self._probe()
 
     def _probe(self) -> list[Observation]:
-        """Steps of the script, now."""
+        """Steps of a refresh, now."""
         self._probes += 1
         gc.collect()
-        return observe(self.engine, seconds=PROBE, seed=1000 + self._probes)
+        return probe(self.engine, seed=1000 + self._probes)
 
     def _ratio(self, observed: list[Observation]) -> float:
+        rates = self.stored.rates
         return statistics.median(
-            each.seconds / self.costs.step(each.batch, self.rates).seconds for each in observed
+            each.seconds / self.costs.step(each.batch, rates).seconds for each in observed
         )
 
+    def _at(self, rates: Rates) -> Setup:
+        setup = self.setup
+        return At(setup.subject, setup.stored, setup.device, setup.config, speed=rates)
+
     def run(self, load: Load, turn: int, seconds: float) -> Piece:
-        setup, load = self.setup, load.piece(turn)
-        samples, seed = timed(load, setup, seconds), load.demand.seed
+        stored, load = self.stored, load.piece(turn)
+        samples, seed = timed(load, self._at(stored.rates), seconds), load.demand.seed
         steps = Steps(self.engine)
         self.engine.observers.append(steps)
         gc.collect()
@@ -274,17 +275,22 @@ class Bench:
         before, after = self._before, self._probe()
         self._before = after
         change = self._ratio(after) / self._ratio(before)
-        slow = slowness(self.costs, before + after, self.rates)
-        slowed = Slowed(setup.subject, setup.stored, setup.device, setup.config, slowness=slow)
-        rates = slowed.rates()
+        refreshed = slowness(self.costs, before, stored.rates, stored.held_up)
+        # Of both sides, nothing is put down to the moment.
+        around = slowness(self.costs, before + after, stored.rates, stored.held_up, believed=1.0)
+        rates = {
+            "refreshed": stored.rates.slowed(*refreshed),
+            "calibrated": stored.rates,
+            "around": stored.rates.slowed(*around),
+        }
         return Piece(
             live,
-            simulate(setup, samples, seed=seed).replay,
-            simulate(slowed, samples, seed=seed).replay,
-            slow,
+            {name: simulate(self._at(of), samples, seed=seed).replay for name, of in rates.items()},
+            refreshed,
+            around,
             change,
             taken,
-            sum(self.costs.step(batch, rates).seconds for batch in steps.seen),
+            sum(self.costs.step(batch, rates["around"]).seconds for batch in steps.seen),
         )
 
 
@@ -292,8 +298,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", metavar="NAME=MODEL")
     parser.add_argument("--trace", type=Path, help="an Azure trace")
-    parser.add_argument("--seconds", type=float, default=5.0, help="of arrivals, a piece")
-    parser.add_argument("--rounds", type=int, default=2, help="pieces of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of arrivals, a piece")
+    parser.add_argument("--rounds", type=int, default=3, help="pieces of each load")
     parser.add_argument("--no-calibrate", action="store_true", help="take the stored calibration")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
@@ -309,8 +315,8 @@ def main() -> None:
         device = Device("this machine", lambda _, r=stored.limits: r, 1 << 40, measured=True)
         subject = Subject.of(checkpoint)
         setup = Setup(subject, weights_on(device, subject), device, CONFIG)
-        assert setup.rates() == stored.rates
-        bench = Bench(name, loaded, setup, stored.rates)
+        assert setup.rates() == stored.current
+        bench = Bench(loaded, setup, stored)
         all_loads = list(loads(arguments.trace))
         pieces: list[list[Piece]] = [[] for _ in all_loads]
         for turn in range(arguments.rounds):
@@ -322,21 +328,17 @@ def main() -> None:
             if not arguments.json:
                 show(row)
         loaded.engine.close()
+    median_errors = {each: medians([row.errors(each) for row in rows]) for each in PREDICTIONS}
     if arguments.json:
         report = [
-            asdict(row) | {"errors": row.errors, "errors_at_speed": row.errors_at_speed}
+            asdict(row) | {"errors": {each: row.errors(each) for each in PREDICTIONS}}
             for row in rows
         ]
-        raw = medians([row.errors for row in rows])
-        at_speed = medians([row.errors_at_speed for row in rows])
-        both = {"median_errors": raw, "median_errors_at_speed": at_speed}
-        print(json.dumps({"rows": report} | both))
+        print(json.dumps({"rows": report, "median_errors": median_errors}))
     else:
-        for what, errors in (
-            ("median errors", [row.errors for row in rows]),
-            ("at the machine's speed of the moment", [row.errors_at_speed for row in rows]),
-        ):
-            print(f"{what}: " + ", ".join(f"{k} {v:.1%}" for k, v in medians(errors).items()))
+        for what, errors in median_errors.items():
+            figures = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
+            print(f"median errors, {what}: {figures}")
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -361,18 +363,21 @@ def show(row: Row) -> None:
         f"{row.model}, {row.load} ({row.share:.0%} of saturation), {row.requests} requests in "
         f"{row.seconds:.1f} s"
     )
-    slower = ", ".join(f"{each.memory:.3f} and {each.processor:.3f}" for each in row.slowness)
+    for when, speeds in (("before", row.before), ("around", row.around)):
+        slower = ", ".join(f"{each.memory:.3f} and {each.processor:.3f}" for each in speeds)
+        print(f"  memory and processor {when}: {slower} times as long as calibrated")
     unsteady = sum(max(change, 1 / change) > STEADY for change in row.change)
     print(
-        f"  memory and processor {slower} times as slow as calibrated; changed meanwhile in "
-        f"{unsteady} of {len(row.change)} pieces; steps took {row.steps:.3f} of what was predicted"
+        f"  changed meanwhile in {unsteady} of {len(row.change)} pieces; steps took {row.steps:.3f}"
+        " of what was predicted around"
     )
-    measured, predicted, at_speed = map(asdict, (row.measured, row.predicted, row.at_speed))
-    for name, error in row.errors.items():
-        print(
-            f"  {name:<12}{measured[name]:>10.2f}{predicted[name]:>10.2f}{error:>+9.1%}"
-            f"{at_speed[name]:>10.2f}{row.errors_at_speed[name]:>+9.1%}"
+    print(f"  {'':<12}{'measured':>10}" + "".join(f"{each:>19}" for each in PREDICTIONS))
+    for name, value in asdict(row.measured).items():
+        guesses = (
+            f"{getattr(row.predicted[each], name):>10.2f}{row.errors(each)[name]:>+9.1%}"
+            for each in PREDICTIONS
         )
+        print(f"  {name:<12}{value:>10.2f}" + "".join(guesses))
     sys.stdout.flush()
 
 

@@ -3,16 +3,19 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import strict_json
 from execute.test_limits import made_up
 from octavo.checkpoint.base import WeightFormat
+from octavo.cli import app
 from octavo.cli.calibrate import as_text
 from octavo.engine.load import EngineConfig, SettingsError, load_engine
 from octavo.execute.batch import Batch, StepResult
@@ -22,10 +25,10 @@ from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.plan import subject as planned
-from octavo.plan.calibration import Calibration, CalibrationKey
+from octavo.plan.calibration import Calibration, CalibrationKey, Moment
 from octavo.plan.fitting import KindError, Observation, fit, kind_of, slowness
 from octavo.plan.hardware import Device
-from octavo.plan.observing import Unobservable, observe
+from octavo.plan.observing import Unobservable, observe, probe
 from octavo.plan.prediction import Prediction
 from octavo.plan.quantization import Stored
 from octavo.plan.simulation import Setup, simulated_engine
@@ -272,6 +275,17 @@ def test_what_is_stored_comes_back() -> None:
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
+def test_a_refresh_is_stored_beside() -> None:
+    moment = Moment(1.2, 0.9, "2026-01-02T00:00:00+00:00", 150)
+    fresh = replace(calibration(key()), moment=moment)
+    fresh.save()
+    loaded = Calibration.load(key())
+    assert loaded == fresh
+    assert loaded.rates == TRUE
+    assert loaded.current == TRUE.slowed(1.2, 0.9)
+    assert calibration(key()).current == TRUE
+
+
 def test_an_infinite_knee_is_stored_as_null() -> None:
     """And as Python writes infinity it is still read."""
     stored = replace(calibration(key()), rates=replace(TRUE, knee=math.inf))
@@ -318,6 +332,17 @@ def test_a_file_of_another_subject_is_not_believed() -> None:
     assert Calibration.load(mine) is None
 
 
+def test_one_of_another_form_asks_for_a_new_one(caplog: pytest.LogCaptureFixture) -> None:
+    """As an older version has stored it."""
+    path = calibration(key()).save()
+    data = json.loads(path.read_text())
+    del data["held_up"], data["moment"], data["rates"]["unpacking"], data["rates"]["threads"]
+    data["rates"]["ramp"] = 0.3
+    path.write_text(json.dumps(data))
+    assert Calibration.load(key()) is None
+    assert "of another version's cost model; run octavo calibrate again" in caplog.text
+
+
 DAMAGE = [
     lambda data: data.pop("rates"),
     lambda data: data.update(more=1),
@@ -337,6 +362,13 @@ DAMAGE = [
     lambda data: data["rates"].update(unpacking=1e308),
     lambda data: data["limits"].update(bytes_per_second=1e300),
     lambda data: data.update(error=-5),
+    lambda data: data.update(held_up=0.0),
+    lambda data: data.update(moment=1.1),
+    lambda data: data.update(moment={"memory": 1.1}),
+    lambda data: data.update(
+        moment={"memory": 1e3, "processor": 1.0, "date": "2026-01-02", "steps": 9}
+    ),
+    lambda data: data.update(moment={"memory": 1.0, "processor": 1.0, "date": "today", "steps": 9}),
     lambda data: data.update(error=True),
     lambda data: data.update(date="a\nb"),
     lambda data: data.update(date=5),
@@ -397,6 +429,11 @@ def test_the_simulator_takes_what_is_stored() -> None:
     calibration(key()).save()
     assert rates(setup()) == TRUE
     assert "3.0%" in setup().basis()
+    assert setup().basis().endswith("at the speed that the machine had then")
+    moment = Moment(1.25, 0.9, "2026-02-03T04:05:06+00:00", 150)
+    replace(calibration(key()), moment=moment).save()
+    assert rates(setup()) == TRUE.slowed(1.25, 0.9)
+    assert "2026-02-03T04:05:06+00:00: memory took 1.25 and the processor 0.90" in setup().basis()
     assert rates(setup(threads=1)) == LIMITS  # it was for two
     assert rates(setup(measured=False)) == LIMITS  # another device
 
@@ -459,6 +496,83 @@ def test_the_script_shows_all_kinds_of_steps(longest: int) -> None:
     fitted = fit(COSTS, seen[::3], LIMITS, 2)
     assert fitted.error < 0.01  # it can be told from such steps what they took
     assert max(abs(each.bias) for each in fitted.errors) < 0.03
+
+
+@pytest.mark.parametrize(("memory", "processor"), [(1.0, 1.0), (1.3, 1.0), (0.8, 1.1), (1.05, 0.8)])
+def test_a_probe_sees_how_fast_memory_and_processor_are(memory: float, processor: float) -> None:
+    """In 3 seconds on a simulated machine, and leaves nothing behind."""
+    calibration(key()).save()
+    engine = simulated_engine(setup())
+    assert isinstance(engine.executor, CostExecutor)
+    engine.executor.rates = TRUE.slowed(memory, processor)
+    seen = probe(engine, seed=3)
+    assert engine.clock.now() == pytest.approx(3.0, abs=0.3)
+    found = slowness(COSTS, seen, TRUE, believed=1.0)
+    assert found == pytest.approx((memory, processor), rel=0.01)
+    kinds = {kind_of(each.batch).partition(",")[0] for each in seen}
+    assert kinds == {"decode", "prompt", "decode and prompt"}
+    # It would see the machine at many moments.
+    turns = sum(a.batch.num_tokens > 20 > b.batch.num_tokens for a, b in pairwise(seen))
+    assert turns > 10
+    assert not engine.has_work()
+    assert engine.observers == []
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("budget", [1, 7])
+def test_a_small_engine_is_probed_too(budget: int) -> None:
+    config = EngineConfig(
+        threads=2, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=32,
+        kv_cache_memory_bytes=1 << 26,
+    )  # fmt: skip
+    engine = simulated_engine(replace(setup(), config=config))
+    assert probe(engine, seconds=1.0)
+    engine.check_integrity()
+
+
+def test_a_refresh_keeps_the_calibration() -> None:
+    """On a real engine, whose speed is anybody's guess."""
+    pytest.importorskip("octavo._native")
+    model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
+    try:
+        stored = calibration(CalibrationKey.loaded(loaded))
+        fresh = stored.refreshed(loaded, seconds=0.1)
+        assert fresh.moment is not None
+        assert fresh.moment.steps >= 20
+        assert replace(fresh, moment=None) == stored
+        assert fresh.current == TRUE.slowed(*fresh.moment.slowness)
+        fresh.save()
+        assert Calibration.of_engine(loaded) == fresh
+    finally:
+        loaded.engine.close()
+
+
+def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("octavo._native")
+    monkeypatch.setattr(
+        Calibration,
+        "refreshed",
+        lambda self, _: replace(self, moment=Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)),
+    )
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    config = EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20)
+    command = ["calibrate", model, "--refresh", "--threads", "1"]
+    command += ["--kv-cache-memory-bytes", str(8 << 20)]
+    nothing = CliRunner().invoke(app, command)
+    assert "run octavo calibrate without --refresh" in str(nothing.exception)
+    loaded = load_engine(Path(model), config)
+    stored = calibration(CalibrationKey.loaded(loaded))
+    loaded.engine.close()
+    stored.save()
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    assert "memory took 1.30 and the processor 0.95 times as long" in shown.output
+    found = Calibration.load(stored.key)
+    assert found is not None
+    assert found.moment == Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)
+    as_json = CliRunner().invoke(app, [*command, "--json"])
+    assert strict_json.loads(as_json.stdout)["moment"]["memory"] == 1.3
 
 
 def test_steps_include_the_admission_of_their_requests() -> None:

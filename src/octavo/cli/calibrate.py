@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "octavo calibrate smollm2",
+    "octavo calibrate smollm2 --refresh",
     "octavo calibrate model.gguf --threads 4 --kv-cache-dtype int8",
     "octavo calibrate smollm2 --json",
 )
@@ -24,6 +25,13 @@ EXAMPLES = (
 def command(
     model: Model,
     engine: EngineConfig,
+    refresh: Annotated[
+        bool,
+        typer.Option(
+            "--refresh",
+            help="Keep the stored calibration and see in 3 seconds how fast the machine is now.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in seconds and units.")
     ] = False,
@@ -32,21 +40,38 @@ def command(
 
     The engine runs a scripted load; bandwidths, rates and overheads are fitted to its steps'
     times and stored, for octavo simulate, octavo tune and a server's metrics to predict with. Run
-    it on an otherwise idle machine.
+    it on an otherwise idle machine. Where others share the machine its speed drifts: --refresh,
+    just before predicting, stores beside the calibration how many times as long memory and
+    processor take now.
     """
     from octavo.checkpoint.pull import resolve
-    from octavo.engine.load import load_engine
+    from octavo.engine.load import SettingsError, load_engine
     from octavo.plan.calibration import Calibration
 
     with on_stderr() as progress:
         progress("loading the model")
         loaded = load_engine(resolve(model), engine)
         try:
-            calibration = Calibration.measure(loaded, progress=now_and_then(progress))
+            if refresh:
+                stored = Calibration.of_engine(loaded)
+                if stored is None:
+                    raise SettingsError(
+                        f"there is no calibration of {model} with these settings to refresh: run "
+                        "octavo calibrate without --refresh"
+                    )
+                progress("seeing how fast the machine is")
+                calibration = stored.refreshed(loaded)
+            else:
+                calibration = Calibration.measure(loaded, progress=now_and_then(progress))
         finally:
             loaded.engine.close()
     path = calibration.save()
-    typer.echo(json_text(calibration.as_dict(), indent=2) if as_json else as_text(calibration))
+    if as_json:
+        typer.echo(json_text(calibration.as_dict(), indent=2))
+    elif refresh:
+        typer.echo(f"{calibration.name}: {calibration.standing}")
+    else:
+        typer.echo(as_text(calibration))
     typer.echo(f"stored in {path}", err=True)
 
 
@@ -60,7 +85,8 @@ def as_text(calibration: Calibration) -> str:
     lines = [
         f"{calibration.name} on {key.cpu}, {plural(key.threads, 'thread')}, "
         f"{calibration.tier}, {calibration.date}",
-        f"{calibration.steps} steps in {calibration.seconds:.0f} s",
+        f"{calibration.steps} steps in {calibration.seconds:.0f} s; a mean step takes "
+        f"{calibration.held_up:.3f} times as long as one that nobody held up",
         "",
         f"{'parameter':<42}{'fitted':>10}{'':8}{'limit':>8}{'share':>8}{'±':>6}",
     ]

@@ -13,7 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from math import inf, isfinite
 from pathlib import Path
@@ -28,8 +28,8 @@ from octavo.execute.limits import Limits, cpu_model, kernel_build, store
 from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
 from octavo.model.program import Program
-from octavo.plan.fitting import KindError, fit
-from octavo.plan.observing import SECONDS, Unobservable, observe
+from octavo.plan.fitting import KindError, Observation, Slowness, fit, slowness
+from octavo.plan.observing import PROBE_SECONDS, SECONDS, Unobservable, observe, probe
 from octavo.plan.prediction import Prediction
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,20 @@ class CalibrationKey(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class Moment:
+    """How fast the machine has been since, for a few seconds."""
+
+    memory: float  # how many times as long reading takes as when calibrated
+    processor: float  # the same of everything else
+    date: str  # ISO 8601
+    steps: int
+
+    @property
+    def slowness(self) -> Slowness:
+        return Slowness(self.memory, self.processor)
+
+
+@dataclass(frozen=True, slots=True)
 class Calibration:
     """Rates fitted to a model's steps on this machine, and how well they predict."""
 
@@ -114,6 +128,23 @@ class Calibration:
     limits: Rates  # the machine's, in the same minute
     errors: tuple[KindError, ...]  # of steps that a fit has not seen, by kind
     error: float  # their median over all steps
+    moment: Moment | None = None  # the last refresh
+
+    @property
+    def current(self) -> Rates:
+        """The rates, at the speed that the machine had last."""
+        return self.rates if self.moment is None else self.rates.slowed(*self.moment.slowness)
+
+    @property
+    def standing(self) -> str:
+        """When and how well it was measured, and the speed of the machine that `current` is for."""
+        measured = f"calibrated at {self.date}, when a step's median error was {self.error:.1%}"
+        if self.moment is None:
+            return f"{measured}; at the speed that the machine had then"
+        return (
+            f"{measured}; at the machine's speed of {self.moment.date}: memory took "
+            f"{self.moment.memory:.2f} and the processor {self.moment.processor:.2f} times as long"
+        )
 
     @classmethod
     def measure(
@@ -129,21 +160,16 @@ class Calibration:
         Raises `SettingsError` for an engine that speculates or has no prefix cache, and for one
         that cannot run the load or shows too little of itself.
         """
-        config = loaded.config
-        if config.speculation is not None:
-            raise SettingsError("speculation changes what a step is: calibrate without it")
-        if not config.enable_prefix_caching:
-            raise SettingsError("steps are timed from cached prompts: prefix caching must be on")
+        _check_engine(loaded)
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
         start = time.perf_counter()
         progress("measuring the machine's limits")
         limits = Limits.measure(quick=True, pool=executor.pool)
         roof = limits.rates(executor.threads, loaded.weight_bytes)
-        try:
-            observations = observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
-        except Unobservable as error:
-            raise SettingsError(f"the engine cannot run the load: {error}") from None
+        observations = _observed(
+            lambda: observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
+        )
         progress("fitting")
         try:
             fitted = fit(executor.costs, observations, roof, executor.threads)
@@ -164,6 +190,20 @@ class Calibration:
             fitted.error,
         )
 
+    def refreshed(
+        self, loaded: LoadedEngine, *, seconds: float = PROBE_SECONDS, seed: int = 0
+    ) -> Self:
+        """The same with how fast the machine is now, from some seconds of a light load on the idle
+        engine that it is of. Raises as `measure`.
+        """
+        _check_engine(loaded)
+        executor = loaded.engine.executor
+        assert isinstance(executor, NativeExecutor)
+        steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
+        slow = slowness(executor.costs, steps, self.rates, self.held_up)
+        date = datetime.now(UTC).isoformat(timespec="seconds")
+        return replace(self, moment=Moment(*slow, date, len(steps)))
+
     @classmethod
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
         """What is stored for it."""
@@ -173,7 +213,7 @@ class Calibration:
         """An observer that compares the engine's steps with this."""
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
-        return Prediction(loaded.engine, executor.costs, self.rates)
+        return Prediction(loaded.engine, executor.costs, self.current)
 
     # Keeping it
 
@@ -191,6 +231,8 @@ class Calibration:
                 raise ValueError(OTHER_FORM)
             values["key"] = CalibrationKey(**values["key"])
             values["errors"] = tuple(KindError(**error) for error in values["errors"])
+            if values["moment"] is not None:
+                values["moment"] = Moment(**values["moment"])
             values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
             for name in ("rates", "limits"):
                 values[name] = _rates(values[name])
@@ -222,6 +264,20 @@ class Calibration:
         return calibration if calibration.key == key else None
 
 
+def _check_engine(loaded: LoadedEngine) -> None:
+    if loaded.config.speculation is not None:
+        raise SettingsError("speculation changes what a step is: calibrate without it")
+    if not loaded.config.enable_prefix_caching:
+        raise SettingsError("steps are timed from cached prompts: prefix caching must be on")
+
+
+def _observed(observing: Callable[[], list[Observation]]) -> list[Observation]:
+    try:
+        return observing()
+    except Unobservable as error:
+        raise SettingsError(f"the engine cannot run the load: {error}") from None
+
+
 _MOST = 1e6  # seconds, steps' shares of each other
 
 
@@ -233,6 +289,12 @@ def _check(found: Calibration) -> None:
     _check_count("steps", found.steps)
     for name in ("seconds", "error"):
         _check_figure(name, getattr(found, name))
+    _check_figure("held_up", found.held_up, *_CHANGE)
+    if found.moment is not None:
+        datetime.fromisoformat(found.moment.date)
+        _check_count("steps", found.moment.steps)
+        for name in Slowness._fields:
+            _check_figure(name, getattr(found.moment, name), *_CHANGE)
     for name, value in found.deviations.items():
         _check_text("a deviation's name", name)
         _check_figure(f"the deviation of {name}", value)
@@ -259,6 +321,7 @@ def _check_figure(name: str, value: object, least: float = 0.0, most: float = _M
         raise ValueError(f"{name} is {value!r:.60}, not from {least:g} to {most:g}")
 
 
+_CHANGE = 1e-2, 1e2  # of a machine's speed, at most
 # What a machine can have: a byte a second, to a thousand times the fastest there are.
 _RANGES = {
     "per_second": (1.0, 1e18),

@@ -16,11 +16,12 @@ import numpy as np
 from octavo.engine.engine import Engine, Step
 from octavo.execute.batch import Batch
 from octavo.kv.cache import peak_blocks
-from octavo.plan.fitting import Observation
+from octavo.plan.fitting import FEWEST, Observation
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 
 SECONDS = 36.0  # of observing, together
+PROBE_SECONDS = 3.0
 
 _SEQUENCES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 _CHUNKS = (8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -30,6 +31,10 @@ _SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
 _MOST_SHORT, _MOST_LONG = 64, 8
 _FOR_POOLS = 0.35  # of the time, to read the prompts that are decoded from
 _PAUSE = 0.012  # seconds after each piece of work, so that no quota of time runs out within one
+# Of a probe: what is decoded from, and the prompts that come meanwhile, in tokens.
+_PROBED, _COMING = (32, 300), (24, 256)
+_MOST_PROBED = 12
+_PROBE_FOR_POOL = 0.25
 
 
 class Unobservable(RuntimeError):
@@ -68,6 +73,21 @@ def observe(
     return script.observations
 
 
+def probe(engine: Engine, *, seconds: float = PROBE_SECONDS, seed: int = 0) -> list[Observation]:
+    """Steps that tell how fast the machine is now, as of `observe`: a light load of short prompts
+    that arrive while a few others decode. One piece of it takes a tenth of a second (on a model of
+    100 million parameters), so that reading weights and computing are both seen at many moments: a
+    shared machine's speed wavers within seconds. Where steps are slow it goes on until there are
+    enough.
+    """
+    script = _Script(engine, seconds, seed)
+    try:
+        script.probe()
+    finally:
+        script.close()
+    return script.observations
+
+
 class _Script:
     def __init__(self, engine: Engine, seconds: float, seed: int) -> None:
         self.engine = engine
@@ -90,16 +110,9 @@ class _Script:
         self.engine.observers.remove(self._observer)
 
     def run(self, progress: Callable[[str], None]) -> None:
-        for _ in range(2):  # the first steps find cold caches, and are no observations
-            self._add(self._prompt(min(64, self._longest // 2)), 4)
-            self._drained()
-        self.observations.clear()
+        self._warm_up()
         progress("reading prompts to decode from")
-        start = self.engine.clock.now()
-        tokens = min(128, self._most_tokens, self._longest // 2)
-        self._add(self._prompt(tokens), 1)
-        self._drained()
-        affordable = tokens / (self.engine.clock.now() - start) * _FOR_POOLS * self._seconds
+        affordable = self._readable(_FOR_POOLS * self._seconds)
         short = self._pool(_SHORT, _MOST_SHORT, affordable / 3)
         long = self._pool(_LONG, _MOST_LONG, affordable / 1.5)
         self._decode(short, len(short), 10)
@@ -113,6 +126,31 @@ class _Script:
                     break
                 progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
                 clock.sleep_until(clock.now() + _PAUSE)
+
+    def probe(self) -> None:
+        self._warm_up()
+        pool = self._pool(_PROBED, _MOST_PROBED, self._readable(_PROBE_FOR_POOL * self._seconds))
+        for prompt in pool:
+            self._add(prompt, 1)
+            self._drained()
+        clock = self.engine.clock
+        while self._left() > 0 or len(self.observations) < FEWEST:
+            self._arrive(pool)
+            clock.sleep_until(clock.now() + _PAUSE)
+
+    def _warm_up(self) -> None:
+        for _ in range(2):  # the first steps find cold caches, and are no observations
+            self._add(self._prompt(min(64, self._longest // 2)), 4)
+            self._drained()
+        self.observations.clear()
+
+    def _readable(self, seconds: float) -> float:
+        """Tokens of prompts that are read in so many seconds."""
+        start = self.engine.clock.now()
+        tokens = min(128, self._most_tokens, self._longest // 2)
+        self._add(self._prompt(tokens), 1)
+        self._drained()
+        return tokens / (self.engine.clock.now() - start) * seconds
 
     def _left(self) -> float:
         return self._end - self.engine.clock.now()
@@ -142,9 +180,7 @@ class _Script:
         scheduler = self.engine.scheduler
         while scheduler.waiting or scheduler.prefilling:
             self._step()
-        for _ in range(steps):
-            if self.engine.has_work():
-                self._step()
+        self._steps(steps)
         self._drain()
 
     def _read(self, tokens: int) -> None:
@@ -161,12 +197,26 @@ class _Script:
             longest = np.log(min(self._most_tokens, self._longest // 2))
             length = np.exp(self._random.uniform(min(2.0, longest), longest))
             self._add(self._prompt(int(length)), 8)
-            for _ in range(3):
-                if self.engine.has_work():
-                    self._step()
+            self._steps(3)
+        self._drain()
+
+    def _arrive(self, pool: Sequence[list[int]]) -> None:
+        """A prompt arrives while a few others decode, more often few than some."""
+        some = int(np.exp(self._random.uniform(0, np.log(min(len(pool), 8) + 0.9))))
+        for index in self._random.permutation(len(pool))[:some]:
+            self._add(pool[index], 20)
+        self._steps(6)
+        low, high = (min(tokens, self._longest // 2) for tokens in _COMING)
+        self._add(self._prompt(int(np.exp(self._random.uniform(np.log(low), np.log(high))))), 10)
+        self._steps(8)
         self._drain()
 
     # The engine
+
+    def _steps(self, most: int) -> None:
+        for _ in range(most):
+            if self.engine.has_work():
+                self._step()
 
     def _step(self) -> None:
         self._observer.batch = None

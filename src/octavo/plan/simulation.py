@@ -77,7 +77,7 @@ class Setup:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
         if stored is not None:
-            return stored.rates
+            return stored.current
         return self.uncalibrated or self.device.predicted(self.stored.bytes)
 
     def basis(self) -> str:
@@ -90,10 +90,7 @@ class Setup:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        return (
-            f"calibrated for this model at {stored.date}: a step's median error was "
-            f"{stored.error:.1%}"
-        )
+        return stored.standing
 
 
 def check_simulated(speculation: SpeculativeConfig | None) -> None:

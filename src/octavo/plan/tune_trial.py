@@ -137,7 +137,7 @@ class Trials:
         config = replace(self.base, speculative_config=None)
         stored = weights_on(self.device, self.subject, quantization=self._usual)
         found = Setup(self.subject, stored, self.device, config).calibration()
-        return None if found is None else found.rates
+        return None if found is None else found.current
 
     def basis(self, choice: Choice) -> str:
         """What the predictions for a choice that can be rest on."""

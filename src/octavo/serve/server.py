@@ -124,10 +124,7 @@ def _predictions(calibration: Calibration | None) -> str:
     """A line of the start report."""
     if calibration is None:
         return "step times: not calibrated (octavo calibrate MODEL), so none is predicted"
-    return (
-        f"step times: predicted, as calibrated at {calibration.date}, when the median error was "
-        f"{calibration.error:.1%}"
-    )
+    return f"step times: predicted, as {calibration.standing}"
 
 
 def _spelled(argument: str) -> str:

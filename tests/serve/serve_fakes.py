@@ -14,9 +14,11 @@ from octavo.checkpoint.base import ChatTemplateError
 from octavo.engine.async_engine import EngineDead
 from octavo.engine.engine import EngineStats, Observer
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.waiting import Forecast
 from octavo.schedule.request import (
     AdmissionError,
     FinishReason,
+    LatencyTarget,
     Outcome,
     Request,
     RequestRecord,
@@ -210,12 +212,12 @@ class FakeEngine:
     prompt_tokens: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def check_room(self, pending: int = 0) -> None:
+    def check_room(self, pending: int = 0, target: LatencyTarget | None = None) -> None:
         if self.queue_full is not None and len(self.streams) + pending >= self.queue_full:
             raise AdmissionError("the queue is full", retryable=True, retry_after=2.5)
 
-    def predicted_wait(self) -> float:
-        return 2.5
+    def forecast(self) -> Forecast:
+        return Forecast(2.5, 3.0, 0.1)
 
     def submit(self, request: Request) -> FakeStream:
         if not self.alive:

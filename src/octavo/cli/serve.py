@@ -52,6 +52,11 @@ SERVE_OPTIONS = [
         _SERVER, metavar="KEY=MS,…",
     ),
     option(
+        "admit_within_slo", bool, False,
+        "Answer 429 at once to requests whose own latency target would be missed by prediction.",
+        _SERVER, "--admit-within-slo",
+    ),
+    option(
         "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
         show_default="the model argument",
     ),

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
-from octavo.engine.waiting import Waiting
-from octavo.schedule.request import AdmissionError, Request, RequestRecord
+from octavo.engine.waiting import Forecast, Waiting
+from octavo.schedule.request import AdmissionError, LatencyTarget, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -144,10 +144,16 @@ class AsyncEngine:
     wake each event loop once a step.
     """
 
-    def __init__(self, engine: Engine, *, hang_timeout: float = 60.0) -> None:
-        """``hang_timeout``: seconds a single step may take before the engine counts as dead."""
+    def __init__(
+        self, engine: Engine, *, hang_timeout: float = 60.0, admit_within_target: bool = False
+    ) -> None:
+        """``hang_timeout``: seconds a single step may take before the engine counts as dead.
+        ``admit_within_target``: refuse for now what would miss its latency target, or have those
+        miss theirs who run, by prediction.
+        """
         self.engine = engine
         self.hang_timeout = hang_timeout
+        self.admit_within_target = admit_within_target
         self.waiting = Waiting(engine)
         engine.observers.append(self.waiting)
         self._condition = threading.Condition()
@@ -184,7 +190,7 @@ class AsyncEngine:
                     raise AdmissionError(
                         f"request id {request.request_id!r} is in use", "request_id"
                     )
-                self._check_queue(record.prompt_tokens)
+                self._check_room(record.prompt_tokens, 0, record.target)
                 stream = self._streams[request.request_id] = Stream(self, record)
                 self._inbox.append((request, record))
                 self._inbox_tokens += record.prompt_tokens
@@ -195,24 +201,29 @@ class AsyncEngine:
         self._arm_watch()
         return stream
 
-    def check_room(self, pending: int = 0) -> None:
-        """Refuse for now what a full queue could not take, before its prompt is known: as `submit`
-        does, with ``pending`` requests on their way to it.
+    def check_room(self, pending: int = 0, target: LatencyTarget | None = None) -> None:
+        """Refuse for now what `submit` would not take, before its prompt is known, with ``pending``
+        requests on their way to the queue.
         """
         with self._condition:
-            self._check_queue(0, pending)
+            self._check_room(0, pending, target)
 
-    def _check_queue(self, prompt_tokens: int, pending: int = 0) -> None:
-        inbox = len(self._inbox)
+    def _check_room(self, prompt_tokens: int, pending: int, target: LatencyTarget | None) -> None:
+        queued = len(self._inbox) + pending
         try:
-            self.engine.scheduler.check_queue(prompt_tokens, inbox + pending, self._inbox_tokens)
+            self.engine.scheduler.check_queue(prompt_tokens, queued, self._inbox_tokens)
         except AdmissionError as error:
-            error.retry_after = self.waiting.wait(inbox + pending, self._inbox_tokens)
+            error.retry_after = self.forecast(pending=pending).wait
             raise
+        if self.admit_within_target and target is not None:
+            self.waiting.check_target(target, self.forecast(prompt_tokens, pending))
 
-    def predicted_wait(self) -> float:
-        """Seconds until a request that came now would be let in (engine/waiting.py)."""
-        return self.waiting.wait(len(self._inbox), self._inbox_tokens)
+    def forecast(self, prompt_tokens: int = 0, pending: int = 0) -> Forecast:
+        """How a request that came now would fare (engine/waiting.py), with ``pending`` others on
+        their way to the queue.
+        """
+        queued = len(self._inbox) + pending
+        return self.waiting.forecast(prompt_tokens, queued, self._inbox_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's end; returns at once. Unknown and ended ones are ignored."""

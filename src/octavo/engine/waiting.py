@@ -11,12 +11,13 @@ knows: as long as those that have ended lately were, and no longer than each was
 from __future__ import annotations
 
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.engine.engine import Engine, Step
-from octavo.schedule.request import Outcome, RequestRecord
+from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
 from octavo.schedule.sequence import Sequence
 
 Float64 = npt.NDArray[np.float64]
@@ -25,6 +26,7 @@ _FORGET = 0.99  # what a step keeps of its weight at the next
 _RIDGE = 1e-6  # in steps: keeps what the steps so far do not tell apart from running away
 _OUTPUT, _OUTPUT_WEIGHT = 256.0, 1.0  # tokens of an answer before any has ended, and in answers
 _REMEMBERED = 64  # answers
+_WITHIN = 0.8  # of a target that a prediction may take, for it is no more than that
 LONGEST = 3600.0  # seconds; no prediction is longer
 
 
@@ -71,10 +73,18 @@ class StepTimes:
         return 0.0, 0.0, 0.0
 
 
-class Waiting:
-    """Observes an engine, and says what a newcomer's wait would be.
+class Forecast(NamedTuple):
+    """Of a request, in seconds; no figure is above `LONGEST`."""
 
-    `wait` may be called from any thread: it reads what the engine's thread changes, so that a
+    wait: float  # until it is let in
+    ttft: float  # until its first token
+    tpot: float  # per token after it, of its own and of all who run beside it
+
+
+class Waiting:
+    """Observes an engine, and says how a newcomer would fare.
+
+    `forecast` may be called from any thread: it reads what the engine's thread changes, so that a
     figure may be a step old.
     """
 
@@ -83,6 +93,7 @@ class Waiting:
         self._engine = engine
         self._outputs = _OUTPUT * _OUTPUT_WEIGHT  # tokens, of `_ends` answers
         self._ends = _OUTPUT_WEIGHT
+        self.prompt_tokens = 0.0  # computed for an answer, as of late
         self._run = 1.0  # tokens that a sequence draws in a step
 
     # Observer, on the engine's thread
@@ -101,6 +112,8 @@ class Waiting:
             keep = 1 - 1 / _REMEMBERED
             self._outputs = keep * self._outputs + record.completion_tokens
             self._ends = keep * self._ends + record.n
+            computed = (record.prompt_tokens - record.cached_tokens) / record.n
+            self.prompt_tokens += (computed - self.prompt_tokens) / min(self._ends, _REMEMBERED)
 
     # Predictions
 
@@ -109,10 +122,11 @@ class Waiting:
         """Tokens of an answer, as of late."""
         return self._outputs / self._ends
 
-    def wait(self, pending: int = 0, pending_tokens: int = 0) -> float:
-        """Seconds until a request that came now would be let in, behind all that waits.
-
-        ``pending``: sequences on their way to the queue, and their prompt tokens.
+    def forecast(
+        self, prompt_tokens: int = 0, pending: int = 0, pending_tokens: int = 0
+    ) -> Forecast:
+        """Of a request that came now, behind all that waits. ``pending``: sequences on their way
+        to the queue, and their prompt tokens.
         """
         scheduler = self._engine.scheduler
         decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
@@ -121,18 +135,39 @@ class Waiting:
         tokens = scheduler.waiting_tokens + pending_tokens
         num_tokens = scheduler.kv.num_tokens
         tokens += sum(max(0, len(seq.token_ids) - int(num_tokens[seq.slot])) for seq in prefilling)
+        expected = self.expected_output
         seats = self._seats(running, waiting, tokens)
         steps = 0.0
         needed = running + waiting + 1 - seats  # ends, before it has a seat
         if needed > 0:
-            expected = self.expected_output
             ends = sorted(self._to_come(seq, expected) for seq in (*decoding, *prefilling))
             ends += [expected] * (seats - len(ends))
             rounds, place = divmod(needed - 1, seats)
             steps = (ends[place] + rounds * expected) / self._run
-        return min(self.seconds(steps, min(seats, running + waiting), tokens), LONGEST)
+        beside = min(seats - 1, running + waiting)
+        wait = self._seconds(steps, beside, tokens)
+        ttft = self._seconds(steps, beside, tokens + prompt_tokens)
+        # As many prompts are read as answers end: their tokens are in the steps of the others.
+        each, sequence, token = self.times.fitted
+        crowd = beside + 1
+        step = each + crowd * (sequence + token * self.prompt_tokens / max(expected, 1.0))
+        return Forecast(*(min(seconds, LONGEST) for seconds in (wait, ttft, step / self._run)))
 
-    def seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
+    def check_target(self, target: LatencyTarget, forecast: Forecast) -> None:
+        """Refuse for now (`AdmissionError`, retryable) what would miss its target."""
+        for name, limit, predicted, wait in (
+            ("first token", target.ttft, forecast.ttft, forecast.ttft),
+            ("token", target.tpot, forecast.tpot, self.expected_output * forecast.tpot),
+        ):
+            if limit is not None and predicted > limit * _WITHIN:
+                raise AdmissionError(
+                    f"too much to do: the {name} would take {1000 * predicted:.0f} ms by "
+                    f"prediction, and {1000 * limit:.0f} ms are promised",
+                    retryable=True,
+                    retry_after=max(wait - limit * _WITHIN, 0.0),
+                )
+
+    def _seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
         """Of ``steps`` steps, or of as many as it takes to read so many prompt tokens."""
         each, sequence, token = self.times.fitted
         reading = prompt_tokens / self._engine.scheduler.config.max_num_batched_tokens

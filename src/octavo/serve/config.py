@@ -39,6 +39,7 @@ class ServeConfig:
     enable_force_include_usage: bool = False
     sse_keep_alive_interval: float = 0.0  # a comment line after so much silence; 0: none
     slo: LatencyTarget | None = None  # of requests whose own and whose key's say nothing
+    admit_within_slo: bool = False  # refuse for now what would miss its own by prediction
     stream_write_timeout: float = 60.0  # a client that takes nothing for so long is dropped
     keep_alive_timeout: float = 75.0  # an idle connection is closed after so long
     live_timeout: float = 60.0  # /live fails when one step takes longer

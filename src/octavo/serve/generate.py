@@ -234,7 +234,8 @@ class Generate:
             # Before a byte of the body is read, for that is quick however busy everyone is.
             if exchange.account is not None:
                 charge = exchange.account.open()
-            self._engine.check_room(self._workers.pending)
+            promised = (exchange.account and exchange.account.key.target) or self._config.slo
+            self._engine.check_room(self._workers.pending, promised)
             await self._run(scope, receive, send, exchange, charge)
         except (AdmissionError, InvalidParameter) as error:
             retryable = isinstance(error, AdmissionError) and error.retryable
@@ -435,7 +436,7 @@ class Generate:
         if delta.finish_reason is FinishReason.SHED:
             why = delta.record and delta.record.error
             return TooMany(
-                why or "the request has waited too long", self._engine.predicted_wait(), "shed"
+                why or "the request has waited too long", self._engine.forecast().wait, "shed"
             )
         if delta.finish_reason is FinishReason.ERROR:
             if delta.record is not None:

@@ -148,7 +148,11 @@ async def _serve(
         max_model_len=loaded.max_model_len,
         root=_spelled(model),
     )
-    engine = AsyncEngine(loaded.engine, hang_timeout=config.live_timeout)
+    engine = AsyncEngine(
+        loaded.engine,
+        hang_timeout=config.live_timeout,
+        admit_within_target=config.admit_within_slo,
+    )
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
     metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(

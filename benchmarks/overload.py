@@ -49,7 +49,8 @@ def server(model: str, *options: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "octavo.cli", "serve", model, "--port", str(port)]
+    program = "from octavo.cli import main; main()"
+    command = [sys.executable, "-c", program, "serve", model, "--port", str(port)]
     running = subprocess.Popen([*command, "--disable-uvicorn-access-log", *options])
     url = f"http://127.0.0.1:{port}"
     try:

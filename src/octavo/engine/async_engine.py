@@ -209,9 +209,12 @@ class AsyncEngine:
             self._check_room(0, pending, target)
 
     def _check_room(self, prompt_tokens: int, pending: int, target: LatencyTarget | None) -> None:
+        scheduler = self.engine.scheduler
         queued = len(self._inbox) + pending
+        # Who finds a free seat at the next step does not wait in a queue.
+        seats = 0 if scheduler.waiting else scheduler.kv.num_free_slots
         try:
-            self.engine.scheduler.check_queue(prompt_tokens, queued, self._inbox_tokens)
+            scheduler.check_queue(prompt_tokens, max(0, queued - seats), self._inbox_tokens)
         except AdmissionError as error:
             error.retry_after = self.forecast(pending=pending).wait
             raise

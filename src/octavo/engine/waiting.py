@@ -147,10 +147,10 @@ class Waiting:
         beside = min(seats - 1, running + waiting)
         wait = self._seconds(steps, beside, tokens)
         ttft = self._seconds(steps, beside, tokens + prompt_tokens)
-        # As many prompts are read as answers end: their tokens are in the steps of the others.
+        # As many prompts are read as answers end: their tokens are in the steps of all others.
         each, sequence, token = self.times.fitted
-        crowd = beside + 1
-        step = each + crowd * (sequence + token * self.prompt_tokens / max(expected, 1.0))
+        read = beside * self.prompt_tokens / max(expected, 1.0)
+        step = each + (beside + 1) * sequence + read * token
         return Forecast(*(min(seconds, LONGEST) for seconds in (wait, ttft, step / self._run)))
 
     def check_target(self, target: LatencyTarget, forecast: Forecast) -> None:

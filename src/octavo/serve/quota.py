@@ -16,33 +16,38 @@ from collections.abc import Sequence
 from octavo.schedule.request import Outcome, RequestRecord
 from octavo.serve.errors import TooMany
 
-_MINUTE = 60.0
+_MINUTE = 60 * 10**9  # nanoseconds
 
 
 class Bucket:
-    """``per_minute`` is how fast it fills, and how much it holds. Times are monotonic seconds."""
+    """``per_minute`` is how fast it fills, and how much it holds. Counted in whole numbers, so that
+    who comes back when told to is not refused for a rounding.
+    """
 
     def __init__(self, per_minute: int) -> None:
-        self.capacity = float(per_minute)
-        self._level = self.capacity
-        self._at = time.monotonic()
+        self.per_minute = per_minute
+        self._level = per_minute * _MINUTE  # in parts, as many as a minute has nanoseconds
+        self._at = time.monotonic_ns()
 
     @property
-    def level(self) -> float:
-        """What is in it; below 0: owed."""
-        now = time.monotonic()
-        filled = self._level + (now - self._at) * self.capacity / _MINUTE
-        self._level, self._at = min(filled, self.capacity), now
-        return self._level
+    def level(self) -> int:
+        """What is in it, rounded down; below 0: owed."""
+        return self._parts() // _MINUTE
 
-    def take(self, amount: float) -> None:
+    def take(self, amount: int) -> None:
         """Or give back, below 0."""
-        self._level = min(self.level - amount, self.capacity)
+        self._level = self._parts() - amount * _MINUTE
 
-    def seconds_until(self, amount: float) -> float:
+    def seconds_until(self, amount: int) -> float:
         """Until it holds so much, or is full; 0: it does."""
-        missing = min(amount, self.capacity) - self.level
-        return max(0.0, missing * _MINUTE / self.capacity)
+        missing = min(amount, self.per_minute) * _MINUTE - self._parts()
+        return max(0, -(-missing // self.per_minute)) / 1e9
+
+    def _parts(self) -> int:
+        now = time.monotonic_ns()
+        filled = self._level + (now - self._at) * self.per_minute
+        self._level, self._at = min(filled, self.per_minute * _MINUTE), now
+        return self._level
 
 
 class Quota:
@@ -80,20 +85,20 @@ class Quota:
             if bucket is None:
                 continue
             for what, value in (
-                ("limit", str(int(bucket.capacity))),
-                ("remaining", str(max(0, int(bucket.level)))),
-                ("reset", _duration(bucket.seconds_until(bucket.capacity))),
+                ("limit", str(bucket.per_minute)),
+                ("remaining", str(max(0, bucket.level))),
+                ("reset", _duration(bucket.seconds_until(bucket.per_minute))),
             ):
                 found.append((f"x-ratelimit-{what}-{name}".encode(), value.encode()))
         return found
 
-    def _check(self, what: str, bucket: Bucket | None, amount: float) -> None:
+    def _check(self, what: str, bucket: Bucket | None, amount: int) -> None:
         if bucket is None:
             return
         wait = bucket.seconds_until(amount)
         if wait > 0:
             raise TooMany(
-                f"the key {self._name!r} has used up its {bucket.capacity:.0f} {what} a minute; "
+                f"the key {self._name!r} has used up its {bucket.per_minute} {what} a minute; "
                 f"this request may come again in {wait:.3f} s",
                 wait,
                 "quota",

@@ -1,0 +1,215 @@
+"""Predicted waits beside those that come, on a simulated engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from octavo.engine.clock import VirtualClock
+from octavo.engine.engine import Engine
+from octavo.engine.waiting import LONGEST, Forecast, StepTimes, Waiting
+from octavo.execute.cost import CostExecutor, Rates
+from octavo.kv.layout import KvLayout
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
+from octavo.sample.params import SamplingParams
+from octavo.sample.scripted import ScriptedSampler
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import AdmissionError, LatencyTarget, Request, RequestRecord
+from octavo.schedule.scheduler import Scheduler
+
+MODEL = ModelConfig(
+    family="llama",
+    vocab_size=1000,
+    hidden_size=256,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    context_length=2048,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    attention_scale=0.125,
+    tied_embeddings=True,
+    layers=(Layer(Rope(10000.0, 64, False)),) * 4,
+)
+# Of a machine on which a step has a fixed part, a part for each sequence and one for each token.
+RATES = Rates(2e9, 2e9, 2e-3, row_overhead=200e-6)
+
+
+class Simulated:
+    """An engine and the waiting of those who come to it, told at once."""
+
+    def __init__(self, num_blocks: int = 4096, **limits: int) -> None:
+        layout = KvLayout.of(MODEL)
+        self.engine = Engine(
+            CostExecutor(program(MODEL), layout, num_blocks=num_blocks, rates=RATES),
+            Scheduler(
+                SchedulerConfig(max_model_len=2048, **{"max_num_seqs": 16} | limits),
+                layout,
+                num_blocks,
+            ),
+            ScriptedSampler(MODEL.vocab_size),
+            VirtualClock(),
+            vocab_size=MODEL.vocab_size,
+        )
+        self.waiting = Waiting(self.engine)
+        self.engine.observers.append(self.waiting)
+        self.told: list[tuple[Forecast, RequestRecord]] = []
+
+    def ask(self, prompt: int, output: int) -> None:
+        forecast = self.waiting.forecast(prompt)
+        number = len(self.told)
+        ids = [(number * 7 + place * 13) % MODEL.vocab_size for place in range(prompt)]
+        params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
+        record = self.engine.add_request(
+            Request(request_id=str(number), prompt_token_ids=ids, params=params)
+        )
+        self.told.append((forecast, record))
+
+    def run(self, seconds: float | None = None) -> None:
+        clock = self.engine.clock
+        end = None if seconds is None else clock.now() + seconds
+        while self.engine.has_work() and (end is None or clock.now() < end):
+            self.engine.step()
+        if end is not None:
+            clock.sleep_until(end)
+
+
+def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, float]]:
+    """(predicted, actual) waits."""
+    return [
+        (forecast.wait, record.scheduled - record.arrival)
+        for forecast, record in told
+        if record.scheduled is not None
+    ]
+
+
+def test_before_anything_is_known_nobody_waits() -> None:
+    assert Simulated().waiting.forecast(1000) == (0.0, 0.0, 0.0)
+
+
+def test_an_idle_engine_lets_in_at_once() -> None:
+    simulated = Simulated()
+    for _ in range(20):
+        simulated.ask(100, 20)
+        simulated.run()
+    forecast, record = simulated.told[-1]
+    assert forecast.wait == 0.0
+    assert record.first_token is not None
+    assert forecast.ttft == pytest.approx(record.first_token - record.arrival, rel=0.2)
+    assert forecast.tpot == pytest.approx(record.tpot, rel=0.2)
+
+
+@pytest.mark.parametrize("limit", [4, 16, 64])
+def test_waits_for_a_seat(limit: int) -> None:
+    """Twice as much as can be done, of answers whose length nobody tells: the queue grows."""
+    rng = random.Random(1)
+    simulated = Simulated(max_num_seqs=limit)
+    for _ in range(2 * limit):  # it learns what steps take, and how long answers are
+        simulated.ask(rng.randrange(50, 150), rng.randrange(20, 100))
+    simulated.run()
+    simulated.told.clear()
+    for _ in range(8 * limit):
+        simulated.ask(rng.randrange(50, 150), rng.randrange(20, 100))
+        simulated.run(0.3 / limit)
+    simulated.run()
+    waits = [pair for pair in errors(simulated.told) if pair[1] > 0.3]
+    assert len(waits) > 10
+    ratios = sorted(predicted / actual for predicted, actual in waits)
+    assert 0.6 < ratios[len(ratios) // 10]
+    assert 0.8 < ratios[len(ratios) // 2] < 1.25
+    assert ratios[-len(ratios) // 10] < 1.6
+
+
+def test_waits_for_blocks() -> None:
+    """Sixteen may run, but the cache holds four."""
+    simulated = Simulated(num_blocks=64)
+    for _ in range(8):
+        simulated.ask(160, 80)
+    simulated.run()
+    simulated.told.clear()
+    for _ in range(24):
+        simulated.ask(160, 80)
+    simulated.run()
+    predicted, actual = errors(simulated.told)[-1]
+    assert 0.7 < predicted / actual < 1.4
+
+
+def test_waits_for_prompts() -> None:
+    """There are seats, but a hundred long prompts before."""
+    simulated = Simulated(max_num_seqs=256)
+    for _ in range(10):
+        simulated.ask(1000, 5)
+        simulated.run()
+    simulated.told.clear()
+    for _ in range(100):
+        simulated.ask(1000, 5)
+    simulated.run()
+    record = simulated.told[-1][1]
+    assert record.first_token is not None
+    assert simulated.told[-1][0].ttft == pytest.approx(
+        record.first_token - record.arrival, rel=0.25
+    )
+
+
+def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
+    simulated = Simulated()
+    for _ in range(2):
+        for _ in range(48):
+            simulated.ask(100, 50)
+        if not simulated.waiting.prompt_tokens:
+            simulated.run()
+    simulated.run(0.1)
+    waiting = simulated.waiting
+    forecast = waiting.forecast(100)
+    assert forecast.ttft > forecast.wait > 0.5
+    waiting.check_target(LatencyTarget(forecast.ttft * 2, forecast.tpot * 2), forecast)
+    with pytest.raises(AdmissionError, match="the first token would take") as late:
+        waiting.check_target(LatencyTarget(ttft=forecast.ttft / 2), forecast)
+    with pytest.raises(AdmissionError, match="the token would take") as slow:
+        waiting.check_target(LatencyTarget(tpot=forecast.tpot / 2), forecast)
+    for error in (late.value, slow.value):
+        assert error.retryable
+        assert error.retry_after is not None
+        assert error.retry_after > 0
+    assert late.value.retry_after is not None
+    simulated.run(late.value.retry_after)  # who comes back then is let in
+    waiting.check_target(LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(100))
+
+
+def test_step_times_are_fitted() -> None:
+    times = StepTimes()
+    rng = random.Random(1)
+    for _ in range(500):
+        decoding, prompt = rng.randrange(0, 32), rng.choice((0, 0, 100, 512))
+        noise = rng.uniform(0.9, 1.1)
+        times.learn(decoding, prompt, noise * (2e-3 + 5e-4 * decoding + 1e-4 * prompt))
+    assert times.fitted == pytest.approx((2e-3, 5e-4, 1e-4), rel=0.3)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 256), st.integers(0, 512), st.floats(0, 100, allow_subnormal=False)
+        ),
+        max_size=50,
+    )
+)
+def test_whatever_steps_take_no_part_is_negative(steps: list[tuple[int, int, float]]) -> None:
+    times = StepTimes()
+    for step in steps:
+        times.learn(*step)
+    assert all(0 <= part <= 100 for part in times.fitted)
+
+
+def test_predictions_are_bounded() -> None:
+    simulated = Simulated()
+    for _ in range(4):
+        simulated.ask(100, 1000)
+    simulated.run()
+    assert simulated.waiting.forecast(100, pending=10**6, pending_tokens=10**9).wait == LONGEST

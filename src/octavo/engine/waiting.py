@@ -144,9 +144,10 @@ class Waiting:
             ends += [expected] * (seats - len(ends))
             rounds, place = divmod(needed - 1, seats)
             steps = (ends[place] + rounds * expected) / self._run
+        crowd = min(seats, running + waiting)
+        wait = self._seconds(steps, crowd, tokens)
+        ttft = self._seconds(steps, crowd, tokens + prompt_tokens)
         beside = min(seats - 1, running + waiting)
-        wait = self._seconds(steps, beside, tokens)
-        ttft = self._seconds(steps, beside, tokens + prompt_tokens)
         # As many prompts are read as answers end: their tokens are in the steps of all others.
         each, sequence, token = self.times.fitted
         read = beside * self.prompt_tokens / max(expected, 1.0)

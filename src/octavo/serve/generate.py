@@ -11,7 +11,7 @@ import logging
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple
@@ -38,7 +38,7 @@ from octavo.serve.keys import ApiKey
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt
-from octavo.serve.protocol import LABELS, GenerateRequest
+from octavo.serve.protocol import LABELS, GenerateRequest, Slo
 from octavo.serve.quota import Charge
 from octavo.serve.responses import TokenShower, Usage, json
 from octavo.serve.workers import Workers
@@ -234,8 +234,7 @@ class Generate:
             # Before a byte of the body is read, for that is quick however busy everyone is.
             if exchange.account is not None:
                 charge = exchange.account.open()
-            promised = (exchange.account and exchange.account.key.target) or self._config.slo
-            self._engine.check_room(self._workers.pending, promised)
+            self._engine.check_room(self._workers.pending)
             await self._run(scope, receive, send, exchange, charge)
         except (AdmissionError, InvalidParameter) as error:
             retryable = isinstance(error, AdmissionError) and error.retryable
@@ -262,7 +261,10 @@ class Generate:
         charge: Charge | None,
     ) -> None:
         body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
-        self._engine.check_room(self._workers.pending)  # others have come meanwhile
+        # Others have come meanwhile; and what is promised here holds for who asks nothing else.
+        key = None if exchange.account is None else exchange.account.key
+        promised = None if b'"slo"' in body else self._target(None, key)
+        self._engine.check_room(self._workers.pending, promised)
         streams: list[Stream] = []
 
         def abort() -> None:
@@ -282,7 +284,7 @@ class Generate:
                 for name in LABELS
                 if (value := getattr(prepared.reply.request, name)) is not None
             }
-            self._on_terms(prepared, None if exchange.account is None else exchange.account.key)
+            self._on_terms(prepared, key)
             if charge is not None:
                 charge.prompt(sum(map(_prompt_tokens, prepared.requests)))
             await self._submit(prepared, streams)
@@ -307,18 +309,27 @@ class Generate:
         else as their key does, else as the server does.
         """
         asked = prepared.reply.request
-        promised: list[LatencyTarget | None] = [
-            None if asked.slo is None else asked.slo.target(),
-            None if key is None else key.target,
-            self._config.slo,
-        ]
-        target = _merged([each for each in promised if each is not None])
+        target = self._target(asked.slo, key)
         for request in prepared.requests:
             request.target = target
             if key is not None:
                 request.client = key.name
                 request.weight = key.weight
                 request.priority = key.priority_of(asked.priority)
+
+    def _target(self, asked: Slo | None, key: ApiKey | None) -> LatencyTarget | None:
+        """Each limit as the first has it that has one."""
+        promised: list[LatencyTarget | None] = [
+            None if asked is None else asked.target(),
+            None if key is None else key.target,
+            self._config.slo,
+        ]
+        targets = [each for each in promised if each is not None]
+
+        def first(limits: Iterable[float | None]) -> float | None:
+            return next((limit for limit in limits if limit is not None), None)
+
+        return LatencyTarget(*map(first, zip(*targets, strict=True))) if targets else None
 
     async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:
         """All of an answer's requests or, when one is refused, none."""
@@ -341,7 +352,7 @@ class Generate:
         async for index, delta in self._deltas(streams, reply.n):
             outputs[index].add(delta)
             if failure is None and not watch.gone:
-                failure = self._failure(delta)
+                failure = self._failure(delta, reply.records[index // reply.n])
                 if failure is not None:
                     for stream in streams:
                         stream.abort()
@@ -372,7 +383,7 @@ class Generate:
             async for index, delta in self._deltas(streams, reply.n, pass_on):
                 if watch.gone or failure is not None:
                     continue  # ends soon; its record still counts
-                failure = self._failure(delta)
+                failure = self._failure(delta, reply.records[index // reply.n])
                 if failure is not None:
                     for stream in streams:
                         stream.at_once = None
@@ -427,20 +438,20 @@ class Generate:
             gaps.count(index, streams[prompt].record, delta)
             yield index, delta
 
-    def _failure(self, delta: Delta) -> ApiError | None:
+    def _failure(self, delta: Delta, record: RequestRecord) -> ApiError | None:
         """What to tell a client whose request ended although neither it nor the model ended it."""
         if delta.finish_reason is FinishReason.ABORT:
             if self._engine.draining:
                 return unavailable("the server is shutting down", close=True)
             return ApiError(500, "the request was aborted")
         if delta.finish_reason is FinishReason.SHED:
-            why = delta.record and delta.record.error
             return TooMany(
-                why or "the request has waited too long", self._engine.forecast().wait, "shed"
+                record.error or "the request has waited too long",
+                self._engine.forecast().wait,
+                "shed",
             )
         if delta.finish_reason is FinishReason.ERROR:
-            if delta.record is not None:
-                log.error("request %s failed: %s", delta.request_id, delta.record.error)
+            log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")
         return None
 
@@ -464,15 +475,6 @@ class _Gaps:
             before, gaps = record.first_token or now, gaps - 1
         for _ in range(gaps):
             self._observe((now - before) / gaps)
-
-
-def _merged(targets: Sequence[LatencyTarget]) -> LatencyTarget | None:
-    """Each limit as the first target has it that has one."""
-
-    def first(limits: Iterable[float | None]) -> float | None:
-        return next((limit for limit in limits if limit is not None), None)
-
-    return LatencyTarget(*map(first, zip(*targets, strict=True))) if targets else None
 
 
 def _prompt_tokens(request: Request) -> int:

@@ -1,0 +1,441 @@
+"""More than can be done: what is refused, when, how soon, and what it costs nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from serve_fakes import ByteTokenizer, FakeEngine, events
+from serving import PacedExecutor, listening, real_engine, started
+
+from octavo.engine.async_engine import AsyncEngine
+from octavo.execute.batch import Batch, StepResult
+from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
+from octavo.serve.workers import Workers
+
+ASK = {"prompt": "hello", "max_tokens": 300, "seed": 1}
+
+
+@asynccontextmanager
+async def serving(
+    config: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[tuple[httpx.AsyncClient, AsyncEngine, PacedExecutor]]:
+    engine, executor = real_engine(**settings)
+    async with started(engine), listening(engine, **(config or {})) as url:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+            yield client, engine, executor
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.001)
+
+
+def ask(client: httpx.AsyncClient, **body: Any) -> asyncio.Task[httpx.Response]:
+    return asyncio.create_task(client.post("/v1/completions", json=ASK | body))
+
+
+async def full(
+    client: httpx.AsyncClient, engine: AsyncEngine, waiting: int = 1
+) -> list[asyncio.Task[httpx.Response]]:
+    """One that runs and so many that wait, where one may run."""
+    tasks = [ask(client)]
+    await until(lambda: engine.stats().running == 1)
+    tasks += [ask(client) for _ in range(waiting)]
+    await until(lambda: engine.stats().waiting == waiting)
+    return tasks
+
+
+async def test_a_full_queue_is_told_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a body that is never sent; and the connection can still be used."""
+    async with serving(max_num_seqs=1, max_num_queued_reqs=1, pause=0.002) as (client, engine, _):
+        tasks = await full(client, engine)
+
+        def encode(*_: object, **__: object) -> list[int]:
+            raise AssertionError("it is not to be tokenized")
+
+        monkeypatch.setattr(ByteTokenizer, "encode", encode)
+        place = client.base_url
+        reader, writer = await asyncio.open_connection(place.host, place.port)
+        for _ in range(3):
+            content = b'{"prompt": "' + b"x" * 100_000 + b'"}'
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(content)
+            )
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 429 ")
+            told = dict(line.split(b": ", 1) for line in head.split(b"\r\n")[1:] if line)
+            assert int(told[b"retry-after"]) >= 1
+            assert 0 < int(told[b"retry-after-ms"]) <= 1000 * int(told[b"retry-after"])
+            error = json.loads(await reader.readexactly(int(told[b"content-length"])))["error"]
+            assert error["message"] == "1 requests wait, of at most 1"
+            writer.write(content)  # too late, and read away
+        writer.close()
+        monkeypatch.undo()
+        assert [(await task).status_code for task in tasks] == [200, 200]
+
+
+async def test_threads_that_are_all_taken_keep_nobody_from_being_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is still being read counts as waiting, beyond the seats that are free."""
+    going = threading.Event()
+
+    def slow(self: ByteTokenizer, text: str, **kwargs: bool) -> list[int]:
+        going.wait(20)
+        return list(text.encode())
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    async with serving(max_num_seqs=2, max_num_queued_reqs=5) as (client, engine, _):
+        tasks = [ask(client, max_tokens=5) for _ in range(20)]
+        await until(lambda: sum(task.done() for task in tasks) == 13)
+        assert {task.result().status_code for task in tasks if task.done()} == {429}
+        assert engine.stats().running == engine.stats().waiting == 0
+        going.set()
+        statuses = [(await task).status_code for task in tasks]
+        assert (statuses.count(200), statuses.count(429)) == (7, 13)
+
+
+async def test_free_seats_are_no_queue() -> None:
+    """As many at once as may run, on an idle server whose queue has room for one."""
+    async with serving(max_num_seqs=16, max_num_queued_reqs=1, pause=0.001) as (client, _, _):
+        tasks = [ask(client, max_tokens=20) for _ in range(16)]
+        assert {(await task).status_code for task in tasks} == {200}
+
+
+async def test_the_queue_never_grows_beyond_its_bound() -> None:
+    most = 0
+
+    async with serving(max_num_seqs=4, max_num_queued_reqs=8, pause=0.0005) as (client, engine, _):
+
+        async def look() -> None:
+            nonlocal most
+            while True:
+                most = max(most, engine.stats().waiting)
+                await asyncio.sleep(0)
+
+        looking = asyncio.create_task(look())
+        tasks = [ask(client, max_tokens=20) for _ in range(100)]
+        statuses = [(await task).status_code for task in tasks]
+        looking.cancel()
+        assert set(statuses) == {200, 429}
+        assert most <= 8 + 4  # those whom a seat is promised are let in at the next step
+        assert engine.stats().kv_blocks_used == 0
+        assert (await ask(client, max_tokens=5)).status_code == 200
+
+
+async def test_prompt_tokens_have_a_bound_too() -> None:
+    limits = {"max_num_seqs": 1, "max_num_queued_tokens": 20, "pause": 0.002}
+    async with serving(**limits) as (client, engine, _):
+        tasks = await full(client, engine, waiting=2)
+        refused = await ask(client, prompt="x" * 11)
+        assert refused.status_code == 429
+        assert "10 prompt tokens wait; with 11 more they exceed 20" in refused.text
+        tasks.append(ask(client, prompt="x" * 10, max_tokens=1))
+        assert {(await task).status_code for task in tasks} == {200}
+
+
+async def test_ready_while_there_is_room() -> None:
+    async with serving(max_num_seqs=1, max_num_queued_reqs=1, pause=0.002) as (client, engine, _):
+        assert (await client.get("/ready")).status_code == 200
+        tasks = await full(client, engine)
+        refused = await client.get("/ready")
+        assert refused.status_code == 503
+        assert refused.json()["error"]["message"] == "1 requests wait, of at most 1"
+        assert (await client.get("/live")).status_code == 200
+        await asyncio.gather(*tasks)
+        assert (await client.get("/ready")).status_code == 200
+
+
+async def test_retry_after_is_the_predicted_wait() -> None:
+    """Who waits so long is let in, or nearly: the queue is empty, and its last has begun."""
+    async with serving(max_num_seqs=1, max_num_queued_reqs=3, pause=0.001) as (client, engine, _):
+        await asyncio.gather(*(ask(client, max_tokens=30) for _ in range(3)))
+        predicted = engine.forecast(5, pending=10)
+        step = engine.stats().step_seconds / engine.stats().steps
+        ends = 10 * engine.waiting.expected_output
+        assert 0.5 * step * ends < predicted.wait < 2 * step * ends
+        tasks = [ask(client, max_tokens=30) for _ in range(6)]
+        refused = [answer for task in tasks if (answer := await task).status_code == 429]
+        assert refused
+        for answer in refused:
+            wait = int(answer.headers["retry-after-ms"]) / 1000
+            assert 0 < wait < 10 * predicted.wait
+
+
+async def test_what_would_miss_its_target_is_refused() -> None:
+    """And nobody else is."""
+    config = {"slo": LatencyTarget(ttft=0.2)}
+    async with serving(config, max_num_seqs=2, pause=0.002) as (client, engine, _):
+        engine.admit_within_target = True
+        await asyncio.gather(*(ask(client, max_tokens=200) for _ in range(4)))
+        tasks = [ask(client, max_tokens=200, slo={"ttft": 1e6}) for _ in range(8)]
+        await until(lambda: engine.stats().waiting == 6)
+        refused = await ask(client)
+        assert refused.status_code == 429
+        assert "the first token would take" in refused.json()["error"]["message"]
+        assert int(refused.headers["retry-after-ms"]) > 0
+        slow = await ask(client, slo={"ttft": 1e6, "tpot": 1e-3})
+        assert slow.status_code == 429
+        assert "the token would take" in slow.json()["error"]["message"]
+        assert {(await task).status_code for task in tasks} == {200}
+        assert (await ask(client, max_tokens=5)).status_code == 200
+        found = (await client.get("/metrics")).text
+        assert 'rejections_total{engine="0",model_name="tiny",reason="capacity"} 2.0' in found
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_what_is_shed_gets_a_429(
+    client: httpx.AsyncClient, engine: FakeEngine, streamed: bool
+) -> None:
+    engine.auto = False
+    task = ask(client, stream=streamed, n=2)
+    await until(lambda: len(engine.streams) == 1)
+    stream = engine.streams[0]
+    stream.record.finish_reasons = [FinishReason.SHED] * 2
+    stream.end(FinishReason.SHED, Outcome.REJECTED, "it waited 5.0 s")
+    answer = await task
+    assert answer.status_code == 429
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.headers["retry-after-ms"] == "2500"
+    assert answer.json()["error"]["message"] == "it waited 5.0 s"
+    found = (await client.get("/metrics")).text
+    assert 'rejections_total{engine="0",model_name="tiny",reason="shed"} 1.0' in found
+    assert 'reason="capacity"} 0.0' in found
+
+
+async def test_what_is_shed_after_a_comment_gets_an_error_event(engine: FakeEngine) -> None:
+    engine.auto = False
+    async with (
+        listening(engine, sse_keep_alive_interval=0.01) as url,
+        httpx.AsyncClient(base_url=url) as client,
+        client.stream("POST", "/v1/completions", json=ASK | {"stream": True}) as response,
+    ):
+        assert response.status_code == 200
+        lines = response.aiter_lines()
+        assert await anext(lines) == ": keep-alive"
+        engine.streams[0].end(FinishReason.SHED, Outcome.REJECTED)
+        said = [line async for line in lines if line.startswith("data: ")]
+    assert json.loads(said[0].removeprefix("data: "))["error"]["code"] == 429
+    assert said[1:] == ["data: [DONE]"]
+
+
+async def test_an_error_has_its_status_until_the_first_event(
+    client: httpx.AsyncClient, engine: FakeEngine
+) -> None:
+    engine.auto = False
+    for steps, expected in ((0, 500), (1, 200)):
+        task = ask(client, stream=True)
+        await until(lambda: len(engine.streams) == 1)
+        for _ in range(steps):
+            engine.step()
+        await asyncio.sleep(0.01)
+        engine.streams[0].end(FinishReason.ERROR, Outcome.FAILED, "broken")
+        answer = await task
+        assert answer.status_code == expected
+        error = events(answer.text)[-1]["error"] if steps else answer.json()["error"]
+        assert (error["code"], error["type"]) == (500, "InternalServerError")
+
+
+class Poisoned(PacedExecutor):
+    """Cannot compute a step with a prompt whose second token begins a text."""
+
+    def execute(self, batch: Batch) -> StepResult:
+        if 256 in batch.token_ids[batch.positions == 1]:
+            raise RuntimeError("poison")
+        return super().execute(batch)
+
+
+async def test_a_fault_in_a_share_of_a_step_is_that_requests_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with serving(pause=0.001) as (client, engine, executor):
+        executor.__class__ = Poisoned
+        kept: list[RequestRecord] = []
+        engine.engine.observers.append(Kept(kept))
+        alone = (await ask(client)).json()["choices"]
+        beside = [ask(client) for _ in range(5)]
+        await until(lambda: engine.stats().running == 5)
+        broken = [ask(client, prompt=[97, 256], stream=streamed) for streamed in (False, True)]
+        assert [(await task).status_code for task in broken] == [500, 500]
+        for task in beside:
+            assert (await task).json()["choices"] == alone
+        outcomes = [record.outcome for record in kept]
+        assert outcomes.count(Outcome.FINISHED) == 6
+        assert outcomes.count(Outcome.FAILED) == 2
+        found = (await client.get("/metrics")).text
+        assert 'finished_reason="error",model_name="tiny"} 2.0' in found
+        assert engine.stats().kv_blocks_used == 0
+
+
+class Kept:
+    """Keeps every record that ends."""
+
+    def __init__(self, kept: list[RequestRecord]) -> None:
+        self._kept = kept
+
+    def on_step(self, step: object) -> None: ...
+
+    def on_end(self, record: RequestRecord) -> None:
+        self._kept.append(record)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_who_is_killed_frees_its_blocks_within_a_step(streamed: bool) -> None:
+    async with serving(pause=0.02) as (client, engine, _):
+        kept: list[RequestRecord] = []
+        engine.engine.observers.append(Kept(kept))
+        task = ask(client, stream=streamed, prompt="x" * 100)
+        await until(lambda: engine.stats().generation_tokens >= 3)
+        steps = engine.stats().steps
+        task.cancel()
+        await until(lambda: engine.stats().kv_blocks_used == 0)
+        # One step may have been under way, and one begun while the news was on its way.
+        assert engine.stats().steps <= steps + 2
+        assert [record.outcome for record in kept] == [Outcome.ABORTED]
+        assert kept[0].completion_tokens < 10
+
+
+async def test_one_life_of_five_that_leave_in_every_count() -> None:
+    """Log, usage and metrics, all of the same five records."""
+    async with serving(pause=0.005) as (client, engine, _):
+        kept: list[RequestRecord] = []
+        engine.engine.observers.append(Kept(kept))
+        for tokens in range(1, 6):
+            before = engine.stats().generation_tokens
+            task = ask(client, stream=True, prompt="x" * 10 * tokens)
+            await until(lambda t=tokens, b=before: engine.stats().generation_tokens >= b + t)
+            task.cancel()
+            await until(lambda t=tokens: len(kept) == t)
+        text = (await client.get("/metrics")).text
+        label = 'engine="0",model_name="tiny"'
+        generated = sum(record.completion_tokens for record in kept)
+        assert generated == engine.stats().generation_tokens
+        for line in (
+            'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 5.0',
+            'http_requests_total{handler="/v1/completions",method="POST",status="499"} 5.0',
+            f"request_prompt_tokens_sum{{{label}}} 150.0",
+            f"prompt_tokens_total{{{label}}} 150.0",
+            f"request_generation_tokens_sum{{{label}}} {generated}.0",
+            f"generation_tokens_total{{{label}}} {generated}.0",
+            f"e2e_request_latency_seconds_count{{{label}}} 5.0",
+            f"time_to_first_token_seconds_count{{{label}}} 5.0",
+            f"request_queue_time_seconds_count{{{label}}} 5.0",
+            f"num_requests_running{{{label}}} 0.0",
+            f"num_requests_waiting{{{label}}} 0.0",
+        ):
+            assert f"octavo:{line}" in text
+
+
+async def test_who_is_being_read_when_the_server_drains_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    going = threading.Event()
+    encode = ByteTokenizer.encode
+
+    def slow(self: ByteTokenizer, text: str, **kwargs: bool) -> list[int]:
+        going.wait(20)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    async with serving() as (client, engine, _):
+        task = ask(client)
+        await asyncio.sleep(0.05)
+        assert await engine.drain(5)
+        going.set()
+        answer = await task
+        assert answer.status_code == 503
+        assert answer.headers["connection"] == "close"
+        assert (await client.get("/ready")).status_code == 503
+        assert (await client.get("/live")).status_code == 200
+        later = await ask(client)  # on a connection that was kept
+        assert (later.status_code, later.headers["connection"]) == (503, "close")
+
+
+async def test_what_runs_at_the_end_of_a_drain_is_told() -> None:
+    async with serving(pause=0.01) as (client, engine, _):
+        whole, streamed = ask(client), ask(client, stream=True)
+        waiting = ask(client, stream=True, prompt="x" * 200)
+        await until(lambda: engine.stats().generation_tokens > 10)
+        assert not await engine.drain(0.1)
+        assert (await whole).status_code == 503
+        answer = await streamed
+        assert answer.status_code == 200
+        assert events(answer.text)[-1]["error"]["code"] == 503
+        assert events((await waiting).text)[-1]["error"]["code"] == 503
+        assert engine.stats().kv_blocks_used == 0
+
+
+async def test_a_stopped_engine_fails_the_probe_and_all_who_wait() -> None:
+    async with serving(pause=0.005) as (client, engine, _):
+        task, streamed = ask(client), ask(client, stream=True)
+        await until(lambda: engine.stats().generation_tokens > 4)
+
+        def die() -> bool:
+            raise SystemExit
+
+        engine._turn = die  # type: ignore[method-assign]
+        assert (await task).status_code == 500
+        assert events((await streamed).text)[-1]["error"]["code"] == 500
+        assert (await client.get("/live")).status_code == 503
+        assert (await client.get("/ready")).status_code == 503
+        assert (await ask(client)).status_code == 500
+
+
+async def test_bodies_that_wait_for_a_thread_have_a_bound(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every route that reads one."""
+    monkeypatch.setattr("octavo.serve.workers._MOST", 0)
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        answer = await client.post(path, json={"prompt": "a"})
+        assert answer.status_code == 429
+        assert answer.headers["retry-after"] == "1"
+
+
+async def test_a_worker_that_fails_gives_its_place_back() -> None:
+    workers = Workers()
+
+    def fails(body: bytes) -> None:
+        raise RuntimeError
+
+    for _ in range(10):
+        with pytest.raises(RuntimeError):
+            await workers.run(fails, b"")
+    assert workers.pending == 0
+
+
+async def test_a_flood_is_told_and_its_memory_given_back(engine: FakeEngine) -> None:
+    """Hundreds of bodies to a full server, each on a connection of its own."""
+    engine.queue_full = 0
+    async with listening(engine) as url:
+        place = urlsplit(url)
+        content = b'{"prompt": "' + b"x" * 20_000 + b'"}'
+        request = (
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content)
+        ) + content
+
+        async def one() -> bytes:
+            reader, writer = await asyncio.open_connection(place.hostname, place.port)
+            writer.write(request)
+            head = await reader.readline()
+            writer.close()
+            return head
+
+        for _ in range(3):
+            heads = await asyncio.gather(*(one() for _ in range(100)))
+            assert {head.split()[1] for head in heads} == {b"429"}
+    assert engine.submitted == []

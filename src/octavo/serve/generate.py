@@ -445,11 +445,8 @@ class Generate:
                 return unavailable("the server is shutting down", close=True)
             return ApiError(500, "the request was aborted")
         if delta.finish_reason is FinishReason.SHED:
-            return TooMany(
-                record.error or "the request has waited too long",
-                self._engine.forecast().wait,
-                "shed",
-            )
+            why = record.error or "the request has waited too long"
+            return TooMany(why, self._engine.forecast().wait, "shed")
         if delta.finish_reason is FinishReason.ERROR:
             log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")

@@ -92,7 +92,7 @@ def slow_tiers(
 ) -> ToldTiers:
     block_bytes = layout.block_bytes
     workers = [ToldWorker(), ToldWorker()]
-    more.setdefault("seconds_per_token", 1.0)
+    more.setdefault("seconds_per_token", 0.002)
     tiers = ToldTiers(
         b"engine",
         HostMemory(host_blocks, block_bytes),

@@ -308,7 +308,9 @@ class Engine:
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
         record.max_tokens = max_tokens
-        self._requests[request.request_id] = self.scheduler.add(request, record, outputs)
+        self._requests[request.request_id] = self.scheduler.add(
+            request, record, outputs, self.clock.now()
+        )
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
@@ -691,4 +693,7 @@ class Engine:
         most.
         """
         if (tiers := self.scheduler.kv.tiers) is not None:
-            tiers.flush(self.scheduler.kv.index)
+            try:
+                tiers.flush(self.scheduler.kv.index)
+            except Exception:
+                logger.exception("the prefix cache could not be written")

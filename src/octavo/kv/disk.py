@@ -89,7 +89,6 @@ class Disk:
         self._folder = self._root / self._engine.hex()[:16]
         self._now = now
         self._paused_until = -float("inf")
-        self._made: set[str] = set()  # sub-folders
         check_folder(self._folder)
         self._index: dict[Key, None] = dict.fromkeys(self._scan())
         self.used = sum(file.size for file in self._files())  # as far as is known here
@@ -171,17 +170,13 @@ class Disk:
 
     def _write(self, key: Key, data: Bytes) -> None:
         path = self._path(key)
-        folder = os.path.dirname(path)
-        if folder not in self._made:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._made.add(folder)
         unfinished = f"{path}.{os.getpid()}{_UNFINISHED}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = os.open(unfinished, flags, 0o600)
-        except FileNotFoundError:  # the folder has been removed
-            self._made.discard(folder)
-            raise
+        except FileNotFoundError:  # no folder yet, or no more
+            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+            file = os.open(unfinished, flags, 0o600)
         try:
             try:
                 written = os.writev(file, [self._header(key, data), data.data])

@@ -73,7 +73,8 @@ class HostMemory:
     def put(self, key: Key, slot: int, *, from_disk: bool = False) -> None:
         """A taken slot now holds the block of ``key``. One already there stays."""
         if key in self._entries:
-            self._free.append(slot)
+            if self._entries[key].slot != slot:
+                self._free.append(slot)
             return
         self._entries[key] = _Entry(slot, from_disk)
         self._idle[key] = None
@@ -104,6 +105,18 @@ class HostMemory:
         if not self._pins[key]:
             del self._pins[key]
             self._idle[key] = None
+
+    def reset(self, taken: set[int]) -> None:
+        """After a failure anywhere in between: nothing is pinned, and of the slots that hold no
+        block those in ``taken`` are being filled and all others free.
+        """
+        self._pins.clear()
+        self._idle = OrderedDict.fromkeys(
+            [key for key in self._idle if key in self._entries]
+            + [key for key in self._entries if key not in self._idle]
+        )
+        held = taken.union(entry.slot for entry in self._entries.values())
+        self._free = [slot for slot in range(self._never_used) if slot not in held]
 
     def check(self) -> None:
         """Every slot is free, filled, or taken; `RuntimeError` otherwise."""

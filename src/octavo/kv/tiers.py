@@ -41,6 +41,7 @@ _FILLED_BYTES = 16 << 20  # copied out for it after a step, at most
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
+_MOST_FAILURES = 3  # to copy in, one after another; then nothing is loaded any more
 _MEASURED_TOKENS = 64  # that a step has, at least, which shows how fast prompts are computed
 _RECENT = 0.2  # weight of the newest measurement
 
@@ -114,6 +115,11 @@ class TierStats:
     not_worth_loading: int = 0  # hits left alone because computing was predicted to be quicker
 
 
+class _Reading(NamedTuple):
+    slot: int
+    waiting: list[ReadAhead]
+
+
 class Tiers:
     """The tiers of one engine. Everything but the workers' jobs runs in its thread.
 
@@ -158,7 +164,7 @@ class Tiers:
         self._writing = 0  # blocks that the writer has not written yet
         self._written: deque[None] = deque()  # one for each it has; the other end is its thread's
         # From the disk:
-        self._reading: dict[Key, list[ReadAhead]] = {}
+        self._reading: dict[Key, _Reading] = {}
         self._read: deque[tuple[Key, int, bool, float]] = deque()  # by the reader's thread
         self._arrived = threading.Event()
         # Seconds, as measured lately:
@@ -166,7 +172,7 @@ class Tiers:
         self._read_seconds = self._block_bytes / _DISK_BANDWIDTH
         self._tokens_per_block = tokens_per_block
         self._seconds_per_token = seconds_per_token
-        self._broken = False  # importing has failed: nothing is loaded any more
+        self._failures = 0  # to copy in, one after another
 
     # Names
 
@@ -195,7 +201,7 @@ class Tiers:
         return node.digest
 
     def find(self, key: Key) -> Source | None:
-        if self._broken:
+        if self._failures >= _MOST_FAILURES:
             return None
         if key in self.memory:
             return Source.HOST
@@ -226,9 +232,9 @@ class Tiers:
             self._loads += [_Load(to, None, None, source) for source, to in copies]
             copies.clear()
         from_disk = self.memory.is_from_disk(key)
-        self.memory.used(key)
-        self.memory.pin(key)
         self._loads.append(_Load(block, self.memory.slot(key), key))
+        self.memory.pin(key)
+        self.memory.used(key)
         self._loading.add(block)
         return from_disk
 
@@ -238,16 +244,23 @@ class Tiers:
             self._filled.append(_Filled(node, group, block))
 
     def forget(self) -> None:
-        """The pool has been emptied: nothing that was decided for the next step counts."""
-        self._done_loading()
+        """The pool has been emptied, perhaps because something failed midway: nothing that was
+        decided for the next step counts, and nobody waits for the disk any more.
+        """
         self._spills.clear()
+        self._loads.clear()
+        self._loading.clear()
         self._filled.clear()
+        for reading in self._reading.values():
+            for ahead in reading.waiting:
+                ahead.over = True
+        self.memory.reset({reading.slot for reading in self._reading.values()})
 
     # The engine's step
 
     def transfer(self) -> None:
         """Before a step: what was decided is done. Raises what the arena raises when it cannot be
-        written; from then on nothing is loaded.
+        written: what was to be there is not, and the cache must be emptied (`forget`).
         """
         arena = self.arena
         assert arena is not None
@@ -260,6 +273,7 @@ class Tiers:
             else:
                 self._keep([spill.key for spill in spills], data)
         if self._loads:
+            self._failures += 1
             try:
                 began = self._now()
                 for block, slot, _, source in self._loads:
@@ -270,13 +284,10 @@ class Tiers:
                         data = self.memory.data[slot : slot + 1]
                     arena.import_blocks(blocks, data)
                 took = self._now() - began
-            except Exception:
-                self._broken = True
-                logger.error("kv offload: blocks could not be copied in; no more are")
-                raise
             finally:
                 count = len(self._loads)
                 self._done_loading()
+            self._failures = 0
             self._stats.loaded_blocks += count
             self._stats.loading_seconds += took
             self._load_seconds += _RECENT * (took / count - self._load_seconds)
@@ -303,8 +314,11 @@ class Tiers:
         if num_tokens >= _MEASURED_TOKENS and num_decodes <= num_tokens // 8:
             measured = seconds / num_tokens
             self._seconds_per_token += _RECENT * (measured - self._seconds_per_token)
-        if self._filled:
-            self._persist(_FILLED_BYTES // self._block_bytes + 1)
+        try:
+            if self._filled:
+                self._persist(_FILLED_BYTES // self._block_bytes + 1)
+        except Exception:  # which costs the disk some blocks, and nobody an answer
+            logger.exception("kv offload: blocks could not be copied out")
 
     def _persist(self, most: int) -> None:
         """Copy out blocks that belong on disk, as far as it keeps up."""
@@ -314,11 +328,7 @@ class Tiers:
         if not chosen:
             return
         assert self.arena is not None
-        try:
-            data = self.arena.export_blocks(np.array([each.block for each in chosen], np.int32))
-        except Exception:
-            logger.exception("kv offload: %d blocks could not be copied out", len(chosen))
-            return
+        data = self.arena.export_blocks(np.array([each.block for each in chosen], np.int32))
         for each, block in zip(chosen, data, strict=True):
             self._write((self.digest(each.node), each.group), block)
 
@@ -336,7 +346,6 @@ class Tiers:
         disk = self.disk
         if disk is None or self._writer is None or disk.holds(key):
             return
-        self._writing += 1
 
         def job() -> None:
             try:
@@ -345,6 +354,7 @@ class Tiers:
                 self._written.append(None)
 
         self._writer.submit(job)
+        self._writing += 1
 
     def _count_written(self) -> None:
         while self._written:
@@ -377,14 +387,17 @@ class Tiers:
         if unread > self.memory.num_takeable:
             return None
         ahead = ReadAhead(now + computing - loading, len(keys))
-        for key in keys:
-            waiting = self._reading.get(key)
-            if waiting is None:
-                waiting = self._reading[key] = []
-                slot = self.memory.take()
-                assert slot is not None
-                self._submit_read(key, slot)
-            waiting.append(ahead)
+        try:
+            for key in keys:
+                if key not in self._reading:
+                    slot = self.memory.take()
+                    assert slot is not None
+                    self._reading[key] = _Reading(slot, [])
+                    self._submit_read(key, slot)
+                self._reading[key].waiting.append(ahead)
+        except BaseException:
+            self.end(ahead)
+            raise
         return ahead
 
     def _submit_read(self, key: Key, slot: int) -> None:
@@ -407,17 +420,20 @@ class Tiers:
         """Take over what has been read."""
         self._arrived.clear()
         while self._read:
-            key, slot, whole, took = self._read.popleft()
+            key, slot, whole, took = self._read[0]
             self._read_seconds += _RECENT * (took - self._read_seconds)
             if whole:
                 self.memory.put(key, slot, from_disk=True)
             else:
                 self.memory.give_back(slot)
-            for ahead in self._reading.pop(key):
+            for ahead in self._reading[key].waiting:
                 ahead.remaining -= 1
                 if whole and not ahead.over:
-                    self.memory.pin(key)
                     ahead.pinned.append(key)
+                    self.memory.pin(key)
+            # Last: a failure before leaves the slot to whoever cleans up.
+            del self._reading[key]
+            self._read.popleft()
 
     def is_ready(self, ahead: ReadAhead, now: float) -> bool:
         """Whether the request need not wait any longer."""
@@ -431,10 +447,10 @@ class Tiers:
 
     def end(self, ahead: ReadAhead) -> None:
         """The request has been let in, or is no more."""
-        ahead.over = True
-        for key in ahead.pinned:
-            self.memory.unpin(key)
-        ahead.pinned.clear()
+        if not ahead.over:
+            ahead.over = True
+            for key in ahead.pinned:
+                self.memory.unpin(key)
 
     def wait(self, seconds: float) -> None:
         """Until something has been read, or so long."""
@@ -447,8 +463,6 @@ class Tiers:
         if self.disk is None or self.arena is None:
             return
         until = time.monotonic() + seconds
-        self.poll()
-        self.forget()
         for node, group, block in index.held():
             if time.monotonic() >= until:
                 break

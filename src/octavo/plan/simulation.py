@@ -136,6 +136,8 @@ def simulated_engine(setup: Setup) -> Engine:
     """
     plan, layout = setup.plan()
     config = setup.config
+    if config.kv_offload_bytes:
+        raise SettingsError("kv_offload_memory and kv_offload_dir are not simulated")
     if plan.num_blocks > MOST_BLOCKS:
         raise SettingsError(
             f"{plan.num_blocks:,} blocks of KV cache: at most {MOST_BLOCKS:,} are simulated; give "

@@ -120,10 +120,14 @@ class Scheduler:
         )
 
     def add(
-        self, request: Request, record: RequestRecord, outputs: Items[Any] | None = None
+        self,
+        request: Request,
+        record: RequestRecord,
+        outputs: Items[Any] | None = None,
+        now: float | None = None,
     ) -> RequestState:
         """Queue a request; it joins the next step if there is room. ``outputs``: of each of its
-        sequences.
+        sequences. ``now``: clock seconds, where that is later than its arrival.
         """
         state = RequestState(request, record, self.check(request))
         self._arrivals += 1
@@ -137,7 +141,8 @@ class Scheduler:
         record.finish_reasons = [None] * len(state.sequences)
         first = state.sequences[0]
         if not first.owner.scores_prompt:
-            first.ahead = self.kv.read_ahead(prompt, request.cache_salt, record.arrival)
+            since = record.arrival if now is None else now
+            first.ahead = self.kv.read_ahead(prompt, request.cache_salt, since)
         self.shedding.add(state)
         try:
             self._queue(first, record.arrival)
@@ -146,6 +151,8 @@ class Scheduler:
             self.policy.clear()
             for seq in waiting:
                 self.policy.push(seq)
+            self.fetching = [seq for seq in self.fetching if seq is not first]
+            self._end_ahead(first)
             raise
         return state
 
@@ -708,7 +715,7 @@ class Scheduler:
             if any(seq.slot >= 0 for seq in state.sequences):
                 suspects.append(state)
             for seq in state.sequences:
-                self._end_ahead(seq)
+                seq.ahead = None  # the cache, as it was emptied, has let go of what was read
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
@@ -734,6 +741,8 @@ class Scheduler:
         kv = self.kv
         if kv.num_branches:
             raise RuntimeError("a branch has outlived its step")
+        if kv.tiers is not None and kv.tiers.memory.num_pinned:
+            raise RuntimeError("no request is left, but blocks of the host tier are pinned")
         if self.has_work() or kv.pool.num_used or kv.num_free_slots != self.config.max_num_seqs:
             raise RuntimeError(
                 f"no request is left, but {kv.pool.num_used} of {kv.pool.num_blocks} blocks and "

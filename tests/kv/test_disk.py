@@ -1,0 +1,372 @@
+"""The tier on disk: what is written comes back, and nothing else does, whatever lies there."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.kv import disk as module
+from octavo.kv.digest import Key, after, root
+from octavo.kv.disk import HEADER_BYTES, Bytes, Disk
+
+SIZE = 4096
+ENGINE = b"engine"
+FILE = HEADER_BYTES + SIZE
+
+
+def name(number: int, group: int = 0) -> Key:
+    return after(root(ENGINE, b""), number.to_bytes(4, "little")), group
+
+
+def block(number: int) -> Bytes:
+    return np.random.default_rng(number).integers(0, 256, SIZE, np.uint8)
+
+
+def opened(folder: Path, budget: int = 1 << 30, engine: bytes = ENGINE) -> Disk:
+    return Disk(folder, engine, SIZE, budget)
+
+
+def content(disk: Disk, key: Key) -> Bytes | None:
+    into = np.zeros(SIZE, np.uint8)
+    return into if disk.read(key, into) else None
+
+
+def path(disk: Disk, key: Key) -> Path:
+    return Path(disk._path(key))
+
+
+def test_written_read_and_found_again(tmp_path: Path) -> None:
+    disk = opened(tmp_path)
+    for number in range(20):
+        disk.write(name(number, number % 3), block(number))
+    again = opened(tmp_path)
+    assert len(again) == 20
+    assert again.used == disk.used == 20 * FILE
+    for number in range(20):
+        found = content(again, name(number, number % 3))
+        assert found is not None
+        assert (found == block(number)).all()
+        assert content(again, name(number, 7)) is None
+    assert not again.corrupted
+
+
+def cut(file: Path, rng: random.Random) -> None:
+    with file.open("r+b") as out:
+        out.truncate(rng.randrange(FILE))
+
+
+def flipped(file: Path, rng: random.Random) -> None:
+    whole = bytearray(file.read_bytes())
+    whole[rng.randrange(FILE)] ^= 1 << rng.randrange(8)
+    file.write_bytes(whole)
+
+
+def zeroed(file: Path, rng: random.Random) -> None:
+    whole = bytearray(file.read_bytes())
+    first = rng.randrange(FILE - 600)
+    whole[first : first + 600] = bytes(600)
+    file.write_bytes(whole)
+
+
+def longer(file: Path, rng: random.Random) -> None:
+    with file.open("ab") as out:
+        out.write(rng.randbytes(rng.randint(1, 100)))
+
+
+def foreign(file: Path, rng: random.Random) -> None:
+    file.write_bytes(rng.randbytes(FILE))
+
+
+def empty(file: Path, rng: random.Random) -> None:
+    file.write_bytes(b"")
+
+
+def folder(file: Path, rng: random.Random) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def link(file: Path, rng: random.Random) -> None:
+    target = file.with_name("elsewhere")
+    file.rename(target)
+    file.symlink_to(target)
+
+
+def pipe(file: Path, rng: random.Random) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def other_key(file: Path, rng: random.Random) -> None:
+    """Another block of the same engine, under this one's name."""
+    disk = opened(file.parents[3] / "other")
+    disk.write(name(999), block(999))
+    file.write_bytes(path(disk, name(999)).read_bytes())
+
+
+def other_engine(file: Path, rng: random.Random) -> None:
+    disk = opened(file.parents[3] / "other", engine=b"another")
+    disk.write(name(1), block(999))
+    file.write_bytes(path(disk, name(1)).read_bytes())
+
+
+HARM: list[Callable[[Path, random.Random], None]] = [
+    cut, flipped, zeroed, longer, foreign, empty, folder, link, pipe, other_key, other_engine,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("harm", HARM)
+@pytest.mark.parametrize("reopened", [False, True])
+def test_nothing_bad_is_served(
+    tmp_path: Path,
+    harm: Callable[[Path, random.Random], None],
+    reopened: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = opened(tmp_path / "disk")
+    for number in range(8):
+        disk.write(name(number), block(number))
+    for seed in (1, 2, 3):
+        harm(path(disk, name(seed)), random.Random(seed))
+    if reopened:
+        disk = opened(tmp_path / "disk")
+    for number in range(8):
+        found = content(disk, name(number))
+        if number in (1, 2, 3):
+            assert found is None
+            assert not disk.holds(name(number))
+        else:
+            assert found is not None
+            assert (found == block(number)).all()
+    assert disk.corrupted == 3
+    assert len([r for r in caplog.records if "is dropped" in r.message]) == 1
+    # And its place is good for a right one again, unless somebody else's folder is in it.
+    if harm is not folder:
+        disk.write(name(2), block(2))
+        assert content(disk, name(2)) is not None
+
+
+def test_a_header_altered_anywhere_is_refused(tmp_path: Path) -> None:
+    disk = opened(tmp_path)
+    for place in range(HEADER_BYTES):
+        disk.write(name(place), block(place))
+        file = path(disk, name(place))
+        whole = bytearray(file.read_bytes())
+        whole[place] ^= 0xFF
+        file.write_bytes(whole)
+        assert content(disk, name(place)) is None
+    assert disk.corrupted == HEADER_BYTES
+
+
+def test_what_has_vanished_is_a_miss(tmp_path: Path) -> None:
+    disk = opened(tmp_path)
+    disk.write(name(1), block(1))
+    path(disk, name(1)).unlink()
+    assert disk.holds(name(1))
+    assert content(disk, name(1)) is None
+    assert not disk.holds(name(1))
+    assert not disk.corrupted
+
+
+def test_a_folder_removed_while_it_is_used(tmp_path: Path) -> None:
+    disk = opened(tmp_path)
+    disk.write(name(1), block(1))
+    for file in sorted(tmp_path.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    disk.write(name(2), block(2))
+    assert content(disk, name(1)) is None
+    assert content(disk, name(2)) is not None
+    assert not disk.failed_writes
+
+
+def test_names_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
+    disk = opened(tmp_path, budget=4 * FILE)
+    disk.write(name(1), block(1))
+    shard = path(disk, name(1)).parent
+    strangers = [
+        shard / "notes.txt",
+        shard / f"{'g' * 64}-0",
+        shard / f"{name(1)[0].hex()}-00",
+        shard / f"{name(1)[0].hex().upper()}-0",
+        shard / f"{name(1)[0].hex()[:-2]}-0",
+        tmp_path / "octavo-kv-1" / "readme",
+        tmp_path / "else",
+    ]
+    for stranger in strangers:
+        stranger.write_bytes(b"mine")
+    misplaced = shard / f"{'0' * 64}-0"
+    misplaced.write_bytes(b"ours by its name, but not where it belongs")
+    again = opened(tmp_path, budget=4 * FILE)
+    assert len(again) == 1
+    for number in range(2, 9):
+        again.write(name(number), block(number))
+    assert all(stranger.read_bytes() == b"mine" for stranger in strangers)
+
+
+def test_the_budget_is_kept_and_the_least_recently_used_goes(tmp_path: Path) -> None:
+    disk = opened(tmp_path, budget=10 * FILE)
+    for number in range(10):
+        disk.write(name(number), block(number))
+        os.utime(path(disk, name(number)), (number, number))
+    assert content(disk, name(0)) is not None  # used just now
+    for number in range(10, 14):
+        disk.write(name(number), block(number))
+        assert disk.used <= 10 * FILE
+        assert sum(f.stat().st_size for f in tmp_path.rglob("*-0")) <= 10 * FILE
+    assert disk.holds(name(0))
+    assert not disk.holds(name(1))
+    assert content(disk, name(13)) is not None
+
+
+def test_a_block_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
+    disk = opened(tmp_path, budget=FILE - 1)
+    disk.write(name(1), block(1))
+    assert not disk.holds(name(1))
+    assert not [*tmp_path.rglob("*-0")]
+
+
+def test_another_engine_shares_nothing_but_the_budget(tmp_path: Path) -> None:
+    one = opened(tmp_path, budget=4 * FILE)
+    for number in range(4):
+        one.write(name(number), block(number))
+        os.utime(path(one, name(number)), (number, number))
+    other = opened(tmp_path, budget=4 * FILE, engine=b"other weights")
+    assert len(other) == 0
+    assert other.used == 4 * FILE
+    assert content(other, name(1)) is None
+    other.write(name(1), block(50))
+    found = content(other, name(1))
+    assert found is not None
+    assert (found == block(50)).all()
+    assert content(one, name(0)) is None  # the oldest of all made room
+    found = content(one, name(3))
+    assert found is not None
+    assert (found == block(3)).all()
+    assert not one.corrupted
+
+
+def test_two_servers_in_one_folder(tmp_path: Path) -> None:
+    """They write the same blocks, read them and evict each other's, at the same time."""
+    wrong: list[int] = []
+
+    def serve(seed: int) -> None:
+        disk = opened(tmp_path, budget=30 * FILE)
+        rng = random.Random(seed)
+        for _ in range(300):
+            number = rng.randrange(40)
+            if rng.random() < 0.5:
+                disk.write(name(number), block(number))
+            else:
+                found = content(disk, name(number))
+                if found is not None and not (found == block(number)).all():
+                    wrong.append(number)
+        wrong.extend([-1] * disk.corrupted)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_full_disk_stops_writing_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = [0.0]
+    disk = Disk(tmp_path, ENGINE, SIZE, 1 << 30, now=lambda: clock[0])
+    disk.write(name(1), block(1))
+    real = os.writev
+    attempts = []
+
+    def full(file: int, parts: list[bytes]) -> int:
+        attempts.append(file)
+        if len(attempts) % 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, [parts[0], memoryview(parts[1])[:100]])  # only some of it fits
+
+    monkeypatch.setattr(os, "writev", full)
+    disk.write(name(2), block(2))
+    disk.write(name(3), block(3))
+    assert len(attempts) == 1
+    clock[0] = 61
+    disk.write(name(2), block(2))
+    assert len(attempts) == 2
+    assert disk.failed_writes == 2
+    assert "No space left on device; nothing is written for 60 seconds" in caplog.text
+    assert not disk.holds(name(2))
+    assert content(disk, name(1)) is not None  # reading goes on
+    assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 1
+    monkeypatch.undo()
+    clock[0] = 122
+    disk.write(name(2), block(2))
+    assert content(disk, name(2)) is not None
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    """Under a limit on the size of files, which the kernel keeps."""
+    code = (
+        "import resource, signal, sys; sys.path.insert(0, sys.argv[2]);"
+        "from kv.test_disk import *;"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
+        "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
+        "disk.write(name(2), block(2));"
+        "print(disk.failed_writes, disk.holds(name(2)), content(disk, name(1)) is not None)"
+    )
+    tests = str(Path(__file__).parents[1])
+    ran = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), tests], capture_output=True, text=True
+    )
+    assert ran.stdout.split() == ["1", "False", "True"], ran.stderr
+    assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 1
+
+
+def test_an_error_while_reading_is_a_miss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = opened(tmp_path)
+    disk.write(name(1), block(1))
+
+    def broken(file: int, parts: list[bytes]) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "readv", broken)
+    assert content(disk, name(1)) is None
+    assert disk.corrupted == 1
+
+
+def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> None:
+    disk = opened(tmp_path, budget=3 * FILE)
+    disk.write(name(1), block(1))
+    unfinished = path(disk, name(1)).with_name(f"{path(disk, name(2)).name}.123.tmp")
+    unfinished.write_bytes(b"x" * 100)
+    again = opened(tmp_path, budget=3 * FILE)
+    assert len(again) == 1
+    assert unfinished.exists()
+    old = time.time() - 2 * module._ABANDONED
+    os.utime(unfinished, (old, old))
+    opened(tmp_path)
+    assert not unfinished.exists()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
+        opened(tmp_path / "file" / "folder")
+
+
+def test_others_may_not_read_what_users_asked(tmp_path: Path) -> None:
+    disk = opened(tmp_path / "cache")
+    disk.write(name(1), block(1))
+    file = path(disk, name(1))
+    assert file.stat().st_mode & 0o077 == 0
+    assert file.parent.stat().st_mode & 0o077 == 0

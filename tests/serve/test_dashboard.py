@@ -103,7 +103,7 @@ async def test_every_metric_of_the_dashboard_is_there(tmp_path: Path) -> None:
     series = [line.rpartition(" ")[0] for line in plain.text.splitlines() if line[0] != "#"]
     assert len(set(series)) == len(series)
     queries = [str(variable.get("definition", "")) for variable in VARIABLES.values()]
-    used = set().union(*map(names, EXPRESSIONS + queries))
+    used = set().union(*map(names, [*EXPRESSIONS, *queries, (DOCS / "alerts.yml").read_text()]))
     assert len(used) > 40
     assert used <= set(samples)
 
@@ -152,6 +152,14 @@ async def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
         and not line.startswith("octavo:iteration_tokens_total non-counter metrics should not have")
     ]
     assert found == []
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
+def test_alerts_fire_when_they_must_and_only_then() -> None:
+    rules = Path(__file__).parent / "alerts_test.yml"
+    command = ["promtool", "test", "rules", str(rules)]
+    tested = subprocess.run(command, capture_output=True, text=True)
+    assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
 @contextmanager

@@ -70,19 +70,19 @@ async def test_the_spans_of_a_request() -> None:
             }  # fmt: skip
             headers = {"traceparent": TRACEPARENT, "tracestate": "a=b", "x-request-id": "mine"}
             answer = (await client.post("/v1/completions", json=body, headers=headers)).json()
-            spans = await asyncio.to_thread(collector.spans, 4)
+            spans = await asyncio.to_thread(collector.spans, 5)
     after = time.time_ns()
     assert collector.paths[0] == "/v1/traces"
     assert collector.resources[0]["service.name"] == "octavo"
     named = by_name(spans)
-    assert named.keys() == {"text_completion tiny", "queue", "prefill", "decode"}
+    assert named.keys() == {"text_completion tiny", "prepare", "queue", "prefill", "decode"}
     root = named["text_completion tiny"]
     assert root.trace_id.hex() == REMOTE
     assert root.parent_span_id.hex() == PARENT
     assert root.trace_state == "a=b"
     assert root.kind == 2  # SERVER
     assert root.status.code == 0
-    phases = [named[name] for name in ("queue", "prefill", "decode")]
+    phases = [named[name] for name in ("prepare", "queue", "prefill", "decode")]
     for phase in phases:
         assert (phase.trace_id, phase.parent_span_id) == (root.trace_id, root.span_id)
     # On the wall clock, each phase begins where the one before it ends.
@@ -133,7 +133,7 @@ async def test_the_spans_of_a_request() -> None:
         *("time_in_queue", "time_to_first_token", "e2e", "time_in_model_prefill"),
         *("time_in_model_decode", "time_in_model_inference"),
     }
-    queue, prefill, decode = (
+    _, queue, prefill, decode = (
         (phase.end_time_unix_nano - phase.start_time_unix_nano) / 1e9 for phase in phases
     )
     assert latencies["time_in_queue"] == pytest.approx(queue, abs=2e-6)
@@ -152,8 +152,8 @@ async def test_without_a_parent_each_request_is_a_trace() -> None:
                 await client.post("/v1/chat/completions", json=body, headers=headers)
             for path in ("/v1/models", "/health", "/metrics"):
                 await client.get(path)
-            spans = await asyncio.to_thread(collector.spans, 12)
-    assert len(spans) == 12
+            spans = await asyncio.to_thread(collector.spans, 15)
+    assert len(spans) == 15
     roots = [span for span in spans if not span.parent_span_id]
     assert [root.name for root in roots] == ["chat tiny"] * 3
     assert len({root.trace_id for root in roots}) == 3
@@ -169,15 +169,19 @@ async def test_several_prompts_and_what_never_ran() -> None:
             assert refused.status_code == 400
             huge = await client.post("/v1/completions", json={"prompt": "a", "top_k": 2**80})
             assert huge.status_code == 200
-            spans = await asyncio.to_thread(collector.spans, 15)
-    assert len(spans) == 15
+            spans = await asyncio.to_thread(collector.spans, 17)
+    assert len(spans) == 17
     roots = [span for span in spans if not span.parent_span_id]
     several, refusal, huge_span = roots
     assert attributes(huge_span)["gen_ai.request.top_k"] == str(2**80)
     assert attributes(several)["gen_ai.usage.input_tokens"] == 3
     assert "gen_ai.latency.time_in_model_decode" not in attributes(several)
     children = [span for span in spans if span.parent_span_id == several.span_id]
-    found = sorted((attributes(span)["octavo.prompt_index"], span.name) for span in children)
+    found = sorted(
+        (attributes(span)["octavo.prompt_index"], span.name)
+        for span in children
+        if span.name != "prepare"
+    )
     assert found == [(i, name) for i in range(3) for name in ("decode", "prefill", "queue")]
     assert refusal.status.code == 0  # the client's fault is no error of the server's
     assert attributes(refusal)["http.response.status_code"] == 400
@@ -190,11 +194,11 @@ async def test_a_client_that_leaves_and_an_engine_that_dies() -> None:
             body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
             with pytest.raises(httpx.ReadTimeout):
                 await client.post("/v1/completions", json=body, timeout=0.2)
-            (*_, left) = await asyncio.to_thread(collector.spans, 4)
+            (*_, left) = await asyncio.to_thread(collector.spans, 5)
             engine.engine.executor.hang = True  # type: ignore[attr-defined]
             dead = await client.post("/v1/completions", json=body)
             assert dead.status_code == 500
-            spans = await asyncio.to_thread(collector.spans, 5)
+            spans = await asyncio.to_thread(collector.spans, 7)
             engine.engine.executor.hang = False  # type: ignore[attr-defined]
     assert attributes(left)["octavo.outcome"] == "aborted"
     assert attributes(left)["http.response.status_code"] == 499
@@ -215,7 +219,7 @@ async def test_the_standard_environment(monkeypatch: pytest.MonkeyPatch) -> None
             body = {"prompt": "a", "max_tokens": 2}
             await client.post("/v1/completions", json=body)  # not sampled
             await client.post("/v1/completions", json=body, headers={"traceparent": TRACEPARENT})
-            spans = await asyncio.to_thread(collector.spans, 4)
+            spans = await asyncio.to_thread(collector.spans, 5)
     assert {span.trace_id.hex() for span in spans} == {REMOTE}
     assert collector.resources[0]["service.name"] == "mine"
     assert collector.resources[0]["deployment.environment"] == "test"
@@ -268,7 +272,7 @@ def test_a_process_sends_what_is_left_when_it_ends() -> None:
             assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
             server.child.terminate()
             assert server.wait() == 0
-        spans = collector.spans(4)
+        spans = collector.spans(5)
     assert collector.paths[0] == "/own/path"
     assert f'"trace_id": "{spans[0].trace_id.hex()}"' in server.said
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 import uvloop
+from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from octavo import __version__
@@ -56,6 +57,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     scheduling policy does not know of. With an engine that hangs it ends the process, with code 1.
     """
     check_keys(serve.keys, engine.scheduling_policy)
+    # A third of what a scrape would be, and Prometheus does not read it.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
     try:

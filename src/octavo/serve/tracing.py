@@ -1,5 +1,6 @@
 """A span for each generation, for OpenTelemetry, made when it is over: of the request, and in it
-one each of the time it waited (queue), put its prompt through (prefill) and generated (decode).
+one of the time until the engine got it (prepare: body, template, tokens), and for each prompt those
+in which it waited (queue), went through the model (prefill) and was answered (decode).
 
 Needs the optional packages of ``octavo[otel]``. Attributes follow OpenTelemetry's semantic
 conventions for generative AI and HTTP, those of times vLLM's names (``gen_ai.latency.*``). Spans
@@ -86,6 +87,12 @@ class Tracer:
             if exchange.status >= 500 or (exchange.error_type and exchange.status < 400):
                 span.set_status(Status(StatusCode.ERROR))
             context = set_span_in_context(span)
+            if exchange.records:
+                arrival = min(record.arrival for record in exchange.records)
+                prepare = self._tracer.start_span(
+                    "prepare", context, start_time=at(exchange.started)
+                )
+                prepare.end(at(arrival))
             for index, record in enumerate(exchange.records[:_MOST_PROMPTS]):
                 for phase in _phases(record, exchange.ended):
                     child = self._tracer.start_span(
@@ -200,7 +207,7 @@ def _of_records(
         ("e2e", "e2e_ms"),
     ):
         if isinstance(value := facts[fact], float):
-            attributes[f"gen_ai.latency.{name}"] = value / 1000
+            attributes[f"gen_ai.latency.{name}"] = round(value / 1000, 6)
     if isinstance(met := facts["slo_met"], bool):
         attributes["octavo.slo_met"] = met
     if len(records) == 1:

@@ -36,7 +36,7 @@ ALLOWED: dict[str, set[str]] = {
         *("engine", "speculate", "quant", "schedule", "sample", "execute", "kv", "model"),
         "checkpoint",
     },
-    "serve": {"plan.calibration", "engine", "schedule", "sample", "checkpoint"},
+    "serve": {"plan.calibration", "engine", "schedule", "sample", "kv.tiers", "checkpoint"},
     "top": {"engine.snapshot", "bench.load"},
     "bench": {
         *("workload", "engine", "quant", "schedule", "sample", "execute", "kv", "model"),

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -207,11 +207,11 @@ async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
 
                 async with asyncio.timeout(60):
                     while True:
-                        try:
-                            if await query("octavo:num_requests_running"):
+                        with suppress(httpx.TransportError):
+                            if (await asking.get("/-/ready")).status_code == 200:
                                 break
-                        except httpx.TransportError:
-                            pass
+                        await asyncio.sleep(0.1)
+                    while not await query("octavo:num_requests_running"):
                         await asyncio.sleep(0.1)
                     await make_traffic(client, metrics)
                     # A rate is of what has grown between two scrapes.

@@ -1,11 +1,11 @@
 """Same request, same bits: logits and tokens of a request in any load equal those of it alone.
 
 Each case is drawn from a seed: a model and weight format, an engine (threads, chunk sizes, block
-size, pool down to the smallest that admits the requests, prefix cache on or off, speculation by one
-of several drafters), and a load of 1 to 32 requests with every sampling option that arrive and are
-aborted at drawn moments, on a cache that is warm or cold. Some of the requests are then run alone,
-on one thread, in one chunk, without a cache or drafts, and every logits row is compared byte for
-byte.
+size, pool down to the smallest that admits the requests, prefix cache on or off, with a tier in
+host memory and one on disk behind it, speculation by one of several drafters), and a load of 1 to
+32 requests with every sampling option that arrive and are aborted at drawn moments, on a cache that
+is warm or cold. Some of the requests are then run alone, on one thread, in one chunk, without a
+cache or drafts, and every logits row is compared byte for byte.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 
 import octavo.checkpoint
+from engine.tiering import eager_tiers
 from execute import tiny
 from octavo import _native
 from octavo.checkpoint.base import Checkpoint, WeightFormat
@@ -103,6 +104,8 @@ class Setting:
     draft_blocks: float = 4.0  # as many of the longest sequences its cache holds
     spare_rows: int = 7  # of logits, for drafts
     max_branches: int = 0
+    host_blocks: int = 0  # of a tier of the prefix cache in host memory; 0: none
+    disk: bool = False  # a tier on disk behind it, which now and then loses a block
 
 
 class Doubtful(SuffixDrafter):
@@ -245,6 +248,7 @@ class Covered(NamedTuple):
     accepted: int  # draft tokens
     rejected: int
     taken: int  # branches
+    loaded: int  # blocks from other tiers
 
 
 def smallest_pool(layout: KvLayout, setting: Setting) -> int:
@@ -267,6 +271,8 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         enable_prefix_caching=setting.enable_prefix_caching,
     )
     scheduler = Scheduler(limits, layout, num_blocks)
+    if setting.host_blocks:
+        scheduler.kv.extend(eager_tiers(layout, setting.host_blocks, disk=setting.disk))
     executor = NativeExecutor(
         checkpoint,
         compute,
@@ -391,6 +397,9 @@ def check_case(
         spare_rows=guess.choice((7, 7, 60)),
         max_branches=guess.choice((0, 2, 16)),
     )
+    if setting.enable_prefix_caching and guess.random() < 0.6:
+        host_blocks = max(1, int((setting.num_blocks or 1) * guess.choice((0.5, 3.0))))
+        setting = replace(setting, host_blocks=host_blocks, disk=guess.random() < 0.5)
     tight = rng.random() < 0.4  # short prompts, long outputs, few blocks: preemptions
     if tight:
         layout = KvLayout.of(checkpoint.config, setting.block_size, setting.kv_dtype)
@@ -445,7 +454,8 @@ def check_case(
             )
     accepted, drafted = stats.accepted_tokens, stats.draft_tokens
     preemptions, hits = stats.preemptions, stats.prefix_hits
-    return Covered(rows, preemptions, hits, accepted, drafted - accepted, recorder.taken)
+    loaded = stats.tiers.loaded_blocks if stats.tiers else 0
+    return Covered(rows, preemptions, hits, accepted, drafted - accepted, recorder.taken, loaded)
 
 
 def compare(crowd: Trace, alone: Trace, where: str) -> int:
@@ -475,7 +485,7 @@ def compare(crowd: Trace, alone: Trace, where: str) -> int:
 def test_same_bits(group: int) -> None:
     """A case of each model, and more until everything has been tried."""
     names = sorted(MODELS)
-    tried = Covered(0, 0, 0, 0, 0, 0)
+    tried = Covered(0, 0, 0, 0, 0, 0, 0)
     for index in range(4 * len(names)):
         seed = 10 * group + index % len(names) + 10_000 * (index // len(names))
         covered = check_case(tiny_model(names[index % len(names)]), seed)

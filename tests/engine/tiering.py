@@ -12,7 +12,7 @@ from octavo.kv.disk import Bytes, Disk
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
 from octavo.kv.tiers import Tiers
-from octavo.kv.worker import Job
+from octavo.kv.worker import Job, ThreadWorker
 
 
 class ToldWorker:
@@ -85,6 +85,19 @@ class ToldTiers(Tiers):
         for worker in self.workers:
             worker.run(len(worker.jobs))
         self.poll()
+
+
+def eager_tiers(layout: KvLayout, host_blocks: int, *, disk: bool) -> Tiers:
+    """With threads of their own, and blocks that are always worth loading."""
+    return Tiers(
+        b"engine",
+        HostMemory(host_blocks, layout.block_bytes),
+        FakeDisk(layout.block_bytes) if disk else None,
+        reader=ThreadWorker("read"),
+        writer=ThreadWorker("write"),
+        tokens_per_block=layout.block_size / len(layout.groups),
+        seconds_per_token=10.0,
+    )
 
 
 def slow_tiers(

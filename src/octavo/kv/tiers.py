@@ -41,7 +41,7 @@ _FILLED_BYTES = 16 << 20  # copied out for it after a step, at most
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
-_MOST_FAILURES = 3  # to copy in, one after another; then nothing is loaded any more
+_REST = 60.0  # seconds for which nothing is loaded, when copying in has failed
 _MEASURED_TOKENS = 64  # that a step has, at least, which shows how fast prompts are computed
 _RECENT = 0.2  # weight of the newest measurement
 
@@ -172,7 +172,7 @@ class Tiers:
         self._read_seconds = self._block_bytes / _DISK_BANDWIDTH
         self._tokens_per_block = tokens_per_block
         self._seconds_per_token = seconds_per_token
-        self._failures = 0  # to copy in, one after another
+        self._rests_until = -float("inf")  # seconds of ``now``: copying in has failed
 
     # Names
 
@@ -201,7 +201,7 @@ class Tiers:
         return node.digest
 
     def find(self, key: Key) -> Source | None:
-        if self._failures >= _MOST_FAILURES:
+        if self._now() < self._rests_until:
             return None
         if key in self.memory:
             return Source.HOST
@@ -273,9 +273,8 @@ class Tiers:
             else:
                 self._keep([spill.key for spill in spills], data)
         if self._loads:
-            self._failures += 1
+            began = self._now()
             try:
-                began = self._now()
                 for block, slot, _, source in self._loads:
                     blocks = np.array([block], np.int32)
                     if slot is None:
@@ -283,11 +282,12 @@ class Tiers:
                     else:
                         data = self.memory.data[slot : slot + 1]
                     arena.import_blocks(blocks, data)
-                took = self._now() - began
-            finally:
-                count = len(self._loads)
-                self._done_loading()
-            self._failures = 0
+            except BaseException:
+                # Whoever wanted it runs again, perhaps alone: that is not to fail, too.
+                self._rests_until = began + _REST
+                raise
+            took, count = self._now() - began, len(self._loads)
+            self._done_loading()
             self._stats.loaded_blocks += count
             self._stats.loading_seconds += took
             self._load_seconds += _RECENT * (took / count - self._load_seconds)

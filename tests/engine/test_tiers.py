@@ -1,0 +1,363 @@
+"""What goes to other tiers of the prefix cache and what comes from there: when it is worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from engine.checking import CheckingExecutor, Crash, build, layout
+from engine.tiering import FakeDisk, ToldTiers, slow_tiers
+from octavo.engine.clock import VirtualClock
+from octavo.engine.engine import Engine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Outcome, Request, RequestRecord
+from octavo.schedule.sequence import Status
+
+
+def made(
+    windows: Sequence[int | None] = (None,),
+    *,
+    host: int = 64,
+    disk: FakeDisk | None = None,
+    blocks: int = 8,
+    length: int = 128,
+    engine: bytes = b"engine",
+    **more: Any,
+) -> tuple[Engine, ToldTiers]:
+    clock = VirtualClock()
+    tiers = slow_tiers(layout(windows), host, disk=disk is not None, clock=clock, **more)
+    tiers.engine = engine
+    if disk is not None:
+        tiers.disk = disk
+    built = build(
+        windows=windows, num_blocks=blocks, max_model_len=length, tiers=tiers, clock=clock
+    )
+    return built, tiers
+
+
+class Whole(FakeDisk):
+    """Loses nothing."""
+
+    def read(self, key: Any, into: Any) -> bool:
+        if key not in self.files:
+            return False
+        into[:] = self.files[key]
+        self.bytes_read += self.block_bytes
+        return True
+
+    def write(self, key: Any, data: Any) -> None:
+        self.files[key] = data.copy()
+
+
+def whole() -> Whole:
+    return Whole(layout().block_bytes)
+
+
+def ask(
+    engine: Engine, name: str, prompt: Sequence[int], salt: str | None = None, **params: Any
+) -> RequestRecord:
+    params = {"max_tokens": 1, "seed": 1} | params
+    return engine.add_request(
+        Request(
+            request_id=name,
+            prompt_token_ids=prompt,
+            params=SamplingParams(**params),
+            cache_salt=salt,
+        )
+    )
+
+
+def run(engine: Engine) -> None:
+    for _ in range(10_000):
+        if not engine.has_work():
+            break
+        engine.step()
+        engine.scheduler.check_integrity()
+    assert not engine.has_work()
+    engine.check_integrity()
+
+
+def text(number: int, length: int = 100) -> list[int]:
+    return [(number * 31 + at * 7 + at * at) % 50 for at in range(length)]
+
+
+def overwritten(engine: Engine) -> None:
+    """Let others have the whole pool."""
+    for number in (7, 8):
+        ask(engine, f"other {number}", text(number, 120))
+        run(engine)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 40), (24, None, 100)])
+def test_what_the_pool_forgot_is_taken_from_host_memory(windows: Sequence[int | None]) -> None:
+    engine, tiers = made(windows, blocks=8 * len(windows), host=200)
+    ask(engine, "first", text(1))
+    run(engine)
+    overwritten(engine)
+    again = ask(engine, "again", text(1))
+    run(engine)
+    assert again.cached_tokens == 96
+    stats = engine.stats()
+    assert (stats.prefix_hits, stats.prefix_hits_host, stats.prefix_hits_disk) == (96, 96, 0)
+    assert tiers.stats().loaded_blocks > 0
+    assert tiers.stats().spilled_blocks > 0
+
+
+def test_a_whole_prompt_from_host_memory_computes_its_last_token() -> None:
+    engine, _ = made()
+    ask(engine, "first", text(1, 96))
+    run(engine)
+    overwritten(engine)
+    before = engine.stats().computed_tokens
+    again = ask(engine, "again", text(1, 96), max_tokens=20)
+    run(engine)
+    assert again.cached_tokens == 95
+    assert engine.stats().computed_tokens - before == 1 + 19
+
+
+def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
+    engine, tiers = made()
+    tiers._load_seconds = 1000.0
+    ask(engine, "first", text(1))
+    run(engine)
+    overwritten(engine)
+    assert tiers.stats().spilled_blocks == 0  # nor is it kept
+    tiers._load_seconds = 0.0
+    ask(engine, "second", text(2))
+    run(engine)
+    overwritten(engine)
+    assert tiers.stats().spilled_blocks > 0
+    tiers._load_seconds = 1000.0
+    again = ask(engine, "again", text(2))
+    run(engine)
+    assert again.cached_tokens == 0
+    assert tiers.stats().not_worth_loading > 0
+    tiers._load_seconds = 0.0
+    overwritten(engine)
+    again = ask(engine, "once more", text(2))
+    run(engine)
+    assert again.cached_tokens == 96
+
+
+def test_speeds_are_measured() -> None:
+    engine, tiers = made(seconds_per_token=0.5, length=2000, blocks=200)
+    for number in range(40):
+        ask(engine, str(number), text(number, 1000))
+        run(engine)
+    # The checking executor takes a millisecond for a step of 64 tokens.
+    assert tiers._seconds_per_token == pytest.approx(0.001 / 64, rel=0.01)
+
+
+def test_salts_and_engines_share_nothing() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1), "a")
+    run(engine)
+    overwritten(engine)
+    for salt, cached in ((None, 0), ("b", 0), ("a", 96)):
+        again = ask(engine, f"again {salt}", text(1), salt)
+        run(engine)
+        assert again.cached_tokens == cached
+        overwritten(engine)
+    tiers.settle()
+    for name, cached in ((b"another", 0), (b"engine", 96)):
+        other, _ = made(disk=disk, engine=name)
+        again = ask(other, "again", text(1), "a")
+        run(other)
+        assert again.cached_tokens == cached
+
+
+def test_after_a_restart_the_disk_answers() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    # Killed: nothing is flushed. What had been computed before the last step is there.
+    engine, tiers = made(disk=disk)
+    again = ask(engine, "again", text(1))
+    assert engine.scheduler.fetching
+    assert engine.stats().waiting == 1
+    run(engine)
+    assert again.cached_tokens == 96
+    stats = engine.stats()
+    assert (stats.prefix_hits_host, stats.prefix_hits_disk) == (0, 96)
+    assert tiers.stats().reads_in_time == 1
+    # The second time it comes from host memory.
+    overwritten(engine)
+    ask(engine, "third", text(1))
+    run(engine)
+    assert engine.stats().prefix_hits_host == 96
+
+
+def test_at_the_end_everything_is_written() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1), max_tokens=28)
+    run(engine)
+    tiers.settle()
+    disk.files.clear()
+    writer = tiers.workers[1]
+    submit = writer.submit
+    writer.submit = lambda job: (submit(job), writer.run(1))[0]  # type: ignore[method-assign]
+    engine.close()
+    assert len(disk.files) == 7
+
+
+def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk)
+    tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    waiting = ask(engine, "waiting", text(1))
+    other = ask(engine, "other", text(2, 40))
+    engine.step()
+    assert other.scheduled is not None
+    assert waiting.scheduled is None
+    assert [seq.status for seq in engine.scheduler.fetching] == [Status.FETCHING]
+
+
+def test_nobody_waits_longer_than_computing_would_take() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk, seconds_per_token=0.01)
+    tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    late = ask(engine, "late", text(1))
+    run(engine)
+    assert late.outcome is Outcome.FINISHED
+    assert late.cached_tokens == 0
+    assert late.scheduled is not None
+    assert 0.95 < late.scheduled - late.arrival < 1.0  # 96 tokens of a hundredth of a second
+    assert tiers.stats().reads_late == 1
+    # What comes too late is of use to the next.
+    del tiers.workers[0].run
+    tiers.settle()
+    assert len(tiers.memory) == 6
+    tiers.check([])
+
+
+def test_a_disk_slower_than_computing_is_not_asked() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk, seconds_per_token=1e-9)
+    tiers._read_seconds = 1.0
+    again = ask(engine, "again", text(1))
+    assert not engine.scheduler.fetching
+    run(engine)
+    assert again.cached_tokens == 0
+
+
+def test_a_block_lost_on_the_way_ends_the_prefix_there() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    third = [*disk.files][2]
+    engine, tiers = made(disk=disk)
+    again = ask(engine, "again", text(1))
+    del disk.files[third]
+    run(engine)
+    assert again.outcome is Outcome.FINISHED
+    assert again.cached_tokens == 32
+
+
+def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk)
+    ask(engine, "gone", text(1))
+    tiers.workers[0].run(3)
+    engine.scheduler._fetched()
+    assert tiers.memory.num_pins == 3
+    assert engine.abort("gone")
+    assert not tiers.memory.num_pins
+    run(engine)
+    tiers.settle()
+    tiers.check([])
+
+
+def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
+    """Swapped, that is, and not computed again; and as quick as that is decided otherwise."""
+    for worth, least in ((True, 16), (False, 0)):
+        engine, tiers = made(blocks=7, length=80)
+        if not worth:
+            tiers._load_seconds = 1000.0
+        first = ask(engine, "first", text(1, 34), max_tokens=35)
+        second = ask(engine, "second", text(2, 34), max_tokens=35, seed=2)
+        run(engine)
+        assert first.preemptions + second.preemptions == 1
+        assert engine.stats().swapped_tokens >= least
+        assert worth or not engine.stats().swapped_tokens
+
+
+def test_prompt_logprobs_are_computed_whole() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    overwritten(engine)
+    tiers.settle()
+    again = ask(engine, "again", text(1), prompt_logprobs=0)
+    assert not engine.scheduler.fetching
+    run(engine)
+    assert again.cached_tokens == 0
+
+
+def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:
+    engine, tiers = made()
+    ask(engine, "first", text(1))
+    run(engine)
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+
+    def broken(*_: object) -> None:
+        raise Crash("injected")
+
+    executor.import_blocks = broken  # type: ignore[method-assign]
+    for number in range(5):
+        overwritten(engine)
+        again = ask(engine, f"again {number}", text(1))
+        run(engine)
+        assert again.outcome is Outcome.FINISHED
+    assert tiers.stats().loaded_blocks == 0
+
+
+def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
+    engine, tiers = made(disk=whole())
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+
+    def broken(*_: object) -> Any:
+        raise Crash("injected")
+
+    executor.export_blocks = broken  # type: ignore[method-assign]
+    ask(engine, "first", text(1))
+    run(engine)
+    overwritten(engine)
+    again = ask(engine, "again", text(1))
+    run(engine)
+    assert again.outcome is Outcome.FINISHED
+    assert not len(tiers.memory)
+
+
+def test_tiers_need_a_prefix_cache() -> None:
+    with pytest.raises(ValueError, match="prefix cache is off"):
+        build(
+            tiers=slow_tiers(layout(), 4, disk=False, clock=VirtualClock()),
+            enable_prefix_caching=False,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,6 +20,7 @@ from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import AdmissionError, LatencyTarget, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 
@@ -44,7 +46,7 @@ RATES = Rates(2e9, 2e9, 2e-3, row_overhead=200e-6)
 class Simulated:
     """An engine and the waiting of those who come to it, told at once."""
 
-    def __init__(self, num_blocks: int = 4096, **limits: int) -> None:
+    def __init__(self, num_blocks: int = 4096, **limits: Any) -> None:
         layout = KvLayout.of(MODEL)
         self.engine = Engine(
             CostExecutor(program(MODEL), layout, num_blocks=num_blocks, rates=RATES),
@@ -62,7 +64,7 @@ class Simulated:
         self.told: list[tuple[Forecast, RequestRecord]] = []
 
     def ask(self, prompt: int, output: int) -> None:
-        forecast = self.waiting.forecast(prompt)
+        forecast = self.waiting.forecast(asks(prompt))
         number = len(self.told)
         ids = [(number * 7 + place * 13) % MODEL.vocab_size for place in range(prompt)]
         params = SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0)
@@ -80,6 +82,10 @@ class Simulated:
             clock.sleep_until(end)
 
 
+def asks(prompt: int, **more: Any) -> RequestRecord:
+    return RequestRecord("new", 0.0, prompt, **more)
+
+
 def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, float]]:
     """(predicted, actual) waits."""
     return [
@@ -89,8 +95,12 @@ def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, 
     ]
 
 
+def check(simulated: Simulated, target: LatencyTarget, forecast: Forecast) -> None:
+    simulated.waiting.check(asks(100, target=target), forecast, target=True)
+
+
 def test_before_anything_is_known_nobody_waits() -> None:
-    assert Simulated().waiting.forecast(1000) == (0.0, 0.0, 0.0)
+    assert Simulated().waiting.forecast(asks(1000)) == (0.0, 0.0, 0.0)
 
 
 def test_an_idle_engine_lets_in_at_once() -> None:
@@ -166,20 +176,20 @@ def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
             simulated.run()
     simulated.run(0.1)
     waiting = simulated.waiting
-    forecast = waiting.forecast(100)
+    forecast = waiting.forecast(asks(100))
     assert forecast.ttft > forecast.wait > 0.5
-    waiting.check_target(LatencyTarget(forecast.ttft * 2, forecast.tpot * 2), forecast)
+    check(simulated, LatencyTarget(forecast.ttft * 2, forecast.tpot * 2), forecast)
     with pytest.raises(AdmissionError, match="the first token would take") as late:
-        waiting.check_target(LatencyTarget(ttft=forecast.ttft / 2), forecast)
+        check(simulated, LatencyTarget(ttft=forecast.ttft / 2), forecast)
     with pytest.raises(AdmissionError, match="the token would take") as slow:
-        waiting.check_target(LatencyTarget(tpot=forecast.tpot / 2), forecast)
+        check(simulated, LatencyTarget(tpot=forecast.tpot / 2), forecast)
     for error in (late.value, slow.value):
         assert error.retryable
         assert error.retry_after is not None
         assert error.retry_after > 0
     assert late.value.retry_after is not None
     simulated.run(late.value.retry_after)  # who comes back then is let in
-    waiting.check_target(LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(100))
+    check(simulated, LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(asks(100)))
 
 
 def test_step_times_are_fitted() -> None:
@@ -212,4 +222,46 @@ def test_predictions_are_bounded() -> None:
     for _ in range(4):
         simulated.ask(100, 1000)
     simulated.run()
-    assert simulated.waiting.forecast(100, pending=10**6, pending_tokens=10**9).wait == LONGEST
+    forecast = simulated.waiting.forecast(asks(100), pending=10**6, pending_tokens=10**9)
+    assert forecast.wait == LONGEST
+
+
+def queued(policy: str, *others: dict[str, Any]) -> Waiting:
+    """Of an engine where one may run, and does, and these wait."""
+    simulated = Simulated(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
+    for _ in range(4):
+        simulated.ask(50, 50)
+        simulated.run()
+    simulated.ask(50, 50)
+    simulated.run(0.01)
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    for number, more in enumerate(others):
+        simulated.engine.add_request(
+            Request(request_id=f"w{number}", prompt_token_ids=[7] * 50, params=params, **more)
+        )
+    return simulated.waiting
+
+
+def test_who_is_more_urgent_does_not_wait_for_the_others() -> None:
+    waiting = queued("priority", *({"priority": priority} for priority in (0, 0, 5, 5, 5)))
+    waits = [waiting.forecast(asks(50, priority=priority)).wait for priority in (-1, 0, 5)]
+    assert waits[0] == 0.0  # it displaces who runs
+    assert 0 < waits[1] < 0.6 * waits[2]
+    assert waits[2] == waiting.forecast().wait
+
+
+def test_clients_take_turns() -> None:
+    waiting = queued("fair", *({"client": "flood"} for _ in range(20)), {"client": "other"})
+    flood, other, polite = (
+        waiting.forecast(asks(50, client=client)).wait for client in ("flood", "other", "new")
+    )
+    assert polite < other < flood / 4
+
+
+def test_who_is_due_first_comes_first() -> None:
+    targets = [LatencyTarget(ttft=1000.0), None, None, LatencyTarget(ttft=1.0)]
+    waiting = queued("deadline", *({"target": target} for target in targets))
+    soon, late = (
+        waiting.forecast(asks(50, target=LatencyTarget(ttft=ttft))).wait for ttft in (5.0, 5000.0)
+    )
+    assert 0 < soon < 0.6 * late

@@ -18,7 +18,6 @@ from octavo.engine.waiting import Forecast
 from octavo.schedule.request import (
     AdmissionError,
     FinishReason,
-    LatencyTarget,
     Outcome,
     Request,
     RequestRecord,
@@ -202,6 +201,7 @@ class FakeEngine:
     pause: float = 0.0  # seconds between tokens
     max_model_len: int = 512
     queue_full: int | None = None  # refuse when so many are running
+    fair_queue: int | None = None
     alive: bool = True
     draining: bool = False
     streams: list[FakeStream] = field(default_factory=list)
@@ -212,7 +212,7 @@ class FakeEngine:
     prompt_tokens: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def check_room(self, pending: int = 0, target: LatencyTarget | None = None) -> None:
+    def check_room(self, pending: int = 0, asks: RequestRecord | None = None) -> None:
         if self.queue_full is not None and len(self.streams) + pending >= self.queue_full:
             raise AdmissionError("the queue is full", retryable=True, retry_after=2.5)
 

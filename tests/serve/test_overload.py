@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,9 @@ from serving import PacedExecutor, listening, real_engine, started
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.execute.batch import Batch, StepResult
+from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
+from octavo.serve.keys import ApiKey
 from octavo.serve.workers import Workers
 
 ASK = {"prompt": "hello", "max_tokens": 300, "seed": 1}
@@ -163,7 +166,7 @@ async def test_retry_after_is_the_predicted_wait() -> None:
     """Who waits so long is let in, or nearly: the queue is empty, and its last has begun."""
     async with serving(max_num_seqs=1, max_num_queued_reqs=3, pause=0.001) as (client, engine, _):
         await asyncio.gather(*(ask(client, max_tokens=30) for _ in range(3)))
-        predicted = engine.forecast(5, pending=10)
+        predicted = engine.forecast(pending=10)
         step = engine.stats().step_seconds / engine.stats().steps
         ends = 10 * engine.waiting.expected_output
         assert 0.5 * step * ends < predicted.wait < 2 * step * ends
@@ -194,6 +197,52 @@ async def test_what_would_miss_its_target_is_refused() -> None:
         assert (await ask(client, max_tokens=5)).status_code == 200
         found = (await client.get("/metrics")).text
         assert 'rejections_total{engine="0",model_name="tiny",reason="capacity"} 2.0' in found
+
+
+async def test_who_would_wait_too_long_is_refused_and_who_does_is_shed() -> None:
+    policy = PolicyConfig(max_queue_time=0.2)
+    async with serving(max_num_seqs=1, pause=0.002, policy=policy) as (client, engine, _):
+        await ask(client, max_tokens=100)
+        tasks = [ask(client, max_tokens=400) for _ in range(6)]
+        answers = [await task for task in tasks]
+        assert {answer.status_code for answer in answers} == {200, 429}
+        told = " ".join(answer.text for answer in answers if answer.status_code == 429)
+        assert "it would wait" in told
+        assert "by prediction, and 0.2 s is the most" in told
+        assert engine.stats().waiting == 0
+
+
+async def test_one_key_does_not_fill_the_queue_where_shares_are_fair(engine: FakeEngine) -> None:
+    engine.auto = False
+    engine.fair_queue = 8
+    keys = tuple(ApiKey(name=name, digest=hashlib.sha256(name.encode()).digest()) for name in "abc")
+    async with (
+        listening(engine, named_keys=keys) as url,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
+
+        def of(name: str) -> asyncio.Task[httpx.Response]:
+            headers = {"authorization": f"Bearer {name}"}
+            return asyncio.create_task(
+                client.post("/v1/completions", json=ASK | {"max_tokens": 1}, headers=headers)
+            )
+
+        served = [of("a") for _ in range(4)]
+        await until(lambda: len(engine.streams) == 4)
+        refused = await of("a")  # alone, half of it
+        assert refused.status_code == 429
+        assert "4 requests of the key 'a' wait, of at most 4" in refused.text
+        served += [of("b") for _ in range(2)]
+        await until(lambda: len(engine.streams) == 6)
+        assert (await of("b")).status_code == 429  # of two, a third
+        served.append(of("c"))
+        await until(lambda: len(engine.streams) == 7)
+        engine.step()
+        assert {(await task).status_code for task in served} == {200}
+        last = of("a")  # nobody waits any more
+        await until(lambda: len(engine.streams) == 1)
+        engine.step()
+        assert (await last).status_code == 200
 
 
 @pytest.mark.parametrize("streamed", [False, True])

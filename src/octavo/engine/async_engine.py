@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
 from octavo.engine.waiting import Forecast, Waiting
-from octavo.schedule.request import AdmissionError, LatencyTarget, Request, RequestRecord
+from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +190,7 @@ class AsyncEngine:
                     raise AdmissionError(
                         f"request id {request.request_id!r} is in use", "request_id"
                     )
-                self._check_room(record.prompt_tokens, 0, record.target)
+                self._check_room(0, record)
                 stream = self._streams[request.request_id] = Stream(self, record)
                 self._inbox.append((request, record))
                 self._inbox_tokens += record.prompt_tokens
@@ -201,32 +201,41 @@ class AsyncEngine:
         self._arm_watch()
         return stream
 
-    def check_room(self, pending: int = 0, target: LatencyTarget | None = None) -> None:
-        """Refuse for now what `submit` would not take, before its prompt is known, with ``pending``
-        requests on their way to the queue.
+    def check_room(self, pending: int = 0, asks: RequestRecord | None = None) -> None:
+        """Refuse for now what `submit` would not take, with ``pending`` requests on their way to
+        the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing.
         """
         with self._condition:
-            self._check_room(0, pending, target)
+            self._check_room(pending, asks)
 
-    def _check_room(self, prompt_tokens: int, pending: int, target: LatencyTarget | None) -> None:
+    def _check_room(self, pending: int, asks: RequestRecord | None) -> None:
         scheduler = self.engine.scheduler
         queued = len(self._inbox) + pending
         # Who finds a free seat at the next step does not wait in a queue.
-        seats = 0 if scheduler.waiting else scheduler.kv.num_free_slots
+        seats = 0 if scheduler.num_waiting else scheduler.kv.num_free_slots
+        tokens = 0 if asks is None else asks.prompt_tokens
         try:
-            scheduler.check_queue(prompt_tokens, max(0, queued - seats), self._inbox_tokens)
+            scheduler.check_queue(tokens, max(0, queued - seats), self._inbox_tokens)
         except AdmissionError as error:
             error.retry_after = self.forecast(pending=pending).wait
             raise
-        if self.admit_within_target and target is not None:
-            self.waiting.check_target(target, self.forecast(prompt_tokens, pending))
+        if asks is not None:
+            forecast = self.forecast(asks, pending)
+            self.waiting.check(asks, forecast, target=self.admit_within_target)
 
-    def forecast(self, prompt_tokens: int = 0, pending: int = 0) -> Forecast:
+    @property
+    def fair_queue(self) -> int | None:
+        """How many requests may wait, where clients have fair shares; else None."""
+        config = self.engine.scheduler.config
+        fair = config.policy.scheduling_policy == "fair"
+        return config.max_num_queued_reqs if fair else None
+
+    def forecast(self, asks: RequestRecord | None = None, pending: int = 0) -> Forecast:
         """How a request that came now would fare (engine/waiting.py), with ``pending`` others on
-        their way to the queue.
+        their way to the queue; None: one that is behind all others.
         """
         queued = len(self._inbox) + pending
-        return self.waiting.forecast(prompt_tokens, queued, self._inbox_tokens)
+        return self.waiting.forecast(asks, queued, self._inbox_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's end; returns at once. Unknown and ended ones are ignored."""

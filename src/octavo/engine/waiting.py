@@ -10,6 +10,7 @@ knows: as long as those that have ended lately were, and no longer than each was
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import islice
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from octavo.engine.engine import Engine, Step
 from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
 from octavo.schedule.sequence import Sequence
+from octavo.schedule.shedding import first_due
 
 Float64 = npt.NDArray[np.float64]
 
@@ -91,6 +93,7 @@ class Waiting:
     def __init__(self, engine: Engine) -> None:
         self.times = StepTimes()
         self._engine = engine
+        self._policy = engine.scheduler.config.policy
         self._outputs = _OUTPUT * _OUTPUT_WEIGHT  # tokens, of `_ends` answers
         self._ends = _OUTPUT_WEIGHT
         self.prompt_tokens = 0.0  # computed for an answer, as of late
@@ -123,16 +126,23 @@ class Waiting:
         return self._outputs / self._ends
 
     def forecast(
-        self, prompt_tokens: int = 0, pending: int = 0, pending_tokens: int = 0
+        self, asks: RequestRecord | None = None, pending: int = 0, pending_tokens: int = 0
     ) -> Forecast:
-        """Of a request that came now, behind all that waits. ``pending``: sequences on their way
-        to the queue, and their prompt tokens.
+        """Of a request that came now; None: one that is behind all others. ``pending``: sequences
+        on their way to the queue, and their prompt tokens.
         """
         scheduler = self._engine.scheduler
         decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
-        waiting = len(scheduler.waiting) + pending
+        waiting, tokens = scheduler.num_waiting, scheduler.waiting_tokens
+        if asks is not None and waiting:
+            waiting, tokens = self._ahead(asks)
+        if asks is not None and self._policy.scheduling_policy == "priority":
+            # Who runs and is less urgent gives way.
+            decoding = [seq for seq in decoding if seq.owner.request.priority <= asks.priority]
+            prefilling = [seq for seq in prefilling if seq.owner.request.priority <= asks.priority]
+        waiting += pending
+        tokens += pending_tokens
         running = len(decoding) + len(prefilling)
-        tokens = scheduler.waiting_tokens + pending_tokens
         num_tokens = scheduler.kv.num_tokens
         tokens += sum(max(0, len(seq.token_ids) - int(num_tokens[seq.slot])) for seq in prefilling)
         expected = self.expected_output
@@ -146,7 +156,7 @@ class Waiting:
             steps = (ends[place] + rounds * expected) / self._run
         crowd = min(seats, running + waiting)
         wait = self._seconds(steps, crowd, tokens)
-        ttft = self._seconds(steps, crowd, tokens + prompt_tokens)
+        ttft = self._seconds(steps, crowd, tokens + (asks.prompt_tokens if asks else 0))
         beside = min(seats - 1, running + waiting)
         # As many prompts are read as answers end: their tokens are in the steps of all others.
         each, sequence, token = self.times.fitted
@@ -154,8 +164,51 @@ class Waiting:
         step = each + (beside + 1) * sequence + read * token
         return Forecast(*(min(seconds, LONGEST) for seconds in (wait, ttft, step / self._run)))
 
-    def check_target(self, target: LatencyTarget, forecast: Forecast) -> None:
-        """Refuse for now (`AdmissionError`, retryable) what would miss its target."""
+    def _ahead(self, asks: RequestRecord) -> tuple[int, int]:
+        """Sequences that wait and come before a request, by the policy, and their tokens."""
+        scheduler = self._engine.scheduler
+        behind_all = scheduler.num_waiting, scheduler.waiting_tokens
+        if self._policy.scheduling_policy == "fcfs":
+            return behind_all
+        try:
+            queue = list(scheduler.policy)
+        except RuntimeError:  # it has changed under our eyes
+            return behind_all
+        match self._policy.scheduling_policy:
+            case "priority":
+                before = [seq for seq in queue if seq.owner.request.priority <= asks.priority]
+            case "deadline":
+                due = self._due(asks)
+                before = [seq for seq in queue if self._due(seq.owner.record) <= due]
+            case _:  # clients take turns, so that of each as many come before as of its own wait
+                counts = Counter(seq.owner.request.client for seq in queue)
+                turn = counts[asks.client] + 1
+                before = []
+                for seq in queue:
+                    counts[seq.owner.request.client] -= 1
+                    if counts[seq.owner.request.client] < turn:
+                        before.append(seq)
+        return len(before), sum(len(seq.token_ids) for seq in before)
+
+    def _due(self, record: RequestRecord) -> float:
+        due = first_due(record)
+        return record.arrival + self._policy.setting("best_effort_deadline") if due is None else due
+
+    def check(self, asks: RequestRecord, forecast: Forecast, *, target: bool) -> None:
+        """Refuse for now (`AdmissionError`, retryable) what would have to wait for longer than
+        anybody may or, with ``target``, would miss its own.
+        """
+        most = self._policy.max_queue_time
+        if most is not None and forecast.wait > most:
+            raise AdmissionError(
+                f"it would wait {forecast.wait:.3g} s by prediction, and {most:g} s is the most",
+                retryable=True,
+                retry_after=forecast.wait - most,
+            )
+        if target and asks.target is not None:
+            self._check_target(asks.target, forecast)
+
+    def _check_target(self, target: LatencyTarget, forecast: Forecast) -> None:
         for name, limit, predicted, wait in (
             ("first token", target.ttft, forecast.ttft, forecast.ttft),
             ("token", target.tpot, forecast.tpot, self.expected_output * forecast.tpot),

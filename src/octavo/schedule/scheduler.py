@@ -102,6 +102,10 @@ class Scheduler:
         """Who is queued, new or preempted, or soon will be."""
         return [*self.policy, *self.fetching] if self.fetching else self.policy
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self.policy) + len(self.fetching)
+
     # Requests
 
     def check(self, request: Request) -> int:
@@ -114,7 +118,7 @@ class Scheduler:
         """Refuse when the queue is full. ``pending``: requests on their way to it."""
         admission.check_queue(
             self.config,
-            len(self.policy) + len(self.fetching) + pending,
+            self.num_waiting + pending,
             self.waiting_tokens + pending_tokens,
             num_prompt_tokens,
         )

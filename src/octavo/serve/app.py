@@ -69,7 +69,7 @@ def create_app(
             redirect_slashes=False,
             default=partial(_not_found, "; see /docs" if config.docs else ""),
         ),
-        Keyring(config.keys),
+        Keyring(config.keys, engine.fair_queue),
     )
     if config.allowed_origins:
         app = CORSMiddleware(

@@ -261,10 +261,14 @@ class Generate:
         charge: Charge | None,
     ) -> None:
         body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
-        # Others have come meanwhile; and what is promised here holds for who asks nothing else.
         key = None if exchange.account is None else exchange.account.key
-        promised = None if b'"slo"' in body else self._target(None, key)
-        self._engine.check_room(self._workers.pending, promised)
+        # Others have come meanwhile; and who asks for nothing of its own is known by now.
+        asks = None
+        if b'"slo"' not in body and b'"priority"' not in body:
+            asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
+            if key is not None:
+                asks.client, asks.priority = key.name, key.priority
+        self._engine.check_room(self._workers.pending, asks)
         streams: list[Stream] = []
 
         def abort() -> None:

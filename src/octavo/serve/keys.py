@@ -19,9 +19,9 @@ import msgspec
 
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.body import convert, decode_object
-from octavo.serve.errors import ApiError
+from octavo.serve.errors import ApiError, TooMany
 from octavo.serve.protocol import Slo
-from octavo.serve.quota import Quota
+from octavo.serve.quota import Charge, Quota
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -152,20 +152,46 @@ def digest(key: bytes) -> bytes:
 class Account(Quota):
     """A key, and what is left of its quotas."""
 
-    def __init__(self, key: ApiKey) -> None:
+    def __init__(self, key: ApiKey, ring: Keyring) -> None:
         super().__init__(key.name, key.max_requests_per_minute, key.max_tokens_per_minute)
         self.key = key
+        self._ring = ring
+
+    def open(self) -> Charge:
+        self._ring.check_share(self)
+        return super().open()
 
 
 class Keyring:
     """The accounts, by key. Bounded: one for each key, whoever asks."""
 
-    def __init__(self, keys: Iterable[ApiKey]) -> None:
+    def __init__(self, keys: Iterable[ApiKey], queue: int | None = None) -> None:
+        """``queue``: how many requests may wait, if keys are to have fair shares of it."""
         # Looked up by digest: what the time of that tells is nothing of the key.
-        self._accounts = {key.digest: Account(key) for key in keys}
+        self._accounts = {key.digest: Account(key, self) for key in keys}
+        self._queue = queue
 
     def __bool__(self) -> bool:
         return bool(self._accounts)
 
     def find(self, key: bytes) -> Account | None:
         return self._accounts.get(digest(key))
+
+    def check_share(self, account: Account) -> None:
+        """One key alone fills no more than half of the queue, and of several each its part, so that
+        there is room for the next. Raises `TooMany`.
+        """
+        if self._queue is None:
+            return
+        own = account.waiting
+        if not own:
+            return
+        others = sum(each is not account and each.waiting > 0 for each in self._accounts.values())
+        most = max(1, self._queue // (others + 2))
+        if own >= most:
+            raise TooMany(
+                f"{own} requests of the key {account.key.name!r} wait, of at most {most} while "
+                f"{others} other keys wait",
+                None,
+                "capacity",
+            )

@@ -71,6 +71,11 @@ class Quota:
             self.requests.take(1)
         return charge
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have not begun to run."""
+        return sum(charge.waits for charge in self._open)
+
     def settle(self) -> None:
         """Take what has been generated since."""
         if self.tokens is not None:
@@ -128,6 +133,13 @@ class Charge:
     def of(self, records: Sequence[RequestRecord]) -> None:
         """What has been submitted: from now on these say what it costs."""
         self._records = records
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is still being read, or has a part in the queue."""
+        if not self._records:
+            return True
+        return any(each.scheduled is None and each.outcome is None for each in self._records)
 
     def settle(self) -> None:
         if self._records:

@@ -425,11 +425,11 @@ class Generate:
         """Every stream's deltas as they come, with the choice they belong to, to the very end of
         each, but those that ``pass_on`` says it has taken. Counts them.
         """
-        gaps = _Gaps(self._metrics.inter_token.observe)
+        gaps, together = _Gaps(self._metrics.inter_token.observe), _Together(streams)
 
         def at_once(prompt: int, record: RequestRecord, delta: Delta) -> bool:
             index = prompt * n + delta.choice
-            if pass_on is None or not pass_on(index, delta):
+            if together.behind or pass_on is None or not pass_on(index, delta):
                 return False
             gaps.count(index, record, delta)
             return True
@@ -437,7 +437,7 @@ class Generate:
         if pass_on is not None:
             for prompt, stream in enumerate(streams):
                 stream.at_once = partial(at_once, prompt, stream.record)
-        async for prompt, delta in _together(streams):
+        async for prompt, delta in together:
             index = prompt * n + delta.choice
             gaps.count(index, streams[prompt].record, delta)
             yield index, delta
@@ -543,35 +543,46 @@ def _beat(writer: _Writer, interval: float) -> asyncio.Task[None] | None:
     return asyncio.create_task(beat())
 
 
-async def _together(streams: list[Stream]) -> AsyncIterator[tuple[int, Delta]]:
+class _Together:
     """(which stream, its next delta), whichever comes first. One that fails ends all."""
-    if len(streams) == 1:
-        async for delta in streams[0]:
-            yield 0, delta
-        return
-    # One place in the queue: what its reader has not taken waits, joined, in the engine's stream.
-    queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(1)
 
-    async def pump(which: int, stream: Stream) -> None:
-        try:
-            async for delta in stream:
-                await queue.put((which, delta))
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
+    def __init__(self, streams: list[Stream]) -> None:
+        self.behind = 0  # deltas that have left their streams and have not been dealt with
+        self._streams = streams
 
-    tasks = [asyncio.create_task(pump(which, stream)) for which, stream in enumerate(streams)]
-    try:
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if item is None:
-                running -= 1
-            elif isinstance(item, Exception):
-                raise item
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Delta]]:
+        if len(self._streams) == 1:
+            async for delta in self._streams[0]:
+                yield 0, delta
+            return
+        # One place in the queue: what its reader has not taken waits, joined, in the engine's
+        # stream.
+        queue: asyncio.Queue[tuple[int, Delta] | Exception | None] = asyncio.Queue(1)
+
+        async def pump(which: int, stream: Stream) -> None:
+            try:
+                async for delta in stream:
+                    self.behind += 1
+                    await queue.put((which, delta))
+            except Exception as error:
+                await queue.put(error)
             else:
-                yield item
-    finally:
-        for task in tasks:
-            task.cancel()
+                await queue.put(None)
+
+        tasks = [
+            asyncio.create_task(pump(which, stream)) for which, stream in enumerate(self._streams)
+        ]
+        try:
+            running = len(tasks)
+            while running:
+                item = await queue.get()
+                if item is None:
+                    running -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    yield item
+                    self.behind -= 1
+        finally:
+            for task in tasks:
+                task.cancel()

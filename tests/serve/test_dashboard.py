@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
@@ -82,11 +82,27 @@ def test_every_query_is_of_the_chosen_server() -> None:
                 assert 'model_name="$model_name"' in selector, expression
 
 
-async def test_every_metric_of_the_dashboard_is_there(tmp_path: Path) -> None:
-    async with observed_server(tmp_path) as (client, metrics):
-        await make_traffic(client, metrics)
-        plain = await client.get("/metrics")
-        open_metrics = await client.get("/metrics", headers=OPENMETRICS)
+class Exposed(NamedTuple):
+    plain: httpx.Response
+    open_metrics: httpx.Response
+
+
+@pytest.fixture(scope="module")
+def exposed(tmp_path_factory: pytest.TempPathFactory) -> Exposed:
+    """/metrics of a server on which everything has happened."""
+
+    async def scrape() -> Exposed:
+        async with observed_server(tmp_path_factory.mktemp("tiers")) as (client, metrics):
+            await make_traffic(client, metrics)
+            return Exposed(
+                await client.get("/metrics"), await client.get("/metrics", headers=OPENMETRICS)
+            )
+
+    return asyncio.run(scrape())
+
+
+def test_every_metric_of_the_dashboard_is_there(exposed: Exposed) -> None:
+    plain, open_metrics = exposed
     assert plain.headers["content-type"].startswith("text/plain")
     assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
     samples = [
@@ -108,14 +124,11 @@ async def test_every_metric_of_the_dashboard_is_there(tmp_path: Path) -> None:
     assert used <= set(samples)
 
 
-async def test_the_page_lists_every_metric(tmp_path: Path) -> None:
+def test_the_page_lists_every_metric(exposed: Exposed) -> None:
     """Type, labels and meaning of each are what the server says."""
-    async with observed_server(tmp_path) as (client, metrics):
-        await make_traffic(client, metrics)
-        text = (await client.get("/metrics")).text
     families = {
         family.name + ("_total" if family.type == "counter" else ""): family
-        for family in text_string_to_metric_families(text)
+        for family in text_string_to_metric_families(exposed.plain.text)
         if not family.name.endswith("_created")
     }
     page = (DOCS / "metrics.md").read_text()
@@ -138,11 +151,9 @@ async def test_the_page_lists_every_metric(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="there is no promtool")
-async def test_promtool_finds_nothing_wrong(tmp_path: Path) -> None:
-    async with observed_server(tmp_path) as (client, metrics):
-        await make_traffic(client, metrics)
-        text = (await client.get("/metrics")).text
+def test_promtool_finds_nothing_wrong(exposed: Exposed) -> None:
     command = ["promtool", "check", "metrics"]
+    text = exposed.plain.text
     checked = subprocess.run(command, input=text, capture_output=True, text=True)
     # vLLM's names have a colon, and one of its histograms a counter's ending.
     found = [

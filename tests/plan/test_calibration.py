@@ -548,6 +548,33 @@ def test_a_refresh_keeps_the_calibration() -> None:
         loaded.engine.close()
 
 
+def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is compared with what is predicted for that speed; the search's own figures stay."""
+    pytest.importorskip("octavo._native")
+    moment = Moment(40.0, 40.0, "2026-05-06T07:08:09+00:00", 99)
+    monkeypatch.setattr(Calibration, "refreshed", lambda self, _: replace(self, moment=moment))
+    model = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
+    stored = calibration(CalibrationKey.loaded(loaded))
+    loaded.engine.close()
+    stored.save()
+    shown = CliRunner().invoke(app, [
+        "tune", str(model), "--slo", "ttft=500", "--threads", "1", "--max-num-seqs", "4",
+        "--kv-cache-memory-bytes", "8MiB", "--num-prompts", "6", "--request-rate", "40",
+        "--random-input-len", "20", "--random-output-len", "8", "--trials", "2", "--lossless",
+        "--confirm", "--json",
+    ])  # fmt: skip
+    assert shown.exit_code == 0, shown.output
+    found = strict_json.loads(shown.stdout)
+    slow, searched = found["confirmed"]["pairs"]["tpot_ms_p50"][0], found["predicted"]["tpot_ms"]
+    assert slow == pytest.approx(40 * searched["p50"], rel=0.3)
+    assert "of 2026-05-06T07:08:09+00:00" in found["confirmed"]["basis"]
+    assert "at the speed that the machine had then" in found["basis"]
+    kept = Calibration.load(stored.key)
+    assert kept is not None
+    assert kept.moment == moment
+
+
 def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("octavo._native")
     monkeypatch.setattr(

@@ -535,7 +535,7 @@ def test_figures_that_nobody_has_are_null() -> None:
     none = Figures(2, 0, 0, 1.0, 0, {"ttft": Latency(math.inf, math.inf)})
     some = Figures(2, 2, 2, 1.0, 9, {"ttft": Latency(3.0, 4.0)})
     for predicted, measured in ((none, some), (some, none), (none, none)):
-        compared = comparison(predicted, measured)
+        compared = comparison(predicted, measured) | {"basis": "not calibrated"}
         json.dumps(compared, allow_nan=False)
         _confirmed_lines(compared)
     assert comparison(some, none)["pairs"]["ttft_ms_p50"] == (3.0, None)
@@ -559,8 +559,11 @@ def test_the_command_lets_so_many_in_flight(config: Path, trace: Path) -> None:
     assert latencies[0] < latencies[1]
 
 
-def test_the_live_engine_is_given_no_more_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_live_engine_is_given_no_more_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     pytest.importorskip("octavo._native")
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
     most = []
     live = confirm.replay
 
@@ -580,10 +583,9 @@ def test_the_live_engine_is_given_no_more_at_once(monkeypatch: pytest.MonkeyPatc
     samples = [Sample(9, 4, (Part(index, 9),), arrival=0.0) for index in range(1, 9)]
     for concurrency in (2, None):
         most.clear()
-        figures = confirm.confirmed(
-            str(model), config, samples, SLO, 0, concurrency, lambda _: None
-        )
-        assert figures.completed == 8
+        done = confirm.confirmed(str(model), config, samples, SLO, 0, concurrency, lambda _: None)
+        assert done.figures.completed == 8
+        assert done.calibration is None  # nobody has
         assert max(most) <= 2 if concurrency else max(most) > 2
 
 

@@ -178,11 +178,16 @@ def command(
     if confirm:
         from octavo.plan.confirm import confirmed
 
+        best = tuned.best
         with on_stderr() as show:
-            measured = confirmed(
-                model, tuned.best.config, asked, promise, load.seed, load.max_concurrency, show
+            live = confirmed(
+                model, best.config, asked, promise, load.seed, load.max_concurrency, show
             )
-        result["confirmed"] = comparison(tuned.best.figures, measured)
+            if live.calibration is not None:  # the same settings, at the speed of the moment
+                live.calibration.save()
+                best = simulated.run(best.choice, asked) or best
+        basis = simulated.basis(best.choice)
+        result["confirmed"] = comparison(best.figures, live.figures) | {"basis": basis}
     if as_json:
         typer.echo(json_text(result, indent=2))
     else:
@@ -361,7 +366,7 @@ def as_text(
             if search.trials.acceptance is None
             else []
         ),
-        *_notes(subject, device, search, best),
+        *_notes(subject, device, result["basis"], best),
         *(
             ["", "without rounding:", serve_command(model, tuned.exact)]
             if best.choice.rounding and tuned.exact is not None
@@ -487,14 +492,14 @@ def _ms(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-def _notes(subject: Subject, device: Device, search: Search, best: Trial) -> list[str]:
+def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[str]:
     lines = []
     if best.choice.rounding:
         lines.append(
             "the best rounds numbers further than they are stored, which changes answers: see what "
             "it costs with octavo fidelity, or search with --lossless"
         )
-    lines.append(f"predictions: {search.trials.basis(best.choice)}")
+    lines.append(f"predictions: {basis}")
     if not device.measured:
         lines.append(
             "Octavo serves on CPUs: for this device the line below is what to ask of an engine "
@@ -509,7 +514,7 @@ def _notes(subject: Subject, device: Device, search: Search, best: Trial) -> lis
 
 def _confirmed_lines(confirmed: Mapping[str, Any]) -> list[str]:
     lines = [
-        "on the live engine, the same load in real time",
+        f"on the live engine, the same load in real time; predicted as {confirmed['basis']}",
         f"{'':<20}{'predicted':>11}{'measured':>11}{'error':>9}",
     ]
     for name, pair in confirmed["pairs"].items():

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.plan.calibration import Calibration
 from octavo.plan.replay import replay
 from octavo.plan.slo import Figures, Slo
 from octavo.workload.datasets import Part, Sample
 
 _WARM_UP = Sample(64, 8, (Part(0, 64),), arrival=0.0)
+
+
+class Confirmed(NamedTuple):
+    figures: Figures
+    calibration: Calibration | None  # of the engine, refreshed just before; None: there is none
 
 
 def confirmed(
@@ -20,9 +27,9 @@ def confirmed(
     seed: int,
     max_concurrency: int | None,
     report: Callable[[str], None],
-) -> Figures:
+) -> Confirmed:
     """The samples at their times on an engine of that model, which is loaded for it; at most
-    ``max_concurrency`` of them at once.
+    ``max_concurrency`` of them at once. Before, it is seen how fast the machine is now.
 
     Raises what `load_engine` does.
     """
@@ -31,6 +38,8 @@ def confirmed(
     engine = loaded.engine
     try:
         replay(engine, [_WARM_UP], seed=seed)  # its pages are touched, its threads started
+        report("seeing how fast the machine is")
+        calibration = _refreshed(loaded)
         seconds = max(sample.arrival or 0.0 for sample in samples)
         count = len(samples)
         done = replay(
@@ -45,4 +54,13 @@ def confirmed(
         )
     finally:
         engine.close()
-    return Figures.of(done.records, done.duration, slo)
+    return Confirmed(Figures.of(done.records, done.duration, slo), calibration)
+
+
+def _refreshed(loaded: LoadedEngine) -> Calibration | None:
+    """Not of an engine whose steps are not those that are calibrated."""
+    config = loaded.config
+    if config.speculation is not None or not config.enable_prefix_caching:
+        return None
+    calibration = Calibration.of_engine(loaded)
+    return None if calibration is None else calibration.refreshed(loaded)

@@ -1,9 +1,11 @@
 """Scheduling and Python per step: the whole engine on a cost executor that takes no time.
 
-    python benchmarks/step_overhead.py [--json]
+    python benchmarks/step_overhead.py [--scheduling-policy NAME] [--waiting N] [--json]
 
 Steady decode at 1, 32 and 256 sequences, through schedule, batch building, sampling (scripted),
-commit, detokenizing and Delta building. The budgets are the design's.
+commit, detokenizing and Delta building. The budgets are the design's. Under a policy, requests are
+of many clients, priorities and targets, and ``--waiting`` of them stand in the queue, none of whom
+displaces anybody.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import statistics
 import time
 from dataclasses import dataclass
+from typing import get_args
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
@@ -24,7 +27,8 @@ from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import Request
+from octavo.schedule.policies.config import PolicyConfig, PolicyName
+from octavo.schedule.request import LatencyTarget, Request
 from octavo.schedule.scheduler import Scheduler
 
 BUDGET_US = {1: 150.0, 32: 500.0, 256: 2000.0}
@@ -89,13 +93,14 @@ def model(windows: bool) -> ModelConfig:
     )
 
 
-def engine(sequences: int, windows: bool) -> Engine:
+def engine(sequences: int, windows: bool, policy: PolicyName = "fcfs") -> Engine:
     config = model(windows)
     layout = KvLayout.of(config)
     limits = SchedulerConfig(
         max_model_len=config.context_length,
         max_num_seqs=sequences,
         max_num_batched_tokens=max(512, sequences),
+        policy=PolicyConfig(scheduling_policy=policy),
     )
     num_blocks = sequences * len(layout.groups) * 48
     executor = CostExecutor(program(config), layout, num_blocks=num_blocks)
@@ -110,19 +115,34 @@ def engine(sequences: int, windows: bool) -> Engine:
     )
 
 
-def measure(sequences: int, *, windows: bool = False, steps: int = STEPS) -> Row:
+def request(index: int, steps: int, policy: PolicyName, *, waits: bool = False) -> Request:
+    """Who waits is less urgent than all who run, or, of fair shares, of a client served as much."""
+    return Request(
+        request_id=str(index),
+        prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(PROMPT)],
+        params=SamplingParams(max_tokens=steps + 200, seed=index),
+        priority=(index % 7 + 7 * waits) if policy == "priority" else 0,
+        client=str(index % 16),
+        target=LatencyTarget(ttft=3600.0 * (1 + waits), tpot=0.05) if index % 5 else None,
+    )
+
+
+def measure(
+    sequences: int,
+    *,
+    windows: bool = False,
+    steps: int = STEPS,
+    policy: PolicyName = "fcfs",
+    waiting: int = 0,
+) -> Row:
     """A decode step's processor time, which other processes on the machine do not lengthen."""
-    running = engine(sequences, windows)
+    running = engine(sequences, windows, policy)
     for index in range(sequences):
-        running.add_request(
-            Request(
-                request_id=str(index),
-                prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(PROMPT)],
-                params=SamplingParams(max_tokens=steps + 200, seed=index),
-            )
-        )
+        running.add_request(request(index, steps, policy))
     while len(running.scheduler.decoding) < sequences:
         running.step()
+    for index in range(sequences, sequences + waiting):
+        running.add_request(request(index, steps, policy, waits=True))
     for _ in range(50):
         running.step()
     times = []
@@ -144,10 +164,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--windows", action="store_true", help="Gemma's six cache groups")
+    parser.add_argument("--scheduling-policy", choices=get_args(PolicyName), default="fcfs")
+    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests in the queue")
     arguments = parser.parse_args()
-    rows = [measure(sequences, windows=arguments.windows) for sequences in BUDGET_US]
+    policy = arguments.scheduling_policy
+    rows = [
+        measure(sequences, windows=arguments.windows, policy=policy, waiting=arguments.waiting)
+        for sequences in BUDGET_US
+    ]
     if arguments.json:
-        print(json.dumps({"unit": "us", "rows": [row.__dict__ for row in rows]}))
+        print(json.dumps({"unit": "us", "policy": policy, "rows": [row.__dict__ for row in rows]}))
         return
     print("| sequences | mean µs ± deviation | median µs | worst µs | budget µs |")
     print("|---|---|---|---|---|")

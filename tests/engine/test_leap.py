@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.checking import layout
+from engine.world import drawn_policy, random_terms
 from octavo.engine.clock import RealClock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
@@ -27,6 +29,8 @@ from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.config import PolicyConfig
+from octavo.schedule.policies.fair import Fair
 from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 
@@ -92,6 +96,7 @@ def loads(draw: st.DrawFn) -> Load:
         max_num_queued_reqs=draw(st.sampled_from((None, None, 2))),
         batching=draw(st.sampled_from(("continuous", "continuous", "static"))),
         memory=memory,
+        policy=PolicyConfig(**drawn_policy(random.Random(draw(st.integers(0, 99))))),
     )
     if draw(st.integers(0, 4)) == 0:
         most = max(max_model_len, limits.max_num_batched_tokens)
@@ -123,11 +128,22 @@ def loads(draw: st.DrawFn) -> Load:
         )
         salt = draw(st.sampled_from((None, None, "a")))
         request = Request(
-            request_id=str(index), prompt_token_ids=prompt, params=params, cache_salt=salt
+            request_id=str(index),
+            prompt_token_ids=prompt,
+            params=params,
+            cache_salt=salt,
+            **terms(limits, draw(st.integers(0, 99))),
         )
         arrivals.append(Arrival(time, request))
     stop_rate = draw(st.sampled_from((0.0, 1.0, 1.0, 0.1)))
     return Load(windows, rates, block_size, num_blocks, limits, stop_rate, arrivals)
+
+
+def terms(limits: SchedulerConfig, seed: int) -> dict[str, Any]:
+    found = random_terms(random.Random(seed))
+    if limits.policy.scheduling_policy != "priority":
+        found["priority"] = 0
+    return found
 
 
 @dataclass
@@ -200,7 +216,12 @@ def state(engine: Engine) -> dict[str, Any]:
         "index": {
             key: (node.tokens, node.blocks[:], node.refs) for key, node in kv.index._nodes.items()
         },
-        "waiting": [seq.order for seq in scheduler.waiting],
+        "waiting": [(seq.order, seq.queued, seq.waited) for seq in scheduler.waiting],
+        "served": (
+            [scheduler.policy.served(request.request.client) for request in requests]
+            if isinstance(scheduler.policy, Fair)
+            else None
+        ),
         "blocked": scheduler._blocked and (scheduler._blocked[0].order, scheduler._blocked[1]),
         "to join": scheduler._to_join,
     }

@@ -614,13 +614,19 @@ class Scheduler:
         return self.kv.steps_of_room(self._builder.decode_slots, limit)
 
     def _may_admit(self) -> bool:
-        """Whether somebody may be let in although nobody has left since the last step."""
+        """Whether somebody may be let in, or be sent away, although nobody has left since the last
+        step.
+        """
+        if self.fetching:
+            return True  # what is read for them arrives some time
+        if self.policy and self.shedding.is_asked:
+            return True
         if self.config.batching == "static":
             return self._to_join > 0
         head = self.policy.head()
         if head is None:
             return False
-        if self.policy.displaces_any or self.shedding.is_asked:
+        if self.policy.displaces_any:
             return True
         kv = self.kv
         if kv.num_free_slots - self._reserved_slots < 1 + len(head.followers):

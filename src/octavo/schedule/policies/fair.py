@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
 from octavo.schedule.policies.base import Line, Policy
@@ -31,16 +32,24 @@ from octavo.schedule.policies.fcfs import BY_ARRIVAL
 from octavo.schedule.sequence import RequestState, Sequence
 
 _EXCHANGE = 2.0  # times the tokens of a running sequence, that its client must be ahead
+_UNIT = 1 << 20  # of counters, in a token of prompt of a client of weight 1. They are whole
+# numbers, so that in whatever portions tokens are counted, they add up to the same.
 _KNOWN = 1024  # clients, before those that have nothing to their debit are forgotten
 
 
 class _Client:
     __slots__ = ("counter", "in_heap", "line")
 
-    def __init__(self, counter: float) -> None:
+    def __init__(self, counter: int) -> None:
         self.counter = counter
         self.line = Line(BY_ARRIVAL)
         self.in_heap = False
+
+
+@lru_cache(64)
+def _charge(cost: float, weight: float) -> int:
+    """For a token."""
+    return max(1, round(_UNIT * cost / weight))
 
 
 class Fair(Policy):
@@ -50,9 +59,9 @@ class Fair(Policy):
         self._clients: dict[str, _Client] = {}
         self._known = _KNOWN
         # Those in the queue. Counters only grow, so a client's true place is not before its entry.
-        self._heap: list[tuple[float, int, _Client]] = []
+        self._heap: list[tuple[int, int, _Client]] = []
         self._joined = 0
-        self._last = _Client(0.0)  # who left the queue last
+        self._last = _Client(0)  # who left the queue last
         self._size = 0
 
     def push(self, seq: Sequence) -> None:
@@ -89,22 +98,25 @@ class Fair(Policy):
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
         ahead = self._of(running).counter - self._of(challenger).counter
-        cost = len(running.token_ids) / running.owner.request.weight
-        return ahead > _EXCHANGE * cost
+        again = len(running.token_ids) * _charge(1.0, running.owner.request.weight)
+        return ahead > _EXCHANGE * again
 
-    def rank(self, seq: Sequence) -> tuple[float, tuple[int, int]]:
+    def rank(self, seq: Sequence) -> tuple[int, tuple[int, int]]:
         return self._of(seq).counter, seq.order
 
     def begins(self, state: RequestState, num_computed: int) -> None:
-        self._of(state.sequences[0]).counter += num_computed / state.request.weight
+        charge = _charge(1.0, state.request.weight)
+        self._of(state.sequences[0]).counter += num_computed * charge
 
     def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         for seq, count in zip(seqs, counts, strict=False):
-            self._of(seq).counter += self._output_cost * count / seq.owner.request.weight
+            charge = _charge(self._output_cost, seq.owner.request.weight)
+            self._of(seq).counter += count * charge
 
     def served(self, name: str) -> float:
-        """A client's counter: tokens of prompt by its weight."""
-        return self._clients[name].counter if name in self._clients else self._level()
+        """A client's counter, in tokens of prompt by its weight."""
+        client = self._clients.get(name)
+        return (self._level() if client is None else client.counter) / _UNIT
 
     def __len__(self) -> int:
         return self._size
@@ -145,6 +157,6 @@ class Fair(Policy):
                 return client
         return None
 
-    def _level(self) -> float:
+    def _level(self) -> int:
         """Where a client begins that comes to the queue."""
         return (self._least() or self._last).counter

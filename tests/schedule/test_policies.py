@@ -207,7 +207,7 @@ def test_the_earliest_deadline_is_next_and_who_has_none_comes_after() -> None:
     first = engine.add_request(request("first", [1] * 8, max_tokens=5, target=strict))
     engine.step()
     records = [
-        engine.add_request(request(name, [2] * 8, max_tokens=2, seed=2, target=target))
+        engine.add_request(request(name, [2] * 8, max_tokens=1, seed=2, target=target))
         for name, target in (
             ("none", None),
             ("late", LatencyTarget(ttft=3.0)),
@@ -422,12 +422,12 @@ def test_the_clients_known_do_not_add_up() -> None:
     assert len(policy._clients) <= 1025
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
-    num_clients=st.integers(2, 5),
-    num_blocks=st.sampled_from((20, 60, 300)),
-    max_num_seqs=st.sampled_from((1, 3, 8)),
+    num_clients=st.integers(2, 4),
+    num_blocks=st.sampled_from((20, 60)),
+    max_num_seqs=st.sampled_from((1, 2, 3)),
 )
 def test_backlogged_clients_are_served_alike(
     seed: int, num_clients: int, num_blocks: int, max_num_seqs: int
@@ -455,7 +455,7 @@ def test_backlogged_clients_are_served_alike(
     begun: set[str] = set()
     count = 0
     differences: dict[tuple[int, int], list[float]] = {}
-    for _ in range(400):
+    for _ in range(1200):
         queued = [int(seq.owner.request.client) for seq in engine.scheduler.waiting]
         for client in range(num_clients):
             for _ in range(max(0, 2 - queued.count(client))):
@@ -484,17 +484,16 @@ def test_backlogged_clients_are_served_alike(
         for a in range(num_clients):
             for b in range(a):
                 differences.setdefault((a, b), []).append(served[a] - served[b])
-    bound = 2 * max(100, 2 * num_blocks * 16) / min(weights)
+    most_tokens = min(num_blocks * 16, max_num_seqs * (100 + 60))  # of all who run
+    bound = 2 * max(100, 2 * most_tokens) / min(weights)
     for found in differences.values():
-        assert max(found) - min(found) <= bound + 100 / min(weights)
-        # A pool is seldom full: the bound by the sequences that may run is tighter.
-        assert max(found) - min(found) <= 6 * max_num_seqs * (100 + 2 * 60) / min(weights)
+        assert max(found) - min(found) <= bound
 
 
 # Progress
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     policy=st.sampled_from(POLICIES),
     seed=st.integers(0, 2**32),
@@ -556,7 +555,7 @@ def test_nobody_is_passed_for_ever(
     assert {record.outcome for record in victims} == {Outcome.FINISHED}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**32), policy=st.sampled_from(POLICIES))
 def test_nobody_is_let_in_only_to_give_way_again(seed: int, policy: str) -> None:
     """What is computed for nothing stays a part of what is computed for something."""

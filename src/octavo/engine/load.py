@@ -435,6 +435,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
     from octavo.sample.native import NativeSampler
 
+    if config.kv_offload_dir is not None:
+        check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
@@ -442,8 +444,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:
         drafter = speculation.drafter()  # which may be refused: before anything large is read
-    if config.kv_offload_dir is not None:
-        check_disk(config.kv_offload_dir)
     if config.quantization is not None:
         threads = config.threads or usable_cpus()[0]
         checkpoint = rounded(checkpoint, config.quantization, threads)

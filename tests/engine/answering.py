@@ -1,0 +1,55 @@
+"""One engine, asked some prompts in turn; by itself a process: ``answering.py '{…}'``.
+
+Gives for each, as JSON holds it: tokens, their logprobs to the last bit, and how many of the
+prompt's tokens were cached, in which tier.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+from unittest.mock import patch
+
+from octavo.engine import offload
+from octavo.engine.load import EngineConfig, load_engine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request
+
+
+def answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    # Nobody is in a hurry: all that is cached is worth waiting for.
+    with patch.object(offload, "_MOST_OPS", 1.0):
+        engine = load_engine(model, EngineConfig(**config)).engine
+    params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, logprobs=3, ignore_eos=True)
+    found = []
+    for number, prompt in enumerate(prompts):
+        before = engine.stats()
+        record = engine.add_request(
+            Request(request_id=str(number), prompt_token_ids=prompt, params=params)
+        )
+        tokens: list[int] = []
+        logprobs: list[Any] = []
+        while engine.has_work():
+            for delta in engine.step():
+                tokens += delta.token_ids
+                for entry in delta.logprobs or ():
+                    top = [[token_id, value.hex()] for token_id, value in entry.top]
+                    logprobs.append([entry.token_id, entry.logprob.hex(), top])
+        after = engine.stats()
+        found.append(
+            {
+                "tokens": tokens,
+                "logprobs": logprobs,
+                "cached": record.cached_tokens,
+                "host": after.prefix_hits_host - before.prefix_hits_host,
+                "disk": after.prefix_hits_disk - before.prefix_hits_disk,
+                "corrupted": after.tiers.corrupted_blocks if after.tiers else 0,
+            }
+        )
+    engine.close()
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(answers(**json.loads(sys.argv[1]))))

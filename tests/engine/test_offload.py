@@ -1,0 +1,273 @@
+"""Tiers of a loaded engine: the same bits from wherever they come, also in another process, and
+nothing from another model, tokenizer, rounding or build.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import octavo.checkpoint
+from engine.answering import answers
+from execute import tiny
+from octavo.checkpoint.base import WeightFormat
+from octavo.engine import offload
+from octavo.engine.load import DoesNotFit, EngineConfig, SettingsError, load_engine, plan_cache
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+
+ORACLES = Path(__file__).parents[1] / "oracle"
+MIB = 1 << 20
+
+
+def elsewhere(**asked: Any) -> list[dict[str, Any]]:
+    """`answers` in a process of its own."""
+    script = Path(__file__).parent / "answering.py"
+    ran = subprocess.run(
+        [sys.executable, str(script), json.dumps(asked)], capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    found: list[dict[str, Any]] = json.loads(ran.stdout)
+    return found
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["tokens"] == other["tokens"] and one["logprobs"] == other["logprobs"])
+
+
+def small_pool(path: Path, length: int) -> int:
+    """Bytes of a pool that holds one sequence."""
+    layout = KvLayout.of(octavo.checkpoint.load(path).config)
+    return peak_blocks(layout, length) * layout.block_bytes
+
+
+def check_all_tiers(path: Path, folder: Path, prompt: list[int], others: list[list[int]]) -> None:
+    """``others`` overwrite the pool when they are asked."""
+    length = max(map(len, [prompt, *others])) + 16
+    config = {
+        "kv_cache_memory_bytes": small_pool(path, length),
+        "max_model_len": length,
+        "max_num_seqs": 4,
+        "threads": 2,
+        "kv_offload_memory": 256 * MIB,
+    }
+    full = len(prompt) // 16 * 16
+    alone = {**config, "kv_offload_memory": None, "enable_prefix_caching": False, "threads": 1}
+    (cold,) = answers(str(path), alone, [prompt])
+    first, *_, host = answers(str(path), config, [prompt, *others, prompt])
+    assert same(first, cold)
+    assert (first["cached"], host["cached"], host["host"]) == (0, full, full)
+    assert same(host, cold)
+    disk = config | {"kv_offload_dir": str(folder)}
+    first, *_ = elsewhere(model=str(path), config=disk, prompts=[prompt])
+    assert same(first, cold)
+    warm, *_, again = elsewhere(model=str(path), config=disk, prompts=[prompt, *others, prompt])
+    assert (warm["cached"], warm["disk"]) == (full, full)
+    assert same(warm, cold)
+    assert (again["cached"], again["disk"]) == (full, 0)
+    assert same(again, cold)
+
+
+def text(number: int, length: int, vocab: int) -> list[int]:
+    return [(number * 31 + at * 7 + at * at) % vocab for at in range(length)]
+
+
+def test_smollm2_from_every_tier(smollm2_path: Path, tmp_path: Path) -> None:
+    prompt, *others = (text(number, 330, 40_000) for number in range(3))
+    check_all_tiers(smollm2_path, tmp_path, prompt, others)
+
+
+@pytest.mark.long
+def test_gemma3_beyond_its_window_from_every_tier(gemma3_path: Path, tmp_path: Path) -> None:
+    prompt, *others = (text(number, 900, 200_000) for number in range(3))
+    check_all_tiers(gemma3_path, tmp_path, prompt, others)
+
+
+# What shares and what does not
+
+
+def cached_by(path: Path, folder: Path, **config: Any) -> int:
+    """How many tokens of the prompt are found."""
+    given = {
+        "kv_cache_memory_bytes": 8 * MIB,
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "threads": 1,
+        "kv_offload_dir": str(folder),
+        "kv_offload_memory": 8 * MIB,
+    } | config
+    (found,) = answers(str(path), given, [text(1, 100, 90)])
+    assert not found["corrupted"]
+    return int(found["cached"])
+
+
+def test_who_shares(tmp_path: Path) -> None:
+    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    assert cached_by(model, folder) == 0
+    assert cached_by(model, folder) == 96
+    # The same numbers, however they come about:
+    assert cached_by(model, folder, threads=2, max_num_batched_tokens=7) == 96
+    moved = tmp_path / "moved.gguf"
+    shutil.copy(model, moved)
+    assert cached_by(moved, folder) == 96
+    # And other ones:
+    for name, value in (
+        ("kv_cache_dtype", "int8"),
+        ("block_size", 32),
+        ("quantization", "int8"),
+        ("isa", "generic"),
+    ):
+        assert cached_by(model, folder, **{name: value}) == 0
+    for other in ("tiny-llama-odd", "tiny-gemma3"):
+        assert cached_by(ORACLES / f"{other}.gguf", folder) == 0
+    assert cached_by(model, folder) == 96
+
+
+def test_one_weight_that_differs(tmp_path: Path) -> None:
+    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    assert cached_by(model, folder) == 0
+    altered = bytearray(model.read_bytes())
+    altered[-2] ^= 1  # of the last tensor
+    (tmp_path / "altered.gguf").write_bytes(altered)
+    assert cached_by(tmp_path / "altered.gguf", folder) == 0
+
+
+def test_another_tokenizer_or_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    assert cached_by(model, folder) == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(offload, "_tokenizer_digest", lambda tokenizer: b"another")
+        assert cached_by(model, folder) == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(offload, "build_digest", lambda: b"another")
+        assert cached_by(model, folder) == 0
+    assert cached_by(model, folder) == 96
+
+
+def test_a_tokenizer_is_told_from_another() -> None:
+    one = octavo.checkpoint.load(ORACLES / "tiny-llama.gguf").tokenizer
+    other = octavo.checkpoint.load(ORACLES / "tiny-gemma3.gguf").tokenizer
+    assert offload._tokenizer_digest(one) == offload._tokenizer_digest(one)
+    assert offload._tokenizer_digest(one) != offload._tokenizer_digest(other)
+    stop = octavo.checkpoint.load(ORACLES / "tiny-llama.gguf").tokenizer
+    stop.eos_token_ids = frozenset((7,))
+    assert offload._tokenizer_digest(stop) != offload._tokenizer_digest(one)
+
+
+def test_a_build_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line of code or a byte of the kernels."""
+    package = tmp_path / "octavo"
+    for name in ("__init__.py", "execute/lower.py", "model/rope.py", "serve/app.py", "_native.so"):
+        file = package / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("1")
+    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
+    known = {offload.build_digest()}
+    for name in ("execute/lower.py", "model/rope.py", "_native.so"):
+        (package / name).write_text("2")
+        known.add(offload.build_digest())
+    assert len(known) == 4
+    (package / "serve/app.py").write_text("2")
+    assert offload.build_digest() in known
+
+
+# Settings
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cache"
+    with pytest.raises(SettingsError, match=r"kv_offload_dir .*/file/cache: may not be written"):
+        load_engine(tmp_path / "no-model.gguf", EngineConfig(kv_offload_dir=str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_offload_disk": 1 << 30}, "kv_offload_disk is a budget of kv_offload_dir"),
+        ({"kv_offload_memory": 0}, "kv_offload_memory is 0, below 1"),
+        (
+            {"kv_offload_memory": 1 << 30, "enable_prefix_caching": False},
+            "which enable_prefix_caching turns off",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**settings)
+
+
+def test_sizes_below_a_block_are_refused(tmp_path: Path) -> None:
+    model = ORACLES / "tiny-llama.gguf"
+    for settings in (
+        {"kv_offload_memory": 10},
+        {"kv_offload_dir": str(tmp_path), "kv_offload_disk": 10},
+    ):
+        config = EngineConfig(kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, **settings)
+        with pytest.raises(SettingsError, match="is less than a block of"):
+            load_engine(model, config)
+
+
+def test_the_memory_of_the_tier_is_in_the_plan() -> None:
+    model = tiny.config()
+    compute, layout = program(model), KvLayout.of(model)
+    weights, available = 1 * MIB, 900 * MIB
+    without = plan_cache(EngineConfig(), compute, layout, weights, available)
+    config = EngineConfig(kv_offload_memory=100 * MIB)
+    with_it = plan_cache(config, compute, layout, weights, available)
+    fewer = (without.num_blocks - with_it.num_blocks) * layout.block_bytes
+    assert fewer == pytest.approx(50 * MIB, abs=2 * layout.block_bytes)  # half of what is left
+    with pytest.raises(DoesNotFit, match="- 1 GiB kv offload ="):
+        plan_cache(replace(config, kv_offload_memory=1 << 30), compute, layout, weights, available)
+
+
+def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
+    model = ORACLES / "tiny-llama.gguf"
+    cached_by(model, tmp_path)
+    config = EngineConfig(
+        kv_cache_memory_bytes=8 * MIB,
+        max_model_len=128,
+        max_num_seqs=4,
+        kv_offload_dir=str(tmp_path),
+        kv_offload_disk=1 << 30,
+        kv_offload_memory=8 * MIB,
+    )
+    loaded = load_engine(model, config)
+    (line,) = [line for line in loaded.report().splitlines() if line.startswith("kv offload")]
+    assert "8 MiB of host memory, 1 GiB in" in line
+    assert "which holds 6 blocks of this model" in line
+    loaded.engine.close()
+
+
+def test_formats_are_named_in_the_digest() -> None:
+    """Equal bytes in another format are other weights."""
+    from octavo.execute.native import NativeExecutor
+
+    def digest(format: WeightFormat) -> bytes:
+        checkpoint = tiny.checkpoint(tiny.config(), format)
+        executor = NativeExecutor(
+            checkpoint,
+            program(checkpoint.config),
+            KvLayout.of(checkpoint.config),
+            num_blocks=4,
+            max_tokens=16,
+            max_logits_rows=4,
+            max_seqs=2,
+            max_blocks_per_seq=2,
+            threads=1,
+            digest=True,
+        )
+        found = executor.weights_digest
+        executor.close()
+        return found
+
+    assert digest(WeightFormat.BF16) == digest(WeightFormat.BF16)
+    assert digest(WeightFormat.BF16) != digest(WeightFormat.F16)

@@ -453,6 +453,7 @@ class Engine:
         for request_id, state in self._requests.items():
             for seq in state.sequences:
                 output: _Output = seq.output
+                self._leave(seq)
                 if output.reason is not None:
                     state.record.finish_reasons[seq.choice] = output.reason
                     seq.status = Status.FINISHED
@@ -461,7 +462,6 @@ class Engine:
                     continue
                 self._rewind([seq])
                 del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
-                self._leave(seq)
                 if output.prompt_logprobs is not None:
                     seq.num_scored = len(output.prompt_logprobs) - 1
                 if output.num_pushed != output.num_tokens:

@@ -35,7 +35,6 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -68,7 +67,7 @@ class Counts:
     wrong: list[str] = field(default_factory=list)  # what should not have been
     prompt_tokens: int = 0  # of those finished
     completion_tokens: int = 0
-    kinds: Counter[str] = field(default_factory=Counter)
+    kinds: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -146,7 +145,7 @@ class Client:
         while time.monotonic() < until:
             kind, path, request = body(self._rng, self._model)
             self._counts.sent += 1
-            self._counts.kinds[kind] += 1
+            self._counts.kinds[kind] = self._counts.kinds.get(kind, 0) + 1
             abort = kind != "invalid" and self._rng.random() < self._aborts
             try:
                 answer = await self._ask(path, request, abort)
@@ -446,7 +445,7 @@ def run(server: Server, args: argparse.Namespace) -> int:
         }
         print(json.dumps(result, indent=1))
     else:
-        kinds = ", ".join(f"{count} {kind}" for kind, count in counts.kinds.most_common())
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.kinds.items()))
         print(f"{args.minutes:g} minutes, {args.clients} clients, {counts.sent} requests: {kinds}")
         for check in found:
             print(f"{'ok ' if check.good else 'BAD'}  {check.what:17} {check.found}")

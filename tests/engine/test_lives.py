@@ -115,12 +115,12 @@ def live(seed: int, steps: int, faults: float = 0.0) -> int:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives(seed: int) -> None:
-    live(seed, 1000)
+    live(seed, 500)
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_lives_with_faults(seed: int) -> None:
-    live(1000 + seed, 1000, faults=0.05)
+    live(1000 + seed, 700, faults=0.05)
 
 
 @pytest.mark.long

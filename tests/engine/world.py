@@ -522,7 +522,7 @@ class World:
         assert record.finish_reasons == [life.reasons[choice] for choice in range(life.params.n)]
         assert record.completion_tokens == sum(map(len, life.texts.values()))
         assert record.accepted_tokens <= min(record.completion_tokens, record.draft_tokens)
-        assert self.outcomes.count(record) == 1
+        assert sum(each is record for each in self.outcomes) == 1
         if record.outcome is Outcome.FINISHED:
             assert set(life.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
         elif record.outcome is Outcome.REJECTED:

@@ -373,7 +373,7 @@ class Scheduler:
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
         followers = len(seq.followers)
-        seq.waited += self.policy.now - seq.queued
+        seq.waited += max(0.0, self.policy.now - seq.queued)  # a clock may be set back
         self.policy.remove(seq)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)

@@ -11,16 +11,20 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-from octavo.engine import offload
 from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.recompute import Recomputing
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request
 
 
 def answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
     # Nobody is in a hurry: all that is cached is worth waiting for.
-    with patch.object(offload, "_MOST_OPS", 1.0):
-        engine = load_engine(model, EngineConfig(**config)).engine
+    with patch.object(Recomputing, "seconds", lambda *_: 1e6):
+        return _answers(model, config, prompts)
+
+
+def _answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:
+    engine = load_engine(model, EngineConfig(**config)).engine
     params = SamplingParams(max_tokens=12, temperature=0.7, seed=5, logprobs=3, ignore_eos=True)
     found = []
     for number, prompt in enumerate(prompts):

@@ -141,15 +141,6 @@ def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
     assert again.cached_tokens == 96
 
 
-def test_speeds_are_measured() -> None:
-    engine, tiers = made(seconds_per_token=0.5, length=2000, blocks=200)
-    for number in range(40):
-        ask(engine, str(number), text(number, 1000))
-        run(engine)
-    # The checking executor takes a millisecond for a step of 64 tokens.
-    assert tiers._seconds_per_token == pytest.approx(0.001 / 64, rel=0.01)
-
-
 def test_salts_and_engines_share_nothing() -> None:
     disk = whole()
     engine, tiers = made(disk=disk)

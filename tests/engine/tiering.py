@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from typing import Any
 
 from octavo.engine.clock import VirtualClock
 from octavo.kv.digest import Key
@@ -64,6 +63,16 @@ class FakeDisk(Disk):
             self.bytes_written += self.block_bytes
 
 
+class PerToken:
+    """Every token takes as long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.per_token = seconds
+
+    def seconds(self, start: int, tokens: int) -> float:
+        return tokens * self.per_token
+
+
 class ToldTiers(Tiers):
     """Whoever waits for the disk lets it work, for a while of the clock."""
 
@@ -96,16 +105,20 @@ def eager_tiers(layout: KvLayout, host_blocks: int, *, disk: bool) -> Tiers:
         reader=ThreadWorker("read"),
         writer=ThreadWorker("write"),
         tokens_per_block=layout.block_size / len(layout.groups),
-        seconds_per_token=10.0,
+        computing=PerToken(10.0),
     )
 
 
 def slow_tiers(
-    layout: KvLayout, host_blocks: int, *, disk: bool, clock: VirtualClock, **more: Any
+    layout: KvLayout,
+    host_blocks: int,
+    *,
+    disk: bool,
+    clock: VirtualClock,
+    seconds_per_token: float = 0.002,
 ) -> ToldTiers:
     block_bytes = layout.block_bytes
     workers = [ToldWorker(), ToldWorker()]
-    more.setdefault("seconds_per_token", 0.002)
     tiers = ToldTiers(
         b"engine",
         HostMemory(host_blocks, block_bytes),
@@ -113,8 +126,8 @@ def slow_tiers(
         reader=workers[0],
         writer=workers[1],
         tokens_per_block=layout.block_size / len(layout.groups),
+        computing=PerToken(seconds_per_token),
         now=clock.now,
-        **more,
     )
     tiers.clock, tiers.workers = clock, workers
     return tiers

@@ -394,7 +394,7 @@ class Engine:
             self.scheduler.shedding.took(scheduled.batch.num_tokens, now - started)
         self.scheduler.commit(scheduled, drawn.runs)
         if tiers is not None:
-            tiers.after_step(scheduled.batch.num_tokens, len(scheduled.decodes), now - started)
+            tiers.after_step()
         self._deliver(scheduled, drawn, now, deltas)
         stats = self._stats
         stats.decode_passes += len(scheduled.decodes)

@@ -16,6 +16,7 @@ from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import STAGING_BYTES, check_disk, make_tiers
+from octavo.engine.recompute import Recomputing
 from octavo.execute.batch import slice_rows
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.memory import available_memory
@@ -184,6 +185,7 @@ class LoadedEngine:
     draft: DraftModel | None = None
     draft_blocks: int = 0
     heads: Heads | None = None
+    recomputing: Recomputing | None = None  # where the prefix cache has other tiers
 
     @property
     def draft_tokens(self) -> int:
@@ -501,9 +503,10 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
     )
+    recomputing = None
     if config.kv_offload_bytes:
         try:
-            tiers = make_tiers(
+            tiers, recomputing = make_tiers(
                 executor,
                 compute,
                 checkpoint.tokenizer,
@@ -554,6 +557,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         seed=config.seed,
         speculator=speculator,
     )
+    if recomputing is not None:
+        engine.observers.append(recomputing)
     gc.freeze()  # what was loaded stays: the collector need not walk it between steps
     return LoadedEngine(
         engine,
@@ -568,4 +573,5 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         draft,
         plan.draft_blocks,
         heads,
+        recomputing,
     )

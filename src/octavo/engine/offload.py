@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import octavo
 from octavo.checkpoint.base import Tokenizer
 from octavo.checkpoint.tokenizer import BpeTokenizer
+from octavo.engine.recompute import Recomputing, fastest
 from octavo.kv.disk import Disk, check_folder
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
@@ -27,7 +28,6 @@ STAGING_BYTES = (
 )  # of host memory, that a tier on disk is read into where none is asked for
 _MOST_DISK = 16 << 30  # bytes, where no budget is given, and at most half of what is free
 _NUMBERS = ("checkpoint", "execute", "kv", "model")  # rooms that decide what a block holds
-_MOST_OPS = 5e11  # that a thread does in a second, at most, until it has been measured
 
 
 class Refused(ValueError):
@@ -52,8 +52,10 @@ def make_tiers(
     host_bytes: int,
     folder: str | None,
     disk_bytes: int | None,
-) -> Tiers:
-    """``executor`` has the digest of its weights if there is a ``folder``. Raises `Refused`."""
+) -> tuple[Tiers, Recomputing]:
+    """And what says how long computing takes, which is to see every step. ``executor`` has the
+    digest of its weights if there is a ``folder``. Raises `Refused`.
+    """
     layout = executor.layout
     slots = host_bytes // layout.block_bytes
     if slots < 1:
@@ -74,16 +76,17 @@ def make_tiers(
             )
         disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
         reader, writer = ThreadWorker("octavo-kv-read"), ThreadWorker("octavo-kv-write")
-    return Tiers(
+    recomputing = Recomputing(executor.costs, fastest(executor.threads), executor.max_tokens)
+    tiers = Tiers(
         name,
         memory,
         disk,
         reader=reader,
         writer=writer,
         tokens_per_block=layout.block_size / len(layout.groups),
-        # Two operations a weight, of a byte at the most.
-        seconds_per_token=2 * executor.weight_bytes / (_MOST_OPS * executor.threads),
+        computing=recomputing,
     )
+    return tiers, recomputing
 
 
 def engine_digest(

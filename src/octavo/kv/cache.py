@@ -185,7 +185,8 @@ class KvCache:
         further = self._search(tokens, salt, Source.HOST)
         if further is None or further.num_tokens <= hit.num_tokens:
             return hit
-        if not tiers.is_worth_loading(len(further.missing), further.num_tokens - hit.num_tokens):
+        more = further.num_tokens - hit.num_tokens
+        if not tiers.is_worth_loading(len(further.missing), hit.num_tokens, more):
             tiers.left_alone()
             return hit
         disk = {at for at, key in further.missing if tiers.memory.is_from_disk(key)}
@@ -303,7 +304,7 @@ class KvCache:
         keys = [key for _, key in found.missing if tiers.find(key) is Source.DISK]
         if not keys or found.num_tokens <= near:
             return None
-        return tiers.read_ahead(keys, found.num_tokens - near, now)
+        return tiers.read_ahead(keys, near, found.num_tokens - near, now)
 
     def blocks_in_use(self, hit: Hit) -> int:
         """How many of the hit's blocks others refer to, so that sharing them costs nothing."""

@@ -42,7 +42,6 @@ _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
 _REST = 60.0  # seconds for which nothing is loaded, when copying in has failed
-_MEASURED_TOKENS = 64  # that a step has, at least, which shows how fast prompts are computed
 _RECENT = 0.2  # weight of the newest measurement
 
 
@@ -59,6 +58,19 @@ class Arena(Protocol):
     def export_blocks(self, blocks: Int32) -> Bytes: ...
 
     def import_blocks(self, blocks: Int32, data: Bytes) -> None: ...
+
+
+class Computing(Protocol):
+    """What it takes to compute instead, in seconds."""
+
+    @property
+    def per_token(self) -> float:
+        """Of a prompt, in large steps."""
+        ...
+
+    def seconds(self, start: int, tokens: int) -> float:
+        """Of so many tokens of a prompt from position ``start`` on."""
+        ...
 
 
 class _Load(NamedTuple):
@@ -125,8 +137,7 @@ class Tiers:
 
     ``engine`` is the digest of all that decides what a block holds beside its tokens
     (`digest.root`). ``tokens_per_block``: how many tokens need not be computed for one block of one
-    group, where all groups are loaded. ``seconds_per_token``: what computing takes at the least, to
-    go by until it has been measured.
+    group, where all groups are loaded.
     """
 
     def __init__(
@@ -138,7 +149,7 @@ class Tiers:
         reader: Worker | None = None,
         writer: Worker | None = None,
         tokens_per_block: float,
-        seconds_per_token: float = 1.0,
+        computing: Computing,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         if disk is not None and (reader is None or writer is None):
@@ -171,7 +182,7 @@ class Tiers:
         self._load_seconds = self._block_bytes / _HOST_BANDWIDTH
         self._read_seconds = self._block_bytes / _DISK_BANDWIDTH
         self._tokens_per_block = tokens_per_block
-        self._seconds_per_token = seconds_per_token
+        self._computing = computing
         self._rests_until = -float("inf")  # seconds of ``now``: copying in has failed
 
     # Names
@@ -220,7 +231,7 @@ class Tiers:
         key = self.digest(node), group
         if key in self.memory:
             self.memory.touch(key)
-        elif self.is_worth_loading(1, self._tokens_per_block):
+        elif self._load_seconds < self._tokens_per_block * self._computing.per_token:
             self._spills.append(_Spill(block, key))
 
     def load(self, key: Key, block: int, copies: list[tuple[int, int]]) -> bool:
@@ -309,11 +320,8 @@ class Tiers:
             if self._writing * self._block_bytes < _WRITING_BYTES:
                 self._write(key, block)
 
-    def after_step(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
-        """A step has been committed, of so many tokens, of which some were decoding sequences'."""
-        if num_tokens >= _MEASURED_TOKENS and num_decodes <= num_tokens // 8:
-            measured = seconds / num_tokens
-            self._seconds_per_token += _RECENT * (measured - self._seconds_per_token)
+    def after_step(self) -> None:
+        """A step has been committed."""
         try:
             if self._filled:
                 self._persist(_FILLED_BYTES // self._block_bytes + 1)
@@ -363,24 +371,29 @@ class Tiers:
 
     # What is worth it
 
-    def is_worth_loading(self, num_blocks: int, num_tokens: float) -> bool:
-        """Whether so many blocks from host memory are had sooner than the tokens are computed."""
-        return bool(num_blocks * self._load_seconds < num_tokens * self._seconds_per_token)
+    def is_worth_loading(self, num_blocks: int, start: int, num_tokens: int) -> bool:
+        """Whether so many blocks from host memory are had sooner than the tokens from ``start`` on
+        are computed.
+        """
+        return bool(num_blocks * self._load_seconds < self._computing.seconds(start, num_tokens))
 
     def left_alone(self) -> None:
         self._stats.not_worth_loading += 1
 
     # Reading ahead
 
-    def read_ahead(self, keys: Sequence[Key], num_tokens: int, now: float) -> ReadAhead | None:
+    def read_ahead(
+        self, keys: Sequence[Key], start: int, num_tokens: int, now: float
+    ) -> ReadAhead | None:
         """Begin to read ``keys``, in the order they are needed in, for a request that would else
-        compute ``num_tokens``; None if that would be quicker or host memory has no room.
+        compute ``num_tokens`` from ``start`` on; None if that would be quicker or host memory has
+        no room.
         """
         assert self._reader is not None
         unread = sum(key not in self._reading for key in keys)
         blocks = len(self._reading) + unread
         loading = len(keys) * self._load_seconds
-        computing = num_tokens * self._seconds_per_token
+        computing = self._computing.seconds(start, num_tokens)
         if blocks * self._read_seconds + loading >= computing:
             self._stats.not_worth_loading += 1
             return None

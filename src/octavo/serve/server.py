@@ -170,6 +170,8 @@ async def _serve(
     )
     if calibration is not None:
         prediction = calibration.prediction(loaded)
+        if loaded.recomputing is not None:
+            loaded.recomputing.calibrate(calibration.rates)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     await engine.start()

@@ -1,0 +1,291 @@
+"""Faults around and under the engine's thread: each who asks gets an end, and each record has one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from engine.checking import CheckingExecutor, Crash, FakeSampler, FakeState, build
+from engine.test_async_engine import collect, started
+from engine.test_engine import request
+from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream
+from octavo.engine.clock import RealClock
+from octavo.engine.engine import Engine, Step
+from octavo.execute.batch import Batch, StepResult
+from octavo.schedule.request import AdmissionError, FinishReason, Outcome, RequestRecord
+
+
+class Told:
+    """Every outcome, once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.records: list[RequestRecord] = []
+        engine.observers.append(self)
+
+    def on_step(self, step: Step) -> None: ...
+
+    def on_end(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+
+def faulty(engine: Engine, share: float, seed: int) -> list[int]:
+    """Its steps fail now and then; returns in how many sequences each of them was."""
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+    execute = executor.execute
+    rng = random.Random(seed)
+    failed: list[int] = []
+
+    def execute_or_fail(batch: Batch) -> StepResult:
+        if rng.random() < share:
+            executor.crashes.append(rng.choice(("before", "half", "after")))
+            failed.append(len(batch.seq_slots))
+        return execute(batch)
+
+    executor.execute = execute_or_fail  # type: ignore[method-assign]
+    return failed
+
+
+async def consume(engine: AsyncEngine, name: str, rng: random.Random) -> Stream | None:
+    """One client: reads all, reads nothing, reads late, or leaves."""
+    seed = rng.randint(1, 4)
+    try:
+        stream = engine.submit(
+            request(
+                name,
+                [rng.randrange(3)] * rng.randint(1, 60),
+                max_tokens=rng.randint(1, 30),
+                n=rng.choice((1, 1, 2)),
+                seed=seed,
+            )
+        )
+    except AdmissionError:
+        return None
+    manner = rng.random()
+    if manner < 0.2:
+        stream.abort()
+    elif manner < 0.4:  # nobody reads it for a while
+        while stream.record.outcome is None:
+            await asyncio.sleep(0.001)
+    elif manner < 0.6:
+        async for _ in stream:
+            await asyncio.sleep(0.001)
+        return stream
+    tokens: dict[int, list[int]] = {}
+    deltas = await collect(stream)
+    for delta in deltas:
+        tokens.setdefault(delta.choice, []).extend(delta.token_ids)
+    assert [delta.record is not None for delta in deltas].count(True) == 1
+    assert deltas[-1].record is stream.record
+    sampler = engine.engine.sampler
+    assert isinstance(sampler, FakeSampler)
+    for choice, drawn in tokens.items():
+        assert all_drawn(sampler, FakeState(seed, choice), drawn)
+    return stream
+
+
+def all_drawn(sampler: FakeSampler, state: FakeState, tokens: list[int]) -> bool:
+    for token in tokens:
+        if sampler.draw(state) != token:
+            return False
+        state.record(token)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_clients_of_all_manners_on_an_engine_that_fails(seed: int) -> None:
+    inner = build(clock=RealClock(), num_blocks=20, max_num_queued_reqs=30)
+    told = Told(inner)
+    failed = faulty(inner, 0.05, seed)
+    engine = await started(inner)
+    rng = random.Random(seed)
+    numbers = iter(range(10_000))
+
+    async def clients(count: int) -> None:
+        names = [f"{next(numbers) // 2}" for _ in range(count)]  # each comes twice
+        await asyncio.gather(*(consume(engine, name, rng) for name in names))
+
+    def leaving() -> None:
+        async def leave() -> None:
+            for _ in range(5):  # never read, and the loop is closed over them
+                with contextlib.suppress(AdmissionError):
+                    engine.submit(request(f"left {next(numbers)}", [1], max_tokens=200))
+            await asyncio.sleep(0.005)
+
+        asyncio.run(leave())
+
+    await asyncio.gather(*(clients(25) for _ in range(3)), asyncio.to_thread(leaving))
+    late = asyncio.create_task(clients(20))
+    await asyncio.sleep(0)
+    draining = asyncio.create_task(engine.drain(60))
+    await asyncio.sleep(0)
+    for _ in range(50):  # a storm while it drains
+        with pytest.raises(AdmissionError, match="shutting down"):
+            engine.submit(request(f"storm {next(numbers)}", [1]))
+    assert await draining
+    await late
+    assert engine.alive
+    await engine.stop()
+    assert failed
+    assert len({id(record) for record in told.records}) == len(told.records)
+    assert all(record.outcome is not None for record in told.records)
+    alone = [record for record in told.records if record.outcome is Outcome.FAILED]
+    assert len(alone) <= len(failed)
+    inner.check_integrity()
+    assert inner.stats().kv_blocks_used == 0
+
+
+async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_lives() -> None:
+    inner = build(clock=RealClock())
+    told = Told(inner)
+    schedule = inner.scheduler.schedule
+
+    def fail(now: float, proposer: object) -> None:
+        raise KeyError("injected")
+
+    inner.scheduler.schedule = fail  # type: ignore[assignment,method-assign]
+    engine = await started(inner)
+    streams = [engine.submit(request(str(index), [1] * 20)) for index in range(5)]
+    for stream in streams:
+        deltas = await collect(stream)
+        assert [delta.finish_reason for delta in deltas] == [FinishReason.ERROR]
+        assert "injected" in str(stream.record.error)
+    inner.scheduler.schedule = schedule  # type: ignore[method-assign]
+    after = await collect(engine.submit(request("after", [1], max_tokens=3)))
+    assert after[-1].finish_reason is FinishReason.LENGTH
+    assert len(told.records) == 6
+    await engine.stop()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
+async def test_when_the_thread_ends_so_does_every_request(error: BaseException) -> None:
+    """Those that run, those that wait and those that had not reached the engine."""
+    inner = build(clock=RealClock(), max_num_seqs=2)
+    told = Told(inner)
+    executor = inner.executor
+    assert isinstance(executor, CheckingExecutor)
+    stepping, going_on = threading.Event(), threading.Event()
+
+    def die(batch: Batch) -> StepResult:
+        stepping.set()
+        going_on.wait(20)
+        raise error
+
+    executor.execute = die  # type: ignore[method-assign]
+    engine = await started(inner)
+    streams = [engine.submit(request(str(index), [1] * 20)) for index in range(4)]
+    await asyncio.to_thread(stepping.wait, 20)
+    streams += [engine.submit(request(f"late {index}", [1])) for index in range(3)]
+    going_on.set()
+    for stream in streams:
+        with pytest.raises(EngineDead):
+            await collect(stream)
+    engine._thread.join(20)
+    assert not engine.alive
+    assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 7
+    assert len(told.records) == 7
+    with pytest.raises(EngineDead):
+        engine.submit(request("after", [1]))
+    assert not await engine.drain(1)
+    await engine.stop()
+
+
+async def test_a_step_that_comes_back_after_it_was_given_up_on_is_the_last() -> None:
+    inner = build(clock=RealClock())
+    told = Told(inner)
+    executor = inner.executor
+    assert isinstance(executor, CheckingExecutor)
+    execute, release = executor.execute, threading.Event()
+
+    def hang(batch: Batch) -> StepResult:
+        release.wait(20)
+        return execute(batch)
+
+    executor.execute = hang  # type: ignore[method-assign]
+    engine = await started(inner, hang_timeout=0.1)
+    streams = [engine.submit(request(str(index), [1], max_tokens=100)) for index in range(3)]
+    for stream in streams:
+        with pytest.raises(EngineDead, match="not moved"):
+            await collect(stream)
+    release.set()
+    await asyncio.to_thread(engine._thread.join, 20)
+    assert executor.steps == 1
+    assert [record.outcome for record in told.records] == [Outcome.FAILED] * 3
+    await engine.stop()
+
+
+def test_a_process_whose_engine_hangs_can_end() -> None:
+    program = """
+import asyncio, threading
+from engine.checking import build
+from engine.test_engine import request
+from octavo.engine.async_engine import AsyncEngine, EngineDead
+from octavo.engine.clock import RealClock
+
+async def main():
+    inner = build(clock=RealClock())
+    inner.executor.execute = lambda batch: threading.Event().wait()
+    engine = AsyncEngine(inner, hang_timeout=0.2)
+    await engine.start()
+    try:
+        async for _ in engine.submit(request("a", [1])):
+            pass
+    except EngineDead:
+        assert not engine.alive
+        await engine.stop()
+        print("ended")
+
+asyncio.run(main())
+"""
+    tests = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tests,
+        env={"PYTHONPATH": f"{tests}:{tests.parent / 'src'}"},
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, b"ended"), done.stderr.decode()
+
+
+async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    inner = build(clock=RealClock())
+
+    class Bad:
+        def on_step(self, step: Step) -> None:
+            raise MemoryError("injected")
+
+        def on_end(self, record: RequestRecord) -> None:
+            raise Crash("injected")
+
+    inner.observers.append(Bad())
+    told = Told(inner)
+    engine = await started(inner)
+    with pytest.raises(AdmissionError):
+        engine.submit(request("refused", []))
+    deltas = await collect(engine.submit(request("a", [1], max_tokens=9)))
+    assert sum(len(delta.token_ids) for delta in deltas) == 9
+    assert [record.outcome for record in told.records] == [Outcome.REJECTED, Outcome.FINISHED]
+    assert caplog.text.count("must not raise") == 1
+    await engine.stop()
+
+
+async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
+    engine = await started(build(clock=RealClock(), max_model_len=2000, num_blocks=200))
+    stream = engine.submit(request("a", [1], max_tokens=1900))
+    while stream.record.outcome is None:
+        time.sleep(0.001)
+    await asyncio.sleep(0)
+    assert len(stream._arrived) <= 1900
+    (delta,) = await collect(stream)
+    assert len(delta.token_ids) == 1900
+    await engine.stop()

@@ -1,4 +1,4 @@
-"""Faults around and under the engine's thread: each who asks gets an end, and each record has one."""
+"""Faults around the engine's thread: each who asks gets an end, and each record has one."""
 
 from __future__ import annotations
 

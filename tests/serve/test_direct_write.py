@@ -52,7 +52,7 @@ async def test_the_same_as_through_the_layers(
         write(self, data)
 
     monkeypatch.setattr(DirectWrite, "write", counted)
-    engine, _ = real_engine(pause=0.0005)
+    engine, _ = real_engine(pause=0.004)  # so that tokens come one by one
     async with started(engine), listening(engine) as url:
         direct = await texts(url, asked, path)
         assert written > 0

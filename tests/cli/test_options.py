@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import typer
@@ -13,6 +14,7 @@ from octavo.cli import options
 from octavo.cli.serve import OFFLOAD_OPTIONS, QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
 from octavo.engine.load import EngineConfig
 from octavo.sample.params import SamplingParams
+from octavo.schedule.request import LatencyTarget
 from octavo.serve.config import ServeConfig
 
 
@@ -115,6 +117,24 @@ def test_serve_options_are_the_serve_configs() -> None:
     assert config.allowed_origins == ("https://x", "https://y")
     assert not config.docs
     assert config.log_level == "debug"
+
+
+def test_keys_and_targets_of_a_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys.json"
+    file.write_text('{"keys": [{"name": "chat", "key": "secret", "weight": 2}]}')
+    given = {parameter.name: parameter.default for parameter in SERVE_OPTIONS}
+    given |= {"api_key": ["a"], "api_key_file": file, "slo": "ttft=2000,tpot=50"}
+    config = serve_config(given)
+    assert [(key.name, key.weight) for key in config.keys] == [("key-1", 1.0), ("chat", 2.0)]
+    assert config.slo == LatencyTarget(ttft=2.0, tpot=0.05)
+    for wrong, why in (
+        ({"api_key_file": tmp_path / "none"}, "none: No such file"),
+        ({"api_key_file": tmp_path}, "Is a directory"),
+        ({"slo": "itl=5"}, "'itl' is none of ttft, tpot, e2el"),
+        ({"api_key": ["secret"]}, "'key-1' and 'chat' are the same key"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            serve_config(given | wrong)
 
 
 def test_a_key_of_an_option_appears_once() -> None:

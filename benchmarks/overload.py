@@ -1,7 +1,9 @@
 """A live server from light load to twice the rate that saturates it: is the work worth doing done,
 and is everyone else told so at once?
 
-    python benchmarks/overload.py [MODEL] [--slo ttft=2000,tpot=50] [--seconds 10] [--json]
+    python benchmarks/overload.py [MODEL] [--slo ttft=2000,tpot=50] [--json] [-- OPTIONS]
+
+OPTIONS are of octavo serve.
 
 The saturating rate is the throughput with always enough to do and no promises. Then `octavo serve`
 with ``--slo`` and ``--admit-within-slo`` gets Poisson arrivals at shares of it. Goodput is of
@@ -39,7 +41,7 @@ from octavo.bench.load.stream import Answer
 from octavo.workload.metrics import parse_slo
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the saturating rate
-AT_ONCE = 32  # requests under way when the saturating rate is measured
+AT_ONCE = 24  # requests under way when the saturating rate is measured
 POLITE, FLOODING = 2, 50  # requests that a key keeps under way
 
 
@@ -93,7 +95,7 @@ def overload(model: str, shape: Shape, slo: str, seconds: float, options: Sequen
     limits = parse_slo(slo)
     with server(model, *options) as url:
         load(url, shape, AT_ONCE, 1, max_concurrency=AT_ONCE)  # warm
-        count = 4 * AT_ONCE
+        count = 3 * AT_ONCE
         rate = load(url, shape, count, 2, max_concurrency=AT_ONCE)["request_throughput"]
     rows = []
     with server(model, "--slo", slo, "--admit-within-slo", *options) as url:
@@ -234,14 +236,14 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each rate")
     parser.add_argument("--keys", action="store_true", help="fairness among ten keys instead")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("options", nargs="*", help="of octavo serve, behind --")
-    given = parser.parse_args()
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, options = parser.parse_args(sys.argv[1:end]), sys.argv[end + 1 :]
     shape = Shape(given.prompt, given.output)
     found: dict[str, Any]
     if given.keys:
-        found = fairness(given.model, shape, given.seconds, given.options)
+        found = fairness(given.model, shape, given.seconds, options)
     else:
-        found = overload(given.model, shape, given.slo, given.seconds, given.options)
+        found = overload(given.model, shape, given.slo, given.seconds, options)
     if given.json:
         print(json.dumps(found, indent=1))
     elif given.keys:

@@ -99,7 +99,7 @@ def span(seconds: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    return "–" if share is None else f"{100 * share:.{1 if 0 < share < 0.0995 else 0}f} %"
+    return "-" if share is None else f"{100 * share:.{1 if 0 < share < 0.0995 else 0}f} %"
 
 
 def plain(text: str) -> str:
@@ -214,7 +214,7 @@ def _latencies(figures: Figures) -> Iterator[str]:
 
 def _pair(latency: Latency) -> str:
     if latency.p50 is None or latency.p99 is None:
-        return "–"
+        return "-"
     if latency.p50_bound and (latency.p50, latency.p50_bound) == (latency.p99, latency.p99_bound):
         return f"{latency.p50_bound}{span(latency.p50)}"
     return f"{latency.p50_bound}{span(latency.p50)}/{latency.p99_bound}{span(latency.p99)}"
@@ -306,7 +306,7 @@ def _row(columns: list[Column], row: RequestSnapshot) -> Text:
         if column.title == "REQUEST":
             cell = _short_id(cell, column.width)
         elif len(cell) > column.width:
-            cell = cell[: column.width - 1] + "…"
+            cell = cell[: column.width]
         line.append(" " if place else "")
         line.append(f"{cell:{column.align}{column.width}}", column.style(row))
     return line

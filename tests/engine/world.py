@@ -316,8 +316,8 @@ class World:
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
         if unfinished and not step.scheduled.stale and not scheduler._suspects and not whole:
             rank = scheduler.policy.rank
-            # Among those that run: who waits comes to its turn. With a disk, too: whoever was let in
-            # while another waited for it is not sent away again.
+            # Among those that run: who waits comes to its turn. With a disk, too: whoever was let
+            # in while another waited for it is not sent away again.
             if scheduler.policy.displaces_any or self.setting.disk:
                 unfinished = scheduler.decoding + scheduler.prefilling
             first = min(unfinished, key=rank)

@@ -12,6 +12,7 @@ import httpx
 from serving import listening, real_engine, started
 
 from engine.drafting import Coin
+from engine.tiering import PerToken
 from octavo.execute.cost import Rates
 from octavo.kv.disk import Disk
 from octavo.kv.host_memory import HostMemory
@@ -51,7 +52,7 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
             reader=ThreadWorker("read"),
             writer=ThreadWorker("write"),
             tokens_per_block=kv.layout.block_size,
-            seconds_per_token=1.0,
+            computing=PerToken(1.0),
         )
     )
     assert kv.tiers is not None

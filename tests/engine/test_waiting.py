@@ -202,6 +202,19 @@ def test_step_times_are_fitted() -> None:
     assert times.fitted == pytest.approx((2e-3, 5e-4, 1e-4), rel=0.3)
 
 
+def test_a_slow_first_step_is_soon_forgotten_and_a_stall_counts_little() -> None:
+    times = StepTimes()
+    times.learn(1, 100, 5.0)
+    for _ in range(100):
+        times.learn(4, 0, 0.01)
+        times.learn(4, 100, 0.02)
+    assert sum(times.fitted) < 0.05
+    before = times.fitted
+    times.learn(4, 0, 60.0)
+    each, sequence, _ = times.fitted
+    assert each + 4 * sequence < 1.5 * (before[0] + 4 * before[1])
+
+
 @given(
     st.lists(
         st.tuples(

@@ -199,6 +199,18 @@ async def test_what_would_miss_its_target_is_refused() -> None:
         assert 'rejections_total{engine="0",model_name="tiny",reason="capacity"} 2.0' in found
 
 
+async def test_an_idle_server_takes_whom_it_predicts_no_good_for() -> None:
+    """Else a step that once was slow would keep everyone out for ever."""
+    config = {"slo": LatencyTarget(ttft=0.5, tpot=0.1)}
+    async with serving(config) as (client, engine, _):
+        engine.admit_within_target = True
+        engine.waiting.times.learn(1, 5, 100.0)
+        assert engine.forecast().tpot > 1.0
+        for _ in range(3):
+            assert (await ask(client, max_tokens=60)).status_code == 200
+        assert engine.forecast().tpot < 0.1
+
+
 async def test_who_would_wait_too_long_is_refused_and_who_does_is_shed() -> None:
     policy = PolicyConfig(max_queue_time=0.2)
     async with serving(max_num_seqs=1, pause=0.002, policy=policy) as (client, engine, _):

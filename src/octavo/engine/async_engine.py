@@ -219,7 +219,10 @@ class AsyncEngine:
         except AdmissionError as error:
             error.retry_after = self.forecast(pending=pending).wait
             raise
-        if asks is not None:
+        # An idle engine takes anybody: waiting makes nothing better, and what steps take is only
+        # learned from steps.
+        busy = queued or scheduler.num_waiting or scheduler.decoding or scheduler.prefilling
+        if asks is not None and busy:
             forecast = self.forecast(asks, pending)
             self.waiting.check(asks, forecast, target=self.admit_within_target)
 

@@ -22,7 +22,9 @@ from octavo.workload.datasets import Sample, draws
 from octavo.workload.metrics import Record
 
 _STOP = 0  # a token that ends an answer
-QUEUE_FULL = "queue full"  # why a request was refused that might have been served later
+# Why a request was refused that might have been served later.
+QUEUE_FULL = "queue full"
+SHED = "shed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,4 +183,6 @@ def _end(record: Record, outcome: RequestRecord, start: float) -> None:
     record.cached_tokens = outcome.cached_tokens
     record.preemptions = outcome.preemptions
     if not record.success:
-        record.reason, record.detail = "failed", outcome.error or ""
+        record.rejected = outcome.outcome is Outcome.REJECTED  # shed from the queue
+        record.reason = SHED if record.rejected else "failed"
+        record.detail = outcome.error or ""

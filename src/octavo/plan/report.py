@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.engine.engine import EngineStats
-from octavo.plan.replay import QUEUE_FULL
+from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
@@ -47,7 +47,7 @@ def figures(
         **_described(simulation),
         "requests": load.requests,
         "completed": load.completed,
-        "rejected": sum(record.reason in ("rejected", QUEUE_FULL) for record in records),
+        "rejected": sum(record.reason in ("rejected", QUEUE_FULL, SHED) for record in records),
         "failed": sum(record.reason == "failed" for record in records),
         "reasons": _reasons(records),
         "duration": duration,

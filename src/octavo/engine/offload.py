@@ -75,7 +75,8 @@ def make_tiers(
                 f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
             )
         disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
-        reader, writer = ThreadWorker("octavo-kv-read"), ThreadWorker("octavo-kv-write")
+        reader = ThreadWorker("octavo-kv-read")
+        writer = ThreadWorker("octavo-kv-write", patient=True)
     recomputing = Recomputing(executor.costs, fastest(executor.threads), executor.max_tokens)
     tiers = Tiers(
         name,

@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 Int32 = npt.NDArray[np.int32]
 
 _WRITING_BYTES = 64 << 20  # on their way to the disk at a time, at most
+_MOST_FILLED = 1 << 16  # blocks that wait to be; the oldest are left to when they are overwritten
 _FILLED_BYTES = 16 << 20  # copied out for it after a step, at most
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
@@ -171,7 +172,7 @@ class Tiers:
         self._loads: list[_Load] = []
         self._loading: set[int] = set()  # blocks that hold what they should from the step on
         # To the disk:
-        self._filled: deque[_Filled] = deque()
+        self._filled: deque[_Filled] = deque(maxlen=_MOST_FILLED)
         self._writing = 0  # blocks that the writer has not written yet
         self._written: deque[None] = deque()  # one for each it has; the other end is its thread's
         # From the disk:

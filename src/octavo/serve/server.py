@@ -171,7 +171,7 @@ async def _serve(
     if calibration is not None:
         prediction = calibration.prediction(loaded)
         if loaded.recomputing is not None:
-            loaded.recomputing.calibrate(calibration.rates)
+            loaded.recomputing.calibrate(calibration.current)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     await engine.start()

@@ -1,0 +1,109 @@
+"""What a prompt's first token takes when its beginning is computed, or taken from each tier of the
+prefix cache; and what filling the tiers costs those who gain nothing.
+
+    python benchmarks/prefix_tiers.py [MODEL] [--tokens 2048] [--rounds 3]
+
+Every round asks each kind in turn, so that a machine that drifts drifts for all of them. "restart"
+loads the engine anew and answers from the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+from typing import Any
+
+import octavo.checkpoint
+from octavo.checkpoint.pull import resolve
+from octavo.engine.engine import Engine
+from octavo.engine.load import EngineConfig, load_engine
+from octavo.kv.cache import peak_blocks
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request, RequestRecord
+
+
+def ask(engine: Engine, name: str, prompt: list[int]) -> RequestRecord:
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    record = engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
+    while engine.has_work():
+        engine.step()
+    return record
+
+
+def ttft(record: RequestRecord) -> float:
+    assert record.first_token is not None
+    return record.first_token - record.arrival
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=3)
+    asked = parser.parse_args()
+    rng = random.Random(1)
+    folder = tempfile.TemporaryDirectory(prefix="octavo-kv-", ignore_cleanup_errors=True)
+    # The pool holds little more than one prompt, so that another overwrites it; the tier in host
+    # memory three.
+    layout = EngineConfig().layout_of(octavo.checkpoint.load(resolve(asked.model)).config)
+    length = asked.tokens + 16
+    pool = int(1.1 * peak_blocks(layout, length)) * layout.block_bytes
+    tiers: dict[str, Any] = {"kv_offload_memory": 3 * pool, "kv_offload_dir": folder.name}
+
+    def engine(**more: Any) -> Engine:
+        config = EngineConfig(
+            max_model_len=length, max_num_seqs=4, kv_cache_memory_bytes=pool, **more
+        )
+        return load_engine(asked.model, config).engine
+
+    def prompt() -> list[int]:
+        return [rng.randrange(1000, 30_000) for _ in range(asked.tokens)]
+
+    plain, tiered = engine(), engine(**tiers)
+    for each in (plain, tiered):
+        for number in range(5):
+            ask(each, f"first {number}", prompt())  # pages are touched
+    took: dict[str, list[float]] = {}
+    kept = []
+    for number in range(asked.rounds):
+        new = prompt()
+        took.setdefault("computed, no tiers", []).append(ttft(ask(plain, f"n{number}", new)))
+        took.setdefault("computed, tiers filled", []).append(ttft(ask(tiered, f"n{number}", new)))
+        took.setdefault("pool", []).append(ttft(ask(tiered, f"p{number}", new)))
+        ask(tiered, f"o{number}", prompt())
+        host = ask(tiered, f"h{number}", new)
+        assert host.cached_tokens > asked.tokens - 17
+        took.setdefault("host memory", []).append(ttft(host))
+        kept.append(new)
+        tiered.flush()
+    stats = tiered.stats().tiers
+    assert stats is not None
+    tiered.close()
+    plain.close()
+    restarted = engine(**tiers)
+    for number in range(5):
+        ask(restarted, f"first {number}", prompt())
+    for number, known in enumerate(kept):
+        disk = ask(restarted, f"d{number}", known)
+        assert disk.cached_tokens > asked.tokens - 17
+        took.setdefault("disk, after a restart", []).append(ttft(disk))
+    last = restarted.stats().tiers
+    assert last is not None
+    restarted.close()
+    base = statistics.median(took["computed, no tiers"])
+    for name, seconds in took.items():
+        median = statistics.median(seconds)
+        print(f"{name:24} {1e3 * median:8.1f} ms  {base / median:6.1f} ×")
+    print(
+        f"{stats.loaded_blocks} blocks copied in at "
+        f"{1e3 * stats.loading_seconds / max(1, stats.loaded_blocks):.3f} ms, "
+        f"{last.disk_bytes_read / 2**20:.0f} MiB read, "
+        f"{stats.disk_bytes_written / 2**20:.0f} MiB written"
+    )
+    folder.cleanup()
+
+
+if __name__ == "__main__":
+    main()

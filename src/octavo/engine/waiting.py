@@ -27,9 +27,8 @@ Float64 = npt.NDArray[np.float64]
 _KEEP = 0.99  # what a step keeps of its weight at the next
 _KEEP_AT_FIRST = 0.9  # the first ones touch memory and caches for the first time
 _AT_FIRST = 50  # steps
-_FAR = (
-    4.0  # times as long as predicted: what takes longer was the machine's doing, and counts as so
-)
+_FAR = 4.0  # times as long as predicted; what takes longer, a stall, counts as if it took so
+_EVERY = 32  # steps, after which the parts are fitted anew by which a stall is known
 _RIDGE = 1e-6  # in steps: keeps what the steps so far do not tell apart from running away
 _OUTPUT, _OUTPUT_WEIGHT = 256.0, 1.0  # tokens of an answer before any has ended, and in answers
 _REMEMBERED = 64  # answers
@@ -44,18 +43,21 @@ class StepTimes:
         # Sums over steps of products of (1, decoding, prompt tokens, seconds).
         self._sums = np.zeros((4, 4))
         self._fitted: tuple[float, float, float] | None = None
+        self._usual = 0.0, 0.0, 0.0
         self._steps = 0
 
     def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         if self._steps >= _AT_FIRST:
-            each, sequence, token = self.fitted
+            if self._steps % _EVERY == _AT_FIRST % _EVERY:
+                self._usual = self.fitted
+            each, sequence, token = self._usual
             predicted = each + sequence * decoding + token * prompt_tokens
             if predicted > 0:
                 seconds = min(seconds, _FAR * predicted)
         row = np.array((1.0, decoding, prompt_tokens, seconds))
         self._sums *= _KEEP if self._steps >= _AT_FIRST else _KEEP_AT_FIRST
+        self._sums += row[:, None] * row
         self._steps += 1
-        self._sums += np.outer(row, row)
         self._fitted = None
 
     @property

@@ -15,14 +15,11 @@ from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from octavo.engine.engine import Engine, Step
 from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
 from octavo.schedule.sequence import Sequence
 from octavo.schedule.shedding import first_due
-
-Float64 = npt.NDArray[np.float64]
 
 _KEEP = 0.99  # what a step keeps of its weight at the next
 _KEEP_AT_FIRST = 0.9  # the first ones touch memory and caches for the first time
@@ -40,8 +37,9 @@ class StepTimes:
     """Seconds of a step as a + b × decoding sequences + c × prompt tokens, none of them below 0."""
 
     def __init__(self) -> None:
-        # Sums over steps of products of (1, decoding, prompt tokens, seconds).
-        self._sums = np.zeros((4, 4))
+        # Sums over steps of products of 1, decoding and prompt tokens with each other, and with
+        # seconds. No arrays: these are nine numbers, and it is done for every step.
+        self._sums = [0.0] * 9
         self._fitted: tuple[float, float, float] | None = None
         self._usual = 0.0, 0.0, 0.0
         self._steps = 0
@@ -54,9 +52,9 @@ class StepTimes:
             predicted = each + sequence * decoding + token * prompt_tokens
             if predicted > 0:
                 seconds = min(seconds, _FAR * predicted)
-        row = np.array((1.0, decoding, prompt_tokens, seconds))
-        self._sums *= _KEEP if self._steps >= _AT_FIRST else _KEEP_AT_FIRST
-        self._sums += row[:, None] * row
+        d, p, keep = decoding, prompt_tokens, _KEEP if self._steps >= _AT_FIRST else _KEEP_AT_FIRST
+        products = (1, d, p, d * d, d * p, p * p, seconds, d * seconds, p * seconds)
+        self._sums = [keep * old + new for old, new in zip(self._sums, products, strict=True)]
         self._steps += 1
         self._fitted = None
 
@@ -67,13 +65,15 @@ class StepTimes:
         """
         found = self._fitted
         if found is None:
-            found = self._fitted = self._fit(self._sums.copy())
+            found = self._fitted = self._fit(self._sums)
         return found
 
     @staticmethod
-    def _fit(sums: Float64) -> tuple[float, float, float]:
+    def _fit(sums: list[float]) -> tuple[float, float, float]:
         """Least squares; what comes out below 0 is 0, and the others are fitted without it."""
-        products, targets = sums[:3, :3], sums[:3, 3]
+        one, d, p, dd, dp, pp, *seconds = sums
+        products = np.array([[one, d, p], [d, dd, dp], [p, dp, pp]])
+        targets = np.array(seconds)
         kept = [index for index in range(3) if products[index, index] > 0]
         while kept:
             scale = np.sqrt(products.diagonal()[kept])

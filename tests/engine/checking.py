@@ -156,6 +156,7 @@ class CheckingExecutor:
         self.duration = duration
         self.crashes: list[str] = []  # of the next steps: "before", "half", "after" it was computed
         self.fail_logits = False  # the next slice of logits cannot be computed
+        self.fail_transfer = ""  # "export" or "import": the next one fails
         self.slice_rows: int | None = None  # rows of logits held at a time; None: none are
         self.poison: int | None = None  # a step with this token crashes
         self.during: Callable[[], None] = lambda: None  # runs between schedule and commit
@@ -277,10 +278,17 @@ class CheckingExecutor:
         return StepResult(np.zeros((size, 1), np.float32), self.duration, rows_from)
 
     def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
+        self._transfer("export")
         return self.content[blocks].view(np.uint8)
 
     def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
+        self._transfer("import")
         self.content[blocks] = data.view(np.int64)
+
+    def _transfer(self, way: str) -> None:
+        if self.fail_transfer == way:
+            self.fail_transfer = ""
+            raise Crash("injected")
 
     def close(self) -> None:
         pass

@@ -433,6 +433,12 @@ class World:
         self.executor.fail_logits = True
 
     @action
+    def fail_transfer(self, way: str) -> None:
+        """Blocks cannot be copied out ("export") or in ("import"), the next time."""
+        self.crashes += 1
+        self.executor.fail_transfer = way
+
+    @action
     def fail_text(self) -> None:
         """The next tokens that come are no text."""
         self.crashes += 1
@@ -546,6 +552,7 @@ class World:
     def finish(self) -> None:
         """No more faults: let everything end; nothing may be left over."""
         self.executor.crashes.clear()
+        self.executor.fail_transfer = ""
         self.executor.fail_logits = Words.fail = self.raising.fail = False
         self.sampler.fail_after = self.aim = None
         limit = 100 + sum(
@@ -610,7 +617,7 @@ def random_action(world: World, rng: random.Random) -> None:
 
 def random_fault(world: World, rng: random.Random) -> None:
     """One of each kind that has a place in an engine, as often as another."""
-    kind = rng.randrange(9)
+    kind = rng.randrange(10)
     if kind == 0:
         world.crash_next_step(rng.choice(("before", "half", "after")), rng.choice((1, 1, 2, 7)))
     elif kind == 1:
@@ -630,3 +637,5 @@ def random_fault(world: World, rng: random.Random) -> None:
     elif kind == 8:
         since = rng.choice(("", "", *TARGETS))
         world.shoot(int(rng.expovariate(1 / rng.choice((10, 40, 200)))), since)
+    elif kind == 9 and world.setting.host_blocks:
+        world.fail_transfer(rng.choice(("export", "import")))

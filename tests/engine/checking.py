@@ -11,10 +11,14 @@ import numpy.typing as npt
 
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
+from octavo.engine.pace import Pace
 from octavo.execute.batch import Batch, Float32, Int32, StepResult
+from octavo.execute.cost import CostModel, Rates
 from octavo.kv.layout import KvDtype, KvGroup, KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.kv.tiers import Tiers
+from octavo.model.config import Activation, Layer, ModelConfig, Rope
+from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled, TokenLogprobs
 from octavo.schedule.config import SchedulerConfig
@@ -29,6 +33,26 @@ VOCAB = 64
 def layout(windows: Sequence[int | None] = (None,), block_size: int = 16) -> KvLayout:
     groups = tuple(KvGroup((index,), window) for index, window in enumerate(windows))
     return KvLayout(groups, block_size, num_kv_heads=1, head_dim=2, dtype=KvDtype.BF16)
+
+
+def model(windows: Sequence[int | None], vocab_size: int = 5) -> ModelConfig:
+    """A tiny one whose layers have these windows."""
+    rope = Rope(10000.0, 4, interleaved=True)
+    return ModelConfig(
+        family="llama",
+        vocab_size=vocab_size,
+        hidden_size=12,
+        num_heads=3,
+        num_kv_heads=1,
+        head_dim=4,
+        intermediate_size=20,
+        context_length=256,
+        norm_eps=1e-5,
+        activation=Activation.SILU,
+        attention_scale=0.5,
+        tied_embeddings=True,
+        layers=tuple(Layer(rope, window) for window in windows),
+    )
 
 
 class Crash(RuntimeError):
@@ -303,6 +327,7 @@ def build(
     max_num_seqs: int = 8,
     max_num_batched_tokens: int = 64,
     max_logits_rows: int | None = None,
+    itl_target: float | None = None,
     max_branches: int = 0,
     enable_prefix_caching: bool = True,
     max_num_queued_reqs: int | None = None,
@@ -326,6 +351,7 @@ def build(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_logits_rows=max_logits_rows,
+        itl_target=itl_target,
         max_branches=max_branches,
         enable_prefix_caching=enable_prefix_caching,
         max_num_queued_reqs=max_num_queued_reqs,
@@ -347,6 +373,11 @@ def build(
         duration=duration,
     )
     executor.scheduler = scheduler
+    pace: Pace | None = None
+    if itl_target is not None:
+        # Guesses that are far off: each step takes ``duration``.
+        costs = CostModel(program(model(windows)), kv_layout)
+        pace = Pace(costs, Rates(1e7, 1e8, 1e-5), measured=False)
     return Engine(
         executor,
         scheduler,
@@ -356,4 +387,5 @@ def build(
         eos_token_ids=eos,
         seed=seed,
         speculator=speculator,
+        pace=pace,
     )

@@ -111,7 +111,7 @@ async def test_drain_aborts_what_is_left_at_the_timeout() -> None:
 async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
     engine = await started()
 
-    def die(now: float, proposer: object) -> None:
+    def die(now: float, *others: object) -> None:
         raise SystemExit("injected")
 
     engine.engine.scheduler.schedule = die  # type: ignore[assignment,method-assign]

@@ -15,15 +15,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.checking import layout
+from engine.checking import layout, model
 from engine.world import drawn_policy, random_terms
 from octavo.engine.clock import RealClock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
+from octavo.engine.pace import Pace
 from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.execute.cost import CostExecutor, CostModel, Rates
 from octavo.kv.layout import KvLayout
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampled
@@ -43,25 +43,6 @@ RATES = (
     Rates(3e8, 7e9, 1.7e-4, knee=2.5, attention_knee=1.7, row_overhead=3e-6),
     Rates(3e8, 7e9, knee=1.0, kv_bytes_per_second=1.3e6, attention_ops_per_second=1e7),
 )
-
-
-def model(windows: Sequence[int | None]) -> ModelConfig:
-    rope = Rope(10000.0, 4, interleaved=True)
-    return ModelConfig(
-        family="llama",
-        vocab_size=VOCAB,
-        hidden_size=12,
-        num_heads=3,
-        num_kv_heads=1,
-        head_dim=4,
-        intermediate_size=20,
-        context_length=256,
-        norm_eps=1e-5,
-        activation=Activation.SILU,
-        attention_scale=0.5,
-        tied_embeddings=True,
-        layers=tuple(Layer(rope, window) for window in windows),
-    )
 
 
 @dataclass(frozen=True)
@@ -104,6 +85,8 @@ def loads(draw: st.DrawFn) -> Load:
     whole = len(windows) * -(-max_model_len // block_size)
     num_blocks = max(1, int(whole * draw(st.sampled_from((0.6, 1.0, 1.5, 4.0)))))
     rates = draw(st.sampled_from(RATES))
+    if limits.chunked_prefill and draw(st.booleans()):
+        limits = replace(limits, itl_target=draw(st.sampled_from((1e-6, 2e-4, 5e-4, 3e-3))))
     unit = 1e-3 if rates == RATES[0] else 1.3e-4
     time = 0.0
     arrivals = []
@@ -175,6 +158,7 @@ def build(load: Load) -> Engine:
         program(config), kv_layout, num_blocks=load.num_blocks, rates=load.rates,
         max_tokens=load.limits.max_num_batched_tokens,
     )  # fmt: skip
+    paced = load.limits.itl_target is not None
     return Engine(
         executor,
         Scheduler(load.limits, kv_layout, load.num_blocks),
@@ -182,6 +166,7 @@ def build(load: Load) -> Engine:
         VirtualClock(),
         vocab_size=VOCAB,
         seed=1,
+        pace=Pace(executor.costs, load.rates, learns=False) if paced else None,
     )
 
 

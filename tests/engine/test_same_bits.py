@@ -29,6 +29,7 @@ from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
+from octavo.engine.pace import Pace, guessed
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype, KvLayout
@@ -94,6 +95,7 @@ class Setting:
     num_blocks: int | None = None
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 512
+    itl_target: float | None = None  # seconds
     enable_prefix_caching: bool = False
     max_model_len: int = 400
     kv_dtype: KvDtype = KvDtype.FP16
@@ -267,6 +269,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         max_logits_rows=min(
             setting.max_num_seqs + setting.spare_rows, setting.max_num_batched_tokens
         ),
+        itl_target=setting.itl_target,
         max_branches=setting.max_branches,
         enable_prefix_caching=setting.enable_prefix_caching,
     )
@@ -309,6 +312,7 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         vocab_size=vocab,
         eos_token_ids={EOS},
         speculator=speculator,
+        pace=setting.itl_target and Pace(executor.costs, guessed(setting.threads), measured=False),
     )
     engine.observers.append(recorder)
     try:
@@ -396,6 +400,7 @@ def check_case(
         draft_blocks=guess.choice((1.0, 1.5, 4.0)),
         spare_rows=guess.choice((7, 7, 60)),
         max_branches=guess.choice((0, 2, 16)),
+        itl_target=guess.choice((None, 1e-6, 3e-4, 1e-3, 3e-3)),
     )
     if setting.enable_prefix_caching and guess.random() < 0.6:
         host_blocks = max(1, int((setting.num_blocks or 1) * guess.choice((0.5, 3.0))))

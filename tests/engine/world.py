@@ -136,6 +136,7 @@ class Setting:
     max_num_seqs: int = 4
     max_num_batched_tokens: int = 16
     max_logits_rows: int | None = None
+    itl_target: float | None = None
     max_branches: int = 0
     enable_prefix_caching: bool = True
     vocab: int = 3
@@ -195,6 +196,8 @@ class Setting:
         if rng.random() < 0.15:
             most = max(max_model_len, setting.max_num_batched_tokens)
             setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
+        elif rng.random() < 0.5:
+            setting = replace(setting, itl_target=rng.choice((1e-9, 2e-4, 1e-3, 2e-3, 1.0)))
         return replace(setting, policy=drawn_policy(rng))
 
 
@@ -252,6 +255,7 @@ class World:
             max_num_seqs=setting.max_num_seqs,
             max_num_batched_tokens=setting.max_num_batched_tokens,
             max_logits_rows=setting.max_logits_rows,
+            itl_target=setting.itl_target,
             max_branches=setting.max_branches,
             enable_prefix_caching=setting.enable_prefix_caching,
             max_num_queued_reqs=setting.max_num_queued_reqs,

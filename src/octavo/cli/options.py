@@ -268,6 +268,11 @@ ENGINE_OPTIONS = [
 _POLICY = "Who goes first"
 POLICY_OPTIONS = [
     option(
+        "itl_target", float | None, None,
+        "Milliseconds from token to token: prompts go through in parts that fit.", _POLICY,
+        metavar="MS", show_default="none",
+    ),
+    option(
         "scheduling_policy", str | None, None,
         "Who goes first: fcfs; priority, lower numbers first; fair, equal shares for clients; "
         "deadline, who is due first.", _POLICY, metavar="NAME", show_default="fcfs",

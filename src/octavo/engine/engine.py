@@ -14,6 +14,7 @@ from octavo.engine.detokenize import Released
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
+from octavo.engine.pace import Pace
 from octavo.execute.batch import Executor, StepResult
 from octavo.kv.tiers import TierStats
 from octavo.sample.params import InvalidParameter, SamplingParams
@@ -70,6 +71,13 @@ class EngineStats:
     schedule_seconds: float = 0.0  # of these: choosing and building the batch, drafting included
     sample_seconds: float = 0.0  # drawing tokens from logits
     deliver_seconds: float = 0.0  # committing them and turning them into text
+    decode_steps: int = 0  # in which somebody decoded
+    itl_target: float | None = None  # seconds; of these steps each is to take no longer
+    late_steps: int = 0  # of these, the longer ones
+    paced_steps: int = 0  # with prompts, sized by the time that they were predicted to take
+    paced_seconds: float = 0.0  # that they took
+    predicted_seconds: float = 0.0  # and were predicted to take
+    step_spread: float = 0.0  # standard deviation of actual ÷ predicted, of late
     decode_passes: int = 0  # times a sequence that decodes went through the model
     drafts: int = 0  # of these, with drafts to be checked
     draft_tokens: int = 0
@@ -83,6 +91,11 @@ class EngineStats:
     def kv_usage(self) -> float:
         """Share of the pool referenced by sequences, 0 … 1."""
         return self.kv_blocks_used / self.kv_blocks if self.kv_blocks else 0.0
+
+    @property
+    def last_step_late(self) -> bool:
+        """Whether the last step took longer than the target."""
+        return self.itl_target is not None and self.last_step_seconds > self.itl_target
 
 
 class Step(NamedTuple):
@@ -184,7 +197,12 @@ class Engine:
         max_logprobs: int = 20,
         seed: int | None = None,
         speculator: Speculator | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        """``pace``: where the scheduler's steps have a target (`SchedulerConfig.itl_target`)."""
+        target = scheduler.config.itl_target
+        if (pace is None) is not (target is None):
+            raise ValueError("a target for steps takes predictions of them, and the other way")
         self.executor = executor
         self.scheduler = scheduler
         self.sampler = sampler
@@ -193,6 +211,7 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
         self.speculator = speculator
+        self.pace = pace
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
         self._text = text
@@ -345,9 +364,11 @@ class Engine:
 
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
+        if self.pace is not None:
+            self.pace.settle(started)
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
-        scheduled = self.scheduler.schedule(started, self.speculator)
+        scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
         tiers = self.scheduler.kv.tiers
         if tiers is not None:
             tiers.transfer()
@@ -407,6 +428,16 @@ class Engine:
         stats.deliver_seconds += ended - now
         stats.last_step_seconds = ended - started
         stats.step_seconds += stats.last_step_seconds
+        if scheduled.decodes:
+            stats.decode_steps += 1
+            stats.late_steps += stats.last_step_late
+        if self.pace is not None:
+            if scheduled.chunks:
+                stats.paced_steps += 1
+                stats.paced_seconds += stats.last_step_seconds
+                stats.predicted_seconds += self.pace.predict(scheduled.batch)
+                stats.step_spread = self.pace.spread
+            self.pace.ran(scheduled.batch, started, None if self.has_work() else self.clock.now())
 
     def leap(self, until: float) -> Leap | None:
         """Take all steps at once that begin before ``until`` and of which is known before that the

@@ -38,6 +38,7 @@ class Leap(NamedTuple):
         """Add its steps, as each of them would have been added."""
         tokens = len(self.decodes) * self.steps
         stats.steps += self.steps
+        stats.decode_steps += self.steps
         stats.decode_passes += tokens
         stats.computed_tokens += tokens
         stats.generation_tokens += tokens
@@ -45,6 +46,7 @@ class Leap(NamedTuple):
         for started, ended in pairwise(self.times):
             stats.last_step_seconds = ended - started
             stats.step_seconds += stats.last_step_seconds
+            stats.late_steps += stats.last_step_late
 
 
 class ForeseenSteps(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import STAGING_BYTES, check_disk, make_tiers
+from octavo.engine.pace import Pace, guessed
 from octavo.engine.recompute import Recomputing
 from octavo.execute.batch import slice_rows
 from octavo.execute.cpu import usable_cpus
@@ -54,6 +56,7 @@ class EngineConfig:
     max_model_len: int | None = None  # tokens; None: the model's context, or what fits of it
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512  # a step's token budget
+    itl_target: float | None = None  # ms that a step may take in which somebody decodes
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     scheduling_policy: PolicyName = "fcfs"
@@ -92,6 +95,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, below {least}")
+        if self.itl_target is not None and not 0 < self.itl_target < inf:
+            raise ValueError(f"itl_target is {self.itl_target} ms, not above 0")
         if self.block_size % 16:
             raise ValueError(f"block_size is {self.block_size}, not a multiple of 16")
         if not 0 < self.memory_utilization <= 1:
@@ -146,6 +151,11 @@ class EngineConfig:
             return self.max_num_seqs
         paths = self.max_num_seqs + speculation.max_branches
         return min(self.max_num_batched_tokens, paths * (1 + (longest or speculation.longest)))
+
+    @property
+    def step_target(self) -> float | None:
+        """`itl_target` in seconds."""
+        return None if self.itl_target is None else self.itl_target / 1000
 
     @property
     def max_branches(self) -> int:
@@ -220,7 +230,12 @@ class LoadedEngine:
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 *self._offload(),
                 f"batch: up to {self.config.max_num_seqs} sequences and "
-                f"{self.config.max_num_batched_tokens} tokens a step",
+                f"{self.config.max_num_batched_tokens} tokens a step"
+                + (
+                    ""
+                    if self.config.itl_target is None
+                    else f", which is to take no longer than {self.config.itl_target:g} ms"
+                ),
                 *(
                     [f"speculation: {speculation.describe(_longest_draft(self.heads))}"]
                     if speculation
@@ -482,6 +497,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logits_rows=config.max_logits_rows(_longest_draft(heads)),
+        itl_target=config.step_target,
         max_branches=config.max_branches,
         enable_prefix_caching=config.enable_prefix_caching,
         max_num_queued_reqs=config.max_num_queued_reqs,
@@ -543,6 +559,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             rejection=speculation.rejection,
             longest=_longest_draft(heads) or speculation.longest,
         )
+    pace: Pace | None = None
+    if config.itl_target is not None:
+        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer
     engine = Engine(
@@ -556,6 +575,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,
+        pace=pace,
     )
     if recomputing is not None:
         engine.observers.append(recomputing)

@@ -9,6 +9,7 @@ from typing import Literal
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError, plan_cache
+from octavo.engine.pace import Pace
 from octavo.execute.cost import Arithmetic, CostExecutor, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.families import program
@@ -148,6 +149,7 @@ def simulated_engine(setup: Setup) -> Engine:
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_logits_rows=config.max_logits_rows(),
+        itl_target=config.step_target,
         max_branches=config.max_branches,
         enable_prefix_caching=config.enable_prefix_caching and setup.memory == "paged",
         max_num_queued_reqs=config.max_num_queued_reqs,
@@ -171,6 +173,9 @@ def simulated_engine(setup: Setup) -> Engine:
         arithmetic=arithmetic(setup.stored, setup.quantized, setup.device.half),
         attention=setup.quantized if codes else Arithmetic.BF16,
     )
+    pace: Pace | None = None
+    if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn
+        pace = Pace(executor.costs, executor.rates, learns=False)
     vocab_size = compute.config.vocab_size
     sampler, clock = ScriptedSampler(vocab_size, stop_rate=1.0), VirtualClock()
     speculator, speculation = None, config.speculation
@@ -191,6 +196,7 @@ def simulated_engine(setup: Setup) -> Engine:
         vocab_size=vocab_size,
         seed=config.seed or 0,
         speculator=speculator,
+        pace=pace,
     )
 
 

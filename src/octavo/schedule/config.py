@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
 from typing import Literal
 
 from octavo.schedule.policies.config import PolicyConfig
@@ -16,6 +17,7 @@ class SchedulerConfig:
     max_num_seqs: int = 256  # most sequences in a batch
     max_num_batched_tokens: int = 512  # most tokens in a step
     max_logits_rows: int | None = None  # most rows of logits in a step; None: max_num_seqs
+    itl_target: float | None = None  # seconds that a step may take in which somebody decodes
     max_branches: int = 0  # most alternatives that a step checks beside the drafts
     enable_prefix_caching: bool = True
     max_num_queued_reqs: int | None = None  # None: no bound
@@ -52,6 +54,10 @@ class SchedulerConfig:
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_model_len "
                 f"{self.max_model_len}"
             )
+        if self.itl_target is not None and not 0 < self.itl_target < inf:
+            raise ValueError(f"itl_target is {self.itl_target} seconds, not above 0")
+        if self.itl_target is not None and not self.chunked_prefill:
+            raise ValueError("itl_target cannot be kept without chunked prefill")
         if self.logits_rows < self.max_num_seqs:
             raise ValueError(
                 f"max_logits_rows {self.logits_rows} is below max_num_seqs {self.max_num_seqs}: "

@@ -1,10 +1,11 @@
 """Who runs next.
 
-Every step: decode rows first, then chunks of prompts, under one token budget; a waiting request
-joins as soon as there is a slot, budget and room in the cache. When blocks run out, somebody gives
-its own back and is computed again later. Who is served first, who is let in next and who gives way
-is the policy's to say (schedule/policies/): by default whoever came first, whoever came first, and
-whoever came last, so that the oldest always finishes.
+Every step: decode rows first, then chunks of prompts, under one budget of tokens and, with a
+target, of seconds (schedule/budget.py); a waiting request joins as soon as there is a slot, budget
+and room in the cache. When blocks run out, somebody gives its own back and is computed again later.
+Who is served first, who is let in next and who gives way is the policy's to say
+(schedule/policies/): by default whoever came first, whoever came first, and whoever came last, so
+that the oldest always finishes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
-from itertools import chain, repeat, takewhile
+from itertools import chain, islice, repeat, takewhile
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,12 +26,15 @@ from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission
 from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
+from octavo.schedule.budget import Budget, Timing
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.policies.choice import policy_of
 from octavo.schedule.policies.fcfs import BY_ARRIVAL
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
+
+_LOOKED_AT = 32  # of those who wait, for prompts shorter than one under way
 
 
 class Proposer(Protocol):
@@ -196,8 +201,10 @@ class Scheduler:
 
     # A step
 
-    def schedule(self, now: float, proposer: Proposer | None = None) -> Scheduled | None:
-        """The next step, or None when there is nothing to compute.
+    def schedule(
+        self, now: float, proposer: Proposer | None = None, timing: Timing | None = None
+    ) -> Scheduled | None:
+        """The next step, or None when there is nothing to compute. ``timing``: for the target.
 
         Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
         """
@@ -206,32 +213,28 @@ class Scheduler:
         self._cut_in()
         preemptions = self.num_preemptions
         self._grow_decodes()
-        budget = self.config.max_num_batched_tokens - len(self.decoding)
-        rows = self.config.logits_rows - len(self.decoding)
+        self._update_decode_slots()
+        budget = Budget(self.config, self.decode_positions(), timing)
         chunks: list[Chunk] = []
-        for seq in self._prompts(preemptions):
-            if chunk := self._chunk(seq, budget, rows):
+        for seq, others in self._prompts(preemptions):
+            if chunk := self._chunk(seq, budget, others):
                 chunks.append(chunk)
-                budget -= chunk.size
-                rows -= chunk.logits_rows
-            if not budget or not rows or not (chunk or self.config.chunked_prefill):
+            self._served.add(seq)
+            if budget.spent or not (chunk or self.config.chunked_prefill):
                 break
-        if budget and rows and chunks:
-            extended = self._extend(chunks[0], budget)
-            rows -= extended.logits_rows - chunks[0].logits_rows
-            budget -= extended.size - chunks[0].size
-            chunks[0] = extended
+        if chunks and not budget.spent:
+            chunks[0] = self._extend(chunks[0], budget)
         if not self.decoding and not chunks:
             return None
         self._update_decode_slots()
         drafts: list[list[int]] | None = None
         branches: Branches = {}
-        room = min(budget, rows)
         # Whoever is to show that it is not at fault does so without drafts.
-        if proposer is not None and self.decoding and room > 0 and not self._suspects:
-            num_tokens = self.config.max_num_batched_tokens - budget
-            drafts = proposer.propose(self.decoding, num_tokens, room)
-            drafts = self._fit(drafts, room) if any(drafts) else None
+        if proposer is not None and self.decoding and not self._suspects:
+            if (room := budget.drafts()) > 0:
+                num_tokens = self.config.max_num_batched_tokens - budget.tokens
+                drafts = proposer.propose(self.decoding, num_tokens, room)
+                drafts = self._fit(drafts, room) if any(drafts) else None
             if drafts is not None:
                 branches = self._branch(proposer.alternatives(), drafts, room)
         self._scheduled = self._builder.build(self.decoding, chunks, drafts, branches)
@@ -295,53 +298,85 @@ class Scheduler:
             while seq.status is Status.DECODING and not kv.reserve(seq.slot, 1):
                 self._preempt(self._last())
 
-    def _prompts(self, preemptions: int) -> Iterator[Sequence]:
-        """Prompts under way, then newcomers as they are let in. Nobody is let in when this step
-        lacked blocks: who was just sent away would come straight back.
+    def _prompts(self, preemptions: int) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+        """In which order prompts are served, and who of those under way comes after each: the first
+        of them, whose turn it is, then the shortest of the others, and newcomers as they are let
+        in. Nobody is let in when this step has preempted: who was just sent away would come
+        straight back.
         """
-        for seq in self.prefilling[:]:
-            if seq.status is Status.PREFILLING:
-                yield seq
-                self._served.add(seq)
         admit = self._admit if self.config.batching == "continuous" else self._admit_batch
-        while self.num_preemptions == preemptions and (admitted := admit()):
-            yield admitted
-            self._served.add(admitted)
+        may_admit = True
 
-    def _chunk(self, seq: Sequence, budget: int, rows: int) -> Chunk | None:
-        """As many of the sequence's missing tokens as budget, rows (both at least 1) and blocks
-        allow.
-        """
-        start = int(self.kv.num_tokens[seq.slot])
-        missing = len(seq.token_ids) - start
-        count = min(missing, budget)
-        if count < missing and not self.config.chunked_prefill:
+        def newcomers(shorter_than: float) -> Iterator[tuple[Sequence, Items[Sequence]]]:
+            nonlocal may_admit
+            while may_admit and self.num_preemptions == preemptions:
+                if shorter_than < inf:
+                    head = self._next_waiting()
+                    if head is None or len(head.token_ids) >= shorter_than:
+                        return
+                admitted = admit()
+                may_admit = admitted is not None
+                if admitted is not None:
+                    yield admitted, ()
+
+        first, *others = self.prefilling or (None,)
+        if first is not None:
+            yield first, others
+        others = [seq for seq in others if seq.status is Status.PREFILLING]
+        for seq in sorted(others, key=self._missing):
+            yield from newcomers(self._missing(seq))
+            if seq.status is Status.PREFILLING:
+                yield seq, ()
+        yield from newcomers(inf)
+
+    def _chunk(self, seq: Sequence, budget: Budget, others: Items[Sequence]) -> Chunk | None:
+        """As many of the sequence's missing tokens as budget and blocks allow."""
+        missing = self._missing(seq)
+        start = len(seq.token_ids) - missing
+        scored = seq.owner.scores_prompt
+        if budget.tokens < missing and not self.config.chunked_prefill:
             return None
-        if missing > self.config.max_num_batched_tokens and self._others_behind(seq):
-            count = min(count, max(1, budget // 2))  # a long prompt leaves room for short ones
-        if seq.owner.scores_prompt:
-            count = min(count, rows)
+        count = budget.fit(start, missing, scored=scored)
+        if count < missing and self._shorter_behind(missing, others):
+            count = budget.fit(start, missing, scored=scored, half=True)
         while (room := self.kv.room(seq.slot)) < 1 and (last := self._last()) is not seq:
             self._preempt(last)
         count = min(count, room)
         if count < 1:
             return None
         self.kv.reserve(seq.slot, count)
-        return Chunk(seq, start, count)
+        chunk = Chunk(seq, start, count)
+        budget.take(start, count, chunk.logits_rows)
+        return chunk
 
-    def _extend(self, chunk: Chunk, budget: int) -> Chunk:
-        """The budget nobody else took goes to the oldest prompt."""
+    def _extend(self, chunk: Chunk, budget: Budget) -> Chunk:
+        """What nobody else took goes to the first prompt."""
         seq, start, count = chunk
-        more = min(len(seq.token_ids) - start - count, budget, self.kv.room(seq.slot) - count)
-        if more < 1 or seq.owner.scores_prompt:
+        end = start + count
+        missing = len(seq.token_ids) - end
+        if not missing or seq.owner.scores_prompt:
+            return chunk
+        more = min(budget.fit(end, missing), self.kv.room(seq.slot) - count)
+        if more < 1:
             return chunk
         self.kv.reserve(seq.slot, count + more)
-        return Chunk(seq, start, count + more)
+        extended = Chunk(seq, start, count + more)
+        budget.take(end, more, extended.logits_rows - chunk.logits_rows)
+        return extended
 
-    def _others_behind(self, seq: Sequence) -> bool:
-        return seq is not self.prefilling[-1] or (
-            bool(self.policy) and self.kv.num_free_slots > self._reserved_slots
-        )
+    def _missing(self, seq: Sequence) -> int:
+        """Tokens that are not in the cache yet, of a sequence with a slot."""
+        return len(seq.token_ids) - int(self.kv.num_tokens[seq.slot])
+
+    def _shorter_behind(self, missing: int, others: Items[Sequence]) -> bool:
+        """Whether anybody would be through before a prompt of so many tokens: of the ``others``
+        under way, or of those who wait, as far as there are slots. Then the prompt takes
+        no more than half of what is left of a step.
+        """
+        if any(self._missing(other) < missing for other in others):
+            return True
+        slots = min(self.kv.num_free_slots - self._reserved_slots, _LOOKED_AT)
+        return any(len(seq.token_ids) < missing for seq in islice(self.policy, max(0, slots)))
 
     def _admit(self) -> Sequence | None:
         """Let the queue's head in, if all its known tokens fit beside those who run."""

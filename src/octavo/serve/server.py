@@ -72,6 +72,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     try:
         loaded = load_engine(model, bounded(engine))
         calibration = Calibration.of_engine(loaded)
+        if calibration is not None and loaded.engine.pace is not None:
+            loaded.engine.pace.calibrate(calibration.rates)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         trace = None if tracer is None else tracer.trace

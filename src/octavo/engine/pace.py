@@ -1,0 +1,205 @@
+"""How long the step in the making will take, so that it can be made to end in time.
+
+The cost model says it, from rates that belong to this machine (a calibration's) or from guesses.
+What steps really take corrects both: a machine that others use, or that grows warm, is a fifth
+slower in one minute than in the next, and not in everything alike. Four numbers are followed: how
+many times as long as by the rates it takes to read weights, to compute with them, to attend, and
+for whatever is no op at all; by an extended Kalman filter (Kalman, "A new approach to linear
+filtering and prediction problems", 1960) over their logarithms, so that none becomes negative and a
+step that misses by a factor moves them by a factor. Each step moves most what most of it was spent
+on. What lies far off moves them no farther than what is just plausible (Huber, "Robust estimation
+of a location parameter", 1964): it was somebody else's doing, unless it goes on. The filter also
+knows how far its next prediction may be off, which is the margin that is kept to a target.
+"""
+
+from __future__ import annotations
+
+from math import exp, log, sqrt
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.execute.batch import Batch, Int32
+from octavo.execute.cost import CostModel, Rates, StepSize
+
+_READING, _COMPUTING, _ATTENDING, _OVERHEAD = range(4)
+
+# Standard deviations, in logarithms: of the rates to begin with, and of a step's own time.
+_MEASURED = 0.1, 0.05
+_GUESSED = 1.5, 0.15
+_DRIFT = 0.2**2 / 60  # variance that a second adds: a fifth in a minute
+_LEAST_NOISE = 0.02
+_NOISE_GAIN = 0.03
+_FAR = 2.5  # standard deviations beyond which an observation counts as one at them
+_FARTHEST = 7.0  # logarithm of a thousand: as wrong as any rates can be
+_GRID = 0.02  # what rates are rounded to, so that an op's seconds are counted once
+_EVERY = 8  # steps without prompts, of which one is looked at: they are many and alike
+_USUAL = np.array((0.1, 0.8, 0.05, 0.05))  # what a step with prompts is spent on, until one has run
+
+
+class Pace:
+    """Is the scheduler's `Timing`; learns from each step. Not thread-safe."""
+
+    def __init__(
+        self, costs: CostModel, rates: Rates, *, measured: bool = True, learns: bool = True
+    ) -> None:
+        """``measured``: the rates are this machine's for this model; else they are a guess, whose
+        corrections may be large. ``learns``: false where steps take what the rates say.
+        """
+        self._learns = learns
+        self._costs = costs
+        self._last: tuple[Batch, float] | None = None  # a step that is not learned yet
+        self._alike = 0  # steps since the last that was
+        self._size = StepSize(0, 0, 0, ())
+        self._begin_from(rates, _MEASURED if measured else _GUESSED)
+
+    def calibrate(self, rates: Rates) -> None:
+        """The rates are these, as measured; what was learned is for them to show again."""
+        self._begin_from(rates, _MEASURED)
+
+    def _begin_from(self, rates: Rates, deviations: tuple[float, float]) -> None:
+        self._rates = rates
+        self._prior, self._noise = deviations
+        self._logs: npt.NDArray[np.float64] = np.zeros(4)
+        self._covariance: npt.NDArray[np.float64] = np.eye(4) * self._prior**2
+        self._shares = _USUAL
+        self._slowed: dict[tuple[int, int], Rates] = {(0, 0): rates}
+        self._now = rates  # corrected, all but attention and overhead
+        self._attending = self._overhead = 1.0
+
+    # Making a step
+
+    def begin(self, positions: Int32) -> None:
+        """So far sequences at ``positions`` [sequences] decode a token each."""
+        self._size = self._costs.decode_size(positions)
+
+    def seconds(self, start: int, tokens: int, rows: int) -> float:
+        """Of the step, if it also had so many tokens of a sequence, and rows that want logits."""
+        size = self._size
+        return self._total(self._costs.with_span(size, start, tokens, rows) if tokens else size)
+
+    def add(self, start: int, tokens: int, rows: int) -> None:
+        """Now it has."""
+        self._size = self._costs.with_span(self._size, start, tokens, rows)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of actual ÷ predicted seconds of a step with prompts."""
+        return sqrt(self._shares @ self._covariance @ self._shares + self._noise**2)
+
+    @property
+    def margin(self) -> float:
+        """What share of a target steps are to take by prediction, so that most of them keep it."""
+        return exp(-self.spread)
+
+    def _total(self, size: StepSize) -> float:
+        costs = self._costs
+        return (
+            costs.dense_seconds(size, self._now)
+            + self._attending * costs.attention_seconds(size, self._rates)
+            + self._overhead * self._rates.overhead(size.tokens, size.rows, size.chunks)
+        )
+
+    # Learning
+
+    def predict(self, batch: Batch) -> float:
+        """Seconds of a step, without block copies."""
+        return self._total(self._costs.size(batch))
+
+    def ran(self, batch: Batch, started: float, ended: float | None) -> None:
+        """A step has run that began at ``started`` (clock seconds). ``ended``: None if another
+        follows at once. Then all until that begins belongs to the step: whoever waits for its next
+        token waits for what is done between steps, too. Until then ``batch`` must stay as it is.
+        """
+        if not self._learns:
+            return
+        self._alike += 1
+        if batch.num_tokens == len(batch.logits_rows) and self._alike < _EVERY:
+            return
+        if ended is None:
+            self._last = batch, started
+        else:
+            self.learn(batch, ended - started)
+
+    def settle(self, now: float) -> None:
+        """The next step begins."""
+        if self._last is not None:
+            (batch, started), self._last = self._last, None
+            self.learn(batch, now - started)
+
+    def learn(self, batch: Batch, seconds: float) -> None:
+        """A step has taken ``seconds``."""
+        steps, self._alike = max(1, self._alike), 0
+        if not seconds > 0:
+            return
+        size = self._costs.size(batch)
+        predicted = self._total(size)
+        if not predicted > 0:
+            return
+        self._age(seconds * steps)
+        shares = self._spent(size, predicted)
+        moved = self._covariance @ shares
+        uncertain = float(shares @ moved)
+        variance = uncertain + self._noise**2
+        most = _FAR * sqrt(variance)
+        missed = min(max(log(seconds / predicted), -most), most)
+        gain = moved / variance
+        self._covariance -= np.outer(gain, moved)
+        self._logs = np.clip(self._logs + gain * missed, -_FARTHEST, _FARTHEST)
+        own = max(missed**2 - uncertain, 0.0) - self._noise**2
+        self._noise = max(_LEAST_NOISE, sqrt(max(0.0, self._noise**2 + _NOISE_GAIN * own)))
+        if size.tokens > size.rows:
+            self._shares = shares
+        reading, computing, attending, overhead = self._logs.tolist()
+        self._now = self._at(round(reading / _GRID), round(computing / _GRID))
+        self._attending, self._overhead = exp(attending), exp(overhead)
+
+    def _age(self, seconds: float) -> None:
+        """What was known is less certain by now, but never less than at first."""
+        variances = self._covariance.diagonal()
+        more = np.minimum(_DRIFT * min(seconds, 60.0), np.maximum(0, self._prior**2 - variances))
+        self._covariance += np.diag(more)
+
+    def _spent(self, size: StepSize, predicted: float) -> npt.NDArray[np.float64]:
+        """The shares of a step's seconds: the derivatives of its logarithm."""
+        costs = self._costs
+        at = round(self._logs[_READING] / _GRID), round(self._logs[_COMPUTING] / _GRID)
+        dense = costs.dense_seconds(size, self._now)
+        reading = costs.dense_seconds(size, self._at(at[0] + 1, at[1])) - dense
+        computing = costs.dense_seconds(size, self._at(at[0], at[1] + 1)) - dense
+        of_dense = dense / ((reading + computing) or 1.0)
+        overhead = self._overhead * self._rates.overhead(size.tokens, size.rows, size.chunks)
+        shares = np.empty(4)
+        shares[_READING] = reading * of_dense
+        shares[_COMPUTING] = computing * of_dense
+        shares[_ATTENDING] = predicted - dense - overhead
+        shares[_OVERHEAD] = overhead
+        return shares / predicted
+
+    def _at(self, reading: int, computing: int) -> Rates:
+        """The rates corrected by so many steps of the grid."""
+        rates = self._slowed.get((reading, computing))
+        if rates is None:
+            if len(self._slowed) > 1000:
+                self._slowed.clear()
+            rates = self._rates.slowed(exp(reading * _GRID), exp(computing * _GRID))
+            self._slowed[reading, computing] = rates
+        return rates
+
+
+def guessed(threads: int) -> Rates:
+    """Of a slow machine, to begin with: the first steps become too short and not too long."""
+    return Rates(
+        4e9 * threads,
+        10e9 * threads,
+        500e-6,
+        int8_ops_per_second=40e9 * threads,
+        bf16_ops_per_second=20e9 * threads,
+        knee=2.5,
+        attention_ops_per_second=15e9 * threads,
+        attention_knee=1.0,
+        ramp=0.3,
+        batch_overhead=200e-6,
+        row_overhead=30e-6,
+        chunk_overhead=150e-6,
+    )

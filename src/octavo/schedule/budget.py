@@ -1,0 +1,151 @@
+"""What a step may hold: tokens, rows of logits and, with a target for it, seconds.
+
+The rule of a step with a target, in one place:
+
+- Who decodes is in every step. Prompts get what is left of the target, by prediction and less a
+  margin for its error (`Timing.margin`).
+- Where the decodes leave less than `LEAST` tokens' time, prompts get the time of `LEAST` tokens all
+  the same: the target is missed, by little, and nobody waits for ever.
+- Where nobody decodes, a step may take `ALONE` times the target: nobody is stalled, and whoever
+  comes meanwhile waits no longer than that.
+- Drafts get what is left when prompts have been served, and nothing beyond the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.kv.cache import Int32
+from octavo.schedule.config import SchedulerConfig
+
+LEAST = 16  # tokens of prompts in a step, however long its decodes take
+ALONE = 4.0  # times the target that a step may take in which nobody decodes
+TILE = 16  # tokens: chunks end at multiples, as blocks and the kernels' tiles do
+
+
+class Timing(Protocol):
+    """Predicts the step in the making."""
+
+    def begin(self, positions: Int32) -> None:
+        """So far sequences at ``positions`` [sequences] decode a token each."""
+        ...
+
+    def seconds(self, start: int, tokens: int, rows: int) -> float:
+        """Of the step, if it also had so many tokens of a sequence from position ``start`` on, of
+        which ``rows`` want logits. With more tokens it is never shorter.
+        """
+        ...
+
+    def add(self, start: int, tokens: int, rows: int) -> None:
+        """Now it has."""
+        ...
+
+    @property
+    def margin(self) -> float:
+        """What share of a target steps are to take by prediction, so that most of them keep it."""
+        ...
+
+
+class Budget:
+    """What is left of one step."""
+
+    def __init__(
+        self, config: SchedulerConfig, positions: Int32, timing: Timing | None = None
+    ) -> None:
+        """``positions`` [sequences]: of those who decode. ``timing``: where there is a target."""
+        self.tokens = config.max_num_batched_tokens - len(positions)
+        self.rows = config.logits_rows - len(positions)
+        self._target = config.itl_target or 0.0
+        self._timing = timing if self._target else None
+        self._positions = positions
+        self._limit: float | None = None  # seconds; None: nobody has asked yet
+        self._served = False  # whether any prompt has been
+
+    @property
+    def spent(self) -> bool:
+        """Whether not a token more has room."""
+        if self.tokens < 1 or self.rows < 1:
+            return True
+        if self._timing is None or self._limit is None:
+            return False
+        return self._timing.seconds(0, 1, 0) > self._limit
+
+    def fit(self, start: int, missing: int, *, scored: bool = False, half: bool = False) -> int:
+        """How many of a prompt's ``missing`` tokens, from position ``start`` on, have room: in all
+        that is left, or in ``half`` of it. ``scored``: they all want logits, not only the last.
+
+        Who is served first gets at least a token.
+        """
+        most = min(missing, self.tokens, self.rows if scored else missing)
+        if half:
+            most = min(most, max(1, self.tokens // 2))
+        timing = self._timing
+        if timing is None or most < 1:
+            return most
+
+        def seconds(tokens: int) -> float:
+            return timing.seconds(start, tokens, tokens if scored else tokens == missing)
+
+        limit = self._begin(timing)
+        if not self._served:
+            limit = self._limit = max(limit, seconds(min(most, LEAST)))
+        if half:
+            limit -= (limit - timing.seconds(0, 0, 0)) / 2
+        if seconds(most) <= limit:
+            return most
+        tiles = range(TILE - start % TILE, most, TILE)
+        found = _last(tiles, seconds, limit) or _last(range(1, min(TILE, most)), seconds, limit)
+        return found or int(not self._served)
+
+    def take(self, start: int, tokens: int, rows: int) -> None:
+        """So many tokens of a sequence, and rows of logits, are in the step."""
+        self.tokens -= tokens
+        self.rows -= rows
+        self._served = True
+        if self._timing is not None:
+            self._timing.add(start, tokens, rows)
+
+    def drafts(self) -> int:
+        """How many tokens of drafts have room."""
+        most = min(self.tokens, self.rows)
+        timing = self._timing
+        if timing is None or most < 1 or not len(self._positions):
+            return most
+        limit, at = self._begin(timing), int(self._positions.mean())
+
+        def seconds(tokens: int) -> float:
+            return timing.seconds(at, tokens, tokens)
+
+        return most if seconds(most) <= limit else _last(range(1, most), seconds, limit)
+
+    def _begin(self, timing: Timing) -> float:
+        """The seconds that the step may take."""
+        if self._limit is None:
+            timing.begin(self._positions)
+            alone = not len(self._positions)
+            self._limit = self._target * timing.margin * (ALONE if alone else 1.0)
+        return self._limit
+
+
+def _last(counts: range, seconds: Callable[[int], float], limit: float) -> int:
+    """The last of ``counts`` that takes no longer than ``limit``; 0 if none does. Seconds are
+    nearly a straight line: interpolation finds it in a few steps, halving in any case.
+    """
+    low, high = -1, len(counts)  # known to be within, and beyond
+    if not high or (least := seconds(counts[0])) > limit:
+        return 0
+    low, below = 0, least
+    above: float | None = None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if above is not None:
+            share = (limit - below) / (above - below)
+            middle = min(max(low + 1, low + int(share * (high - low))), high - 1)
+            above = None  # and the next time in the middle
+        took = seconds(counts[middle])
+        if took <= limit:
+            low, below = middle, took
+        else:
+            high, above = middle, took
+    return counts[low]

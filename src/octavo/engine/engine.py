@@ -219,7 +219,7 @@ class Engine:
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
         self._starts = 0  # how often all was started over
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
-        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks)
+        self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
         if scheduler.kv.tiers is not None:
             scheduler.kv.tiers.arena = executor
 

@@ -14,7 +14,7 @@ knows how far its next prediction may be off, which is the margin that is kept t
 
 from __future__ import annotations
 
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 
 import numpy as np
 import numpy.typing as npt
@@ -31,7 +31,8 @@ _DRIFT = 0.2**2 / 60  # variance that a second adds: a fifth in a minute
 _LEAST_NOISE = 0.02
 _NOISE_GAIN = 0.03
 _FAR = 2.5  # standard deviations beyond which an observation counts as one at them
-_FARTHEST = 7.0  # logarithm of a thousand: as wrong as any rates can be
+_CHANGED = 3  # such observations in a row
+_FARTHEST = 10.0  # as wrong as any rates can be: a factor of 22,000
 _GRID = 0.02  # what rates are rounded to, so that an op's seconds are counted once
 _EVERY = 8  # steps without prompts, of which one is looked at: they are many and alike
 _USUAL = np.array((0.1, 0.8, 0.05, 0.05))  # what a step with prompts is spent on, until one has run
@@ -60,6 +61,7 @@ class Pace:
     def _begin_from(self, rates: Rates, deviations: tuple[float, float]) -> None:
         self._rates = rates
         self._prior, self._noise = deviations
+        self._surprises = 0  # in a row; below 0: steps were shorter
         self._logs: npt.NDArray[np.float64] = np.zeros(4)
         self._covariance: npt.NDArray[np.float64] = np.eye(4) * self._prior**2
         self._shares = _USUAL
@@ -138,11 +140,17 @@ class Pace:
             return
         self._age(seconds * steps)
         shares = self._spent(size, predicted)
+        missed = log(seconds / predicted)
+        most = _FAR * sqrt(shares @ self._covariance @ shares + self._noise**2)
+        if abs(missed) <= most:
+            self._surprises = 0
+        elif self._surprised(missed):
+            most = inf
+            self._covariance += np.eye(4) * missed**2
         moved = self._covariance @ shares
         uncertain = float(shares @ moved)
         variance = uncertain + self._noise**2
-        most = _FAR * sqrt(variance)
-        missed = min(max(log(seconds / predicted), -most), most)
+        missed = min(max(missed, -most), most)
         gain = moved / variance
         self._covariance -= np.outer(gain, moved)
         self._logs = np.clip(self._logs + gain * missed, -_FARTHEST, _FARTHEST)
@@ -153,6 +161,16 @@ class Pace:
         reading, computing, attending, overhead = self._logs.tolist()
         self._now = self._at(round(reading / _GRID), round(computing / _GRID))
         self._attending, self._overhead = exp(attending), exp(overhead)
+
+    def _surprised(self, missed: float) -> bool:
+        """Whether so many steps in a row have been far off to the same side that it is the machine
+        that has changed, or never was what was thought.
+        """
+        self._surprises = max(0, self._surprises) + 1 if missed > 0 else min(0, self._surprises) - 1
+        if abs(self._surprises) < _CHANGED:
+            return False
+        self._surprises = 0
+        return True
 
     def _age(self, seconds: float) -> None:
         """What was known is less certain by now, but never less than at first."""
@@ -198,7 +216,8 @@ def guessed(threads: int) -> Rates:
         knee=2.5,
         attention_ops_per_second=15e9 * threads,
         attention_knee=1.0,
-        ramp=0.3,
+        threads=threads,
+        unpacking=2.0,
         batch_overhead=200e-6,
         row_overhead=30e-6,
         chunk_overhead=150e-6,

@@ -1,13 +1,17 @@
 """What a step may hold: tokens, rows of logits and, with a target for it, seconds.
 
-The rule of a step with a target, in one place:
+The rules, all in this place:
 
-- Who decodes is in every step. Prompts get what is left of the target, by prediction and less a
-  margin for its error (`Timing.margin`).
+- Who decodes is in every step. Prompts get what is left of the tokens and, by prediction and less a
+  margin for its error (`Timing.margin`), of the target.
 - Where the decodes leave less than `LEAST` tokens' time, prompts get the time of `LEAST` tokens all
   the same: the target is missed, by little, and nobody waits for ever.
 - Where nobody decodes, a step may take `ALONE` times the target: nobody is stalled, and whoever
   comes meanwhile waits no longer than that.
+- The prompt whose turn it is, by the policy, is served first, then the shortest of the others. One
+  that does not get through in the step, while a shorter one is behind it, takes half of what is
+  left (``half``), and what is left in the end goes to the first: so a long prompt has at least half
+  of every step until it is through, and a short one does not wait for that.
 - Drafts get what is left when prompts have been served, and nothing beyond the target.
 """
 
@@ -21,7 +25,8 @@ from octavo.schedule.config import SchedulerConfig
 
 LEAST = 16  # tokens of prompts in a step, however long its decodes take
 ALONE = 4.0  # times the target that a step may take in which nobody decodes
-TILE = 16  # tokens: chunks end at multiples, as blocks and the kernels' tiles do
+TILE = 16  # steps with more tokens have a multiple of it: two threads' panels (kernels/linear.h)
+_FEWEST = 4  # tokens in time for which another prompt joins a step
 
 
 class Timing(Protocol):
@@ -54,7 +59,8 @@ class Budget:
         self, config: SchedulerConfig, positions: Int32, timing: Timing | None = None
     ) -> None:
         """``positions`` [sequences]: of those who decode. ``timing``: where there is a target."""
-        self.tokens = config.max_num_batched_tokens - len(positions)
+        self._most = config.max_num_batched_tokens
+        self.tokens = self._most - len(positions)
         self.rows = config.logits_rows - len(positions)
         self._target = config.itl_target or 0.0
         self._timing = timing if self._target else None
@@ -64,12 +70,12 @@ class Budget:
 
     @property
     def spent(self) -> bool:
-        """Whether not a token more has room."""
+        """Whether nothing more has room, or not enough for a chunk to be worth it."""
         if self.tokens < 1 or self.rows < 1:
             return True
         if self._timing is None or self._limit is None:
             return False
-        return self._timing.seconds(0, 1, 0) > self._limit
+        return self._timing.seconds(0, _FEWEST, 0) > self._limit
 
     def fit(self, start: int, missing: int, *, scored: bool = False, half: bool = False) -> int:
         """How many of a prompt's ``missing`` tokens, from position ``start`` on, have room: in all
@@ -94,7 +100,7 @@ class Budget:
             limit -= (limit - timing.seconds(0, 0, 0)) / 2
         if seconds(most) <= limit:
             return most
-        tiles = range(TILE - start % TILE, most, TILE)
+        tiles = range(TILE - (self._most - self.tokens) % TILE, most, TILE)
         found = _last(tiles, seconds, limit) or _last(range(1, min(TILE, most)), seconds, limit)
         return found or int(not self._served)
 

@@ -251,7 +251,7 @@ def test_the_shortest_of_the_others_comes_next() -> None:
                (("first", 3000), ("longer", 2500), ("middle", 400), ("short", 40))}  # fmt: skip
     finish(engine)
     by_end = sorted(records, key=lambda name: records[name].first_token or inf)
-    assert by_end == ["short", "middle", "longer", "first"]
+    assert by_end[:2] == ["short", "middle"]
 
 
 def test_drafts_count_against_the_target() -> None:
@@ -303,14 +303,18 @@ def errors(engine: Engine, seen: Seen, load: int = 15) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("off", [1 / 30, 1 / 5, 1.0, 5.0, 30.0])
+@pytest.mark.parametrize("off", [1 / 100, 1 / 5, 1.0, 5.0, 100.0])
 def test_it_learns_a_machine_of_which_it_knows_nothing(off: float) -> None:
-    """Guesses that are off by orders of magnitude, and off from each other."""
-    begins = replace(guessed(2), int8_ops_per_second=None, bf16_ops_per_second=None)
-    begins = begins.slowed(off * begins.bytes_per_second / RATES.bytes_per_second, off * 800.0)
+    """Guesses that are far off, and off from each other."""
+    assert RATES.attention_ops_per_second is not None
+    begins = replace(
+        RATES.slowed(1.6, 0.8),
+        attention_ops_per_second=2 * RATES.attention_ops_per_second,
+        knee=2.0,
+    ).slowed(off)
     engine, seen = build(begins=begins)
     found = errors(engine, seen)
-    assert np.median(found[3:10]) < 0.5, "useful within a few steps"
+    assert np.median(found[5:15]) < 0.3, "useful within a few steps"
     assert np.median(found[30:]) < 0.1
     late = engine.stats().late_steps / engine.stats().decode_steps
     assert late < 0.1

@@ -15,6 +15,7 @@ knows how far its next prediction may be off, which is the margin that is kept t
 from __future__ import annotations
 
 from math import exp, inf, log, sqrt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,9 +25,18 @@ from octavo.execute.cost import CostModel, Rates, StepSize
 
 _READING, _COMPUTING, _ATTENDING, _OVERHEAD = range(4)
 
-# Standard deviations, in logarithms: of the rates to begin with, and of a step's own time.
-_MEASURED = 0.1, 0.05
-_GUESSED = 1.5, 0.15
+
+class _Prior(NamedTuple):
+    """Standard deviations to begin with, in logarithms."""
+
+    common: float  # of all four together: a machine is slow or fast
+    own: float  # of each beside
+    noise: float  # of a step's own time
+
+
+_MEASURED = _Prior(0.1, 0.07, 0.05)
+_GUESSED = _Prior(2.0, 0.5, 0.1)
+_FADING = 0.1  # variance that is left of a step's own, in what steps show again and again
 _DRIFT = 0.2**2 / 60  # variance that a second adds: a fifth in a minute
 _LEAST_NOISE = 0.02
 _NOISE_GAIN = 0.03
@@ -58,12 +68,13 @@ class Pace:
         """The rates are these, as measured; what was learned is for them to show again."""
         self._begin_from(rates, _MEASURED)
 
-    def _begin_from(self, rates: Rates, deviations: tuple[float, float]) -> None:
+    def _begin_from(self, rates: Rates, prior: _Prior) -> None:
         self._rates = rates
-        self._prior, self._noise = deviations
+        self._noise = prior.noise
+        self._prior = _covariance(prior.common, prior.own)
         self._surprises = 0  # in a row; below 0: steps were shorter
         self._logs: npt.NDArray[np.float64] = np.zeros(4)
-        self._covariance: npt.NDArray[np.float64] = np.eye(4) * self._prior**2
+        self._covariance: npt.NDArray[np.float64] = self._prior.copy()
         self._shares = _USUAL
         self._slowed: dict[tuple[int, int], Rates] = {(0, 0): rates}
         self._now = rates  # corrected, all but attention and overhead
@@ -146,16 +157,19 @@ class Pace:
             self._surprises = 0
         elif self._surprised(missed):
             most = inf
-            self._covariance += np.eye(4) * missed**2
+            self._covariance += _covariance(missed, 0.0)
         moved = self._covariance @ shares
         uncertain = float(shares @ moved)
         variance = uncertain + self._noise**2
         missed = min(max(missed, -most), most)
         gain = moved / variance
-        self._covariance -= np.outer(gain, moved)
+        # What is seen again and again is no better known than by the last steps of it.
+        learned = 1 - _FADING * self._noise**2 / max(uncertain, 1e-12)
+        self._covariance -= learned * np.outer(gain, moved)
         self._logs = np.clip(self._logs + gain * missed, -_FARTHEST, _FARTHEST)
-        own = max(missed**2 - uncertain, 0.0) - self._noise**2
-        self._noise = max(_LEAST_NOISE, sqrt(max(0.0, self._noise**2 + _NOISE_GAIN * own)))
+        noise = self._noise**2
+        own = min(max(missed**2 - uncertain, 0.0), _FAR**2 * noise)
+        self._noise = max(_LEAST_NOISE, sqrt(noise + _NOISE_GAIN * (own - noise)))
         if size.tokens > size.rows:
             self._shares = shares
         reading, computing, attending, overhead = self._logs.tolist()
@@ -174,9 +188,8 @@ class Pace:
 
     def _age(self, seconds: float) -> None:
         """What was known is less certain by now, but never less than at first."""
-        variances = self._covariance.diagonal()
-        more = np.minimum(_DRIFT * min(seconds, 60.0), np.maximum(0, self._prior**2 - variances))
-        self._covariance += np.diag(more)
+        lost = np.maximum(0.0, (self._prior - self._covariance).diagonal())
+        self._covariance += np.diag(np.minimum(lost, _DRIFT * min(seconds, 60.0)))
 
     def _spent(self, size: StepSize, predicted: float) -> npt.NDArray[np.float64]:
         """The shares of a step's seconds: the derivatives of its logarithm."""
@@ -203,6 +216,10 @@ class Pace:
             rates = self._rates.slowed(exp(reading * _GRID), exp(computing * _GRID))
             self._slowed[reading, computing] = rates
         return rates
+
+
+def _covariance(common: float, own: float) -> npt.NDArray[np.float64]:
+    return np.full((4, 4), common**2) + np.eye(4) * own**2
 
 
 def guessed(threads: int) -> Rates:

@@ -25,7 +25,6 @@ from octavo.schedule.config import SchedulerConfig
 
 LEAST = 16  # tokens of prompts in a step, however long its decodes take
 ALONE = 4.0  # times the target that a step may take in which nobody decodes
-TILE = 16  # steps with more tokens have a multiple of it: two threads' panels (kernels/linear.h)
 _FEWEST = 4  # tokens in time for which another prompt joins a step
 
 
@@ -59,8 +58,7 @@ class Budget:
         self, config: SchedulerConfig, positions: Int32, timing: Timing | None = None
     ) -> None:
         """``positions`` [sequences]: of those who decode. ``timing``: where there is a target."""
-        self._most = config.max_num_batched_tokens
-        self.tokens = self._most - len(positions)
+        self.tokens = config.max_num_batched_tokens - len(positions)
         self.rows = config.logits_rows - len(positions)
         self._target = config.itl_target or 0.0
         self._timing = timing if self._target else None
@@ -95,14 +93,13 @@ class Budget:
 
         limit = self._begin(timing)
         if not self._served:
-            limit = self._limit = max(limit, seconds(min(most, LEAST)))
+            least = min(most, LEAST)  # and two prompts may be through with them
+            limit = self._limit = max(limit, timing.seconds(start, least, least if scored else 2))
         if half:
             limit -= (limit - timing.seconds(0, 0, 0)) / 2
         if seconds(most) <= limit:
             return most
-        tiles = range(TILE - (self._most - self.tokens) % TILE, most, TILE)
-        found = _last(tiles, seconds, limit) or _last(range(1, min(TILE, most)), seconds, limit)
-        return found or int(not self._served)
+        return _last(most, seconds, limit) or int(not self._served)
 
     def take(self, start: int, tokens: int, rows: int) -> None:
         """So many tokens of a sequence, and rows of logits, are in the step."""
@@ -123,7 +120,7 @@ class Budget:
         def seconds(tokens: int) -> float:
             return timing.seconds(at, tokens, tokens)
 
-        return most if seconds(most) <= limit else _last(range(1, most), seconds, limit)
+        return most if seconds(most) <= limit else _last(most, seconds, limit)
 
     def _begin(self, timing: Timing) -> float:
         """The seconds that the step may take."""
@@ -134,24 +131,16 @@ class Budget:
         return self._limit
 
 
-def _last(counts: range, seconds: Callable[[int], float], limit: float) -> int:
-    """The last of ``counts`` that takes no longer than ``limit``; 0 if none does. Seconds are
-    nearly a straight line: interpolation finds it in a few steps, halving in any case.
+def _last(beyond: int, seconds: Callable[[int], float], limit: float) -> int:
+    """The most tokens, below ``beyond``, that take no longer than ``limit``; 0 if not one does.
+
+    Kernels take tokens by panels: seconds are stairs, and this is the end of one.
     """
-    low, high = -1, len(counts)  # known to be within, and beyond
-    if not high or (least := seconds(counts[0])) > limit:
-        return 0
-    low, below = 0, least
-    above: float | None = None
+    low, high = 0, beyond
     while high - low > 1:
         middle = (low + high) // 2
-        if above is not None:
-            share = (limit - below) / (above - below)
-            middle = min(max(low + 1, low + int(share * (high - low))), high - 1)
-            above = None  # and the next time in the middle
-        took = seconds(counts[middle])
-        if took <= limit:
-            low, below = middle, took
+        if seconds(middle) <= limit:
+            low = middle
         else:
-            high, above = middle, took
-    return counts[low]
+            high = middle
+    return low

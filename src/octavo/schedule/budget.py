@@ -64,12 +64,13 @@ class Budget:
         self._timing = timing if self._target else None
         self._positions = positions
         self._limit: float | None = None  # seconds; None: nobody has asked yet
+        self._most = self.tokens  # of prompts
         self._served = False  # whether any prompt has been
 
     @property
     def spent(self) -> bool:
         """Whether nothing more has room, or not enough for a chunk to be worth it."""
-        if self.tokens < 1 or self.rows < 1:
+        if min(self.tokens, self._most, self.rows) < 1:
             return True
         if self._timing is None or self._limit is None:
             return False
@@ -81,9 +82,9 @@ class Budget:
 
         Who is served first gets at least a token.
         """
-        most = min(missing, self.tokens, self.rows if scored else missing)
+        most = min(missing, self.tokens, self._most, self.rows if scored else missing)
         if half:
-            most = min(most, max(1, self.tokens // 2))
+            most = min(most, max(1, min(self.tokens, self._most) // 2))
         timing = self._timing
         if timing is None or most < 1:
             return most
@@ -94,7 +95,11 @@ class Budget:
         limit = self._begin(timing)
         if not self._served:
             least = min(most, LEAST)  # and two prompts may be through with them
-            limit = self._limit = max(limit, timing.seconds(start, least, least if scored else 2))
+            floor = timing.seconds(start, least, least if scored else 2)
+            if floor > limit:
+                limit = self._limit = floor
+                self._most = min(self._most, LEAST)
+                most = least
         if half:
             limit -= (limit - timing.seconds(0, 0, 0)) / 2
         if seconds(most) <= limit:
@@ -104,6 +109,7 @@ class Budget:
     def take(self, start: int, tokens: int, rows: int) -> None:
         """So many tokens of a sequence, and rows of logits, are in the step."""
         self.tokens -= tokens
+        self._most -= tokens
         self.rows -= rows
         self._served = True
         if self._timing is not None:

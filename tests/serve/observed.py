@@ -38,6 +38,7 @@ async def observed_server(folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient
         num_blocks=24,
         max_num_seqs=8,
         max_num_queued_reqs=6,
+        itl_target=0.0005,  # less than any step takes
         policy=PolicyConfig(scheduling_policy="priority", max_queue_time=0.1),
     )
     drafter = Coin(0.6, engine.engine.sampler)

@@ -74,6 +74,7 @@ COUNTERS = (
         "Tokens put through the model, recomputed ones too.",
         lambda s: s.computed_tokens,
     ),
+    _Reading("decode_steps", "Steps in which somebody decoded.", lambda s: s.decode_steps),
     _Reading("decode_passes", "Passes of decoding sequences.", lambda s: s.decode_passes),
     _Reading("spec_decode_num_drafts", "Passes that checked a draft.", lambda s: s.drafts),
     _Reading("spec_decode_num_draft_tokens", "Draft tokens checked.", lambda s: s.draft_tokens),
@@ -155,6 +156,36 @@ COUNTERS_BY = (
     ),
 )
 
+
+# Of steps with a target (--itl-target).
+
+PACE_GAUGES = (
+    _Reading(
+        "itl_target_seconds",
+        "What a step may take in which somebody decodes.",
+        lambda s: s.itl_target or 0.0,
+    ),
+    _Reading(
+        "paced_step_spread",
+        "Standard deviation of actual to predicted time of the paced steps, of late.",
+        lambda s: s.step_spread,
+    ),
+)
+
+PACE_COUNTERS = (
+    _Reading("late_steps", "Steps with a target that took longer.", lambda s: s.late_steps),
+    _Reading(
+        "paced_steps",
+        "Steps with prompts, whose size was chosen by the time they were predicted to take.",
+        lambda s: s.paced_steps,
+    ),
+    _Reading("paced_step_seconds", "Time that paced steps took.", lambda s: s.paced_seconds),
+    _Reading(
+        "paced_step_predicted_seconds",
+        "Time that paced steps were predicted to take.",
+        lambda s: s.predicted_seconds,
+    ),
+)
 
 # Of the tiers of the prefix cache beyond the pool, where there are any.
 
@@ -251,6 +282,9 @@ class EngineCollector(Collector):
         stats = self._stats()
         yield from self._filled(GaugeMetricFamily, (*GAUGES, *GAUGES_BY), stats)
         yield from self._filled(CounterMetricFamily, (*COUNTERS, *COUNTERS_BY), stats)
+        if stats.itl_target is not None:
+            yield from self._filled(GaugeMetricFamily, PACE_GAUGES, stats)
+            yield from self._filled(CounterMetricFamily, PACE_COUNTERS, stats)
         if stats.tiers is not None:
             yield from self._filled(GaugeMetricFamily, TIER_GAUGES_BY, stats)
             yield from self._filled(CounterMetricFamily, (*TIER_COUNTERS, *TIER_COUNTERS_BY), stats)

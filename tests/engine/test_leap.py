@@ -201,7 +201,7 @@ def state(engine: Engine) -> dict[str, Any]:
         "index": {
             key: (node.tokens, node.blocks[:], node.refs) for key, node in kv.index._nodes.items()
         },
-        "waiting": [(seq.order, seq.queued, seq.waited) for seq in scheduler.waiting],
+        "waiting": [(seq.order, seq.queued, seq.stood) for seq in scheduler.waiting],
         "served": (
             [scheduler.policy.served(request.request.client) for request in requests]
             if isinstance(scheduler.policy, Fair)

@@ -28,8 +28,8 @@ from octavo.schedule import admission
 from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.schedule.budget import Budget, Timing
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.base import BY_ARRIVAL
 from octavo.schedule.policies.choice import policy_of
-from octavo.schedule.policies.fcfs import BY_ARRIVAL
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
@@ -408,7 +408,6 @@ class Scheduler:
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
         followers = len(seq.followers)
-        seq.waited += max(0.0, self.policy.now - seq.queued)  # a clock may be set back
         self.policy.remove(seq)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
@@ -691,7 +690,7 @@ class Scheduler:
         self._reserved_slots -= len(followers)
         for follower in followers:
             follower.slot = self.kv.fork(seq.slot)
-            follower.waited = seq.waited
+            follower.stood = seq.stood
         for begun in (seq, *followers):
             begun.status = Status.DECODING
             insort(self.decoding, begun, key=BY_ARRIVAL)

@@ -34,7 +34,7 @@ class Sequence:
     slot: int = -1  # row in the block tables while PREFILLING or DECODING
     num_scored: int = 0  # prompt positions whose logprobs have been delivered
     queued: float = 0.0  # clock seconds when it joined the queue last
-    waited: float = 0.0  # seconds that it stood in the queue before it was let in
+    stood: float = 0.0  # seconds that it stood at the head of its line: the policy's
     ahead: ReadAhead | None = None  # what is read for it, until it is let in
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 

@@ -12,10 +12,12 @@ from abc import abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
+from operator import attrgetter
 from typing import Any, ClassVar
 
 from octavo.schedule.sequence import RequestState, Sequence
 
+BY_ARRIVAL = attrgetter("order")
 Key = Callable[[Sequence], Any]
 
 
@@ -72,6 +74,59 @@ class Policy(Collection[Sequence]):
 
     def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         """Sequences that run have drawn so many tokens each."""
+
+
+class Queue:
+    """A line in order of arrival, and for how long its first has stood there, so that it comes to
+    its turn some time: ``seq.stood``, in seconds, without the time in which it ran.
+    """
+
+    __slots__ = ("_line", "_since")
+
+    def __init__(self) -> None:
+        self._line = Line(BY_ARRIVAL)
+        self._since = 0.0
+
+    def push(self, seq: Sequence, now: float) -> None:
+        before = self._line.first
+        self._line.push(seq)
+        self._moved(before, now)
+
+    def remove(self, seq: Sequence, now: float) -> bool:
+        """False if it does not stand in the line."""
+        before = self._line.first
+        found = self._line.remove(seq)
+        self._moved(before, now)
+        return found
+
+    def clear(self) -> None:
+        self._line.clear()
+
+    def _moved(self, before: Sequence | None, now: float) -> None:
+        """The first may be another than ``before``."""
+        first = self._line.first
+        if first is before:
+            return
+        if before is not None:
+            before.stood += max(0.0, now - self._since)
+        if first is not None:
+            self._since = max(now, first.queued)
+
+    @property
+    def first(self) -> Sequence | None:
+        return self._line.first
+
+    @property
+    def began(self) -> float:
+        """Clock seconds when the first would have come to stand there, had it never run since."""
+        first = self._line.first
+        return self._since - (0.0 if first is None else first.stood)
+
+    def __len__(self) -> int:
+        return len(self._line)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._line)
 
 
 class Line:

@@ -6,10 +6,11 @@ arrival; whichever of these comes first. Then:
 
 - Next is who is due first; and it takes the place of whoever is due last, if that one has a second
   more to spare, for one that is ahead of its deadlines loses nothing by waiting.
-- Requests without a target are due ``best_effort`` seconds after arrival, and so are those that
-  have missed theirs for good: being in time for another is worth more than being less late. Mostly
-  both come after those that may still be in time, but not for ever: from some time on all newcomers
-  are due later.
+- Requests without a target stand in a line of their own, in order of arrival, and with them those
+  that have missed theirs for good: being in time for another is worth more than being less late.
+  The first of the line is due when it has stood there for ``best_effort`` seconds, and who was let
+  in that late is not displaced: so one of them comes to its turn every so often, however many there
+  are with targets, and these are not pushed aside, however many there are without.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Iterator
 from math import inf
 from typing import Any
 
-from octavo.schedule.policies.base import Line, Policy
+from octavo.schedule.policies.base import Line, Policy, Queue
 from octavo.schedule.request import RequestRecord
 from octavo.schedule.sequence import Sequence
 
@@ -55,19 +56,20 @@ def is_missed(record: RequestRecord, now: float) -> bool:
 
 class Deadline(Policy):
     def __init__(self, best_effort: float) -> None:
-        """``best_effort``: seconds after arrival that requests without a target are due."""
+        """``best_effort``: seconds after which the first of those without a target is due."""
         self._best_effort = best_effort
         self._in_time = Line(lambda seq: (deadline(seq), seq.order))
-        self._others = Line(lambda seq: (self._without(seq), seq.order))
+        self._others = Queue()
 
     def push(self, seq: Sequence) -> None:
-        missed = is_missed(seq.owner.record, self.now)
-        line = self._others if missed or deadline(seq) == inf else self._in_time
-        line.push(seq)
+        if deadline(seq) == inf or is_missed(seq.owner.record, self.now):
+            self._others.push(seq, self.now)
+        else:
+            self._in_time.push(seq)
 
     def remove(self, seq: Sequence) -> None:
         if not self._in_time.remove(seq):
-            self._others.remove(seq)
+            self._others.remove(seq, self.now)
 
     def clear(self) -> None:
         self._in_time.clear()
@@ -77,13 +79,14 @@ class Deadline(Policy):
         first, other = self.challenger(), self._others.first
         if first is None or other is None:
             return first or other
-        return first if deadline(first) <= self._without(other) else other
+        due = self._others.began + self._best_effort
+        return first if deadline(first) <= due else other
 
     def challenger(self) -> Sequence | None:
         line = self._in_time
         while (first := line.first) is not None and is_missed(first.owner.record, self.now):
             line.remove(first)
-            self._others.push(first)
+            self._others.push(first, self.now)
         return first
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
@@ -99,10 +102,9 @@ class Deadline(Policy):
         yield from self._in_time
         yield from self._others
 
-    def _without(self, seq: Sequence) -> float:
-        return seq.owner.record.arrival + self._best_effort
-
     def _due(self, seq: Sequence) -> float:
         """When one that runs is due."""
         due = deadline(seq)
-        return self._without(seq) if due == inf or is_missed(seq.owner.record, self.now) else due
+        if due == inf or is_missed(seq.owner.record, self.now):
+            return self.now + self._best_effort - seq.stood
+        return due

@@ -27,8 +27,7 @@ from collections.abc import Sequence as Items
 from functools import lru_cache
 from heapq import heappop, heappush, heapreplace
 
-from octavo.schedule.policies.base import Line, Policy
-from octavo.schedule.policies.fcfs import BY_ARRIVAL
+from octavo.schedule.policies.base import BY_ARRIVAL, Line, Policy
 from octavo.schedule.sequence import RequestState, Sequence
 
 _EXCHANGE = 2.0  # times the tokens of a running sequence, that its client must be ahead

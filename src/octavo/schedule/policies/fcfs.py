@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from operator import attrgetter
 
-from octavo.schedule.policies.base import Line, Policy
+from octavo.schedule.policies.base import BY_ARRIVAL, Line, Policy
 from octavo.schedule.sequence import Sequence
-
-BY_ARRIVAL = attrgetter("order")
 
 
 class FirstCome(Policy):

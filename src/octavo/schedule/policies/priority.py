@@ -1,13 +1,14 @@
-"""Lower numbers first, as in vLLM, and whoever waits long enough comes to its turn.
+"""Lower numbers first, as in vLLM, and whoever stands in line long enough comes to its turn.
 
-A request counts as a level more urgent than its priority says for every ``ageing`` seconds that it
-has stood in the queue. So:
+Those of one priority stand in a line, in order of arrival. The first of a line counts as a level
+more urgent for every ``ageing`` seconds that it has stood there. So:
 
-- Next is who has the lowest level, and of one priority who came first. Behind newcomers of
-  priority h, one of priority l waits (l - h) × ``ageing`` seconds at most.
-- Whoever runs keeps the level it was let in with: it gives way to nobody of a priority that is not
-  below it. Who came to its turn by waiting is not sent away again for the next newcomer.
-- A priority alone, without what its waiting is worth, displaces: never among equals, so that two do
+- Next is the first of lowest level. Under a stream of newcomers of priority h that never ends, one
+  of priority l > h comes to its turn every (l - h) × ``ageing`` seconds at the latest: all of them
+  in the end, but however many have gathered, they do not push aside those more urgent.
+- Whoever runs keeps the level it was let in with, and gives way only to a priority below it: who
+  came to its turn by standing in line is not sent away for the next newcomer.
+- A priority alone displaces, without what its waiting is worth: never among equals, so that two do
   not take turns in displacing each other.
 """
 
@@ -16,25 +17,24 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from octavo.schedule.policies.base import Line, Policy
-from octavo.schedule.policies.fcfs import BY_ARRIVAL
+from octavo.schedule.policies.base import Policy, Queue
 from octavo.schedule.sequence import Sequence
 
 
-class _Class:
-    """Those of one priority that wait, in order of arrival."""
+class _Class(Queue):
+    """Those of one priority that wait."""
 
-    __slots__ = ("line", "priority", "turn")
+    __slots__ = ("priority", "turn")
 
     def __init__(self, priority: int) -> None:
+        super().__init__()
         self.priority = priority
-        self.line = Line(BY_ARRIVAL)
-        self.turn = (0.0, priority)  # of its first; the lower, the sooner
+        self.turn = (0.0, priority)  # the lower, the sooner
 
 
 class Priority(Policy):
     def __init__(self, ageing: float) -> None:
-        """``ageing``: seconds of waiting that are worth a level."""
+        """``ageing``: seconds at the head of its line that are worth a level."""
         self._ageing = ageing
         self._classes: dict[int, _Class] = {}
         self._priorities: list[int] = []  # of the classes, sorted
@@ -48,26 +48,25 @@ class Priority(Policy):
             waiting = self._classes[priority] = _Class(priority)
             insort(self._priorities, priority)
             insort(self._turns, waiting.turn)
-        waiting.line.push(seq)
+        waiting.push(seq, self.now)
         self._size += 1
         self._update(waiting)
 
     def remove(self, seq: Sequence) -> None:
         waiting = self._classes[seq.owner.request.priority]
-        waiting.line.remove(seq)
+        waiting.remove(seq, self.now)
         self._size -= 1
         self._update(waiting)
 
     def _update(self, waiting: _Class) -> None:
         """Its first may be another."""
-        first = waiting.line.first
-        if first is None:
+        if not waiting:
             del self._classes[waiting.priority]
             del self._priorities[bisect_left(self._priorities, waiting.priority)]
             del self._turns[bisect_left(self._turns, waiting.turn)]
             return
-        # At any time t its level is priority - (waited + t - queued) / ageing.
-        turn = (waiting.priority * self._ageing + first.queued - first.waited, waiting.priority)
+        # At any time t its level is priority - (t - began) / ageing.
+        turn = (waiting.priority * self._ageing + waiting.began, waiting.priority)
         if turn != waiting.turn:
             del self._turns[bisect_left(self._turns, waiting.turn)]
             insort(self._turns, turn)
@@ -82,19 +81,19 @@ class Priority(Policy):
     def head(self) -> Sequence | None:
         if not self._turns:
             return None
-        return self._classes[self._turns[0][1]].line.first
+        return self._classes[self._turns[0][1]].first
 
     def challenger(self) -> Sequence | None:
         if not self._priorities:
             return None
-        return self._classes[self._priorities[0]].line.first
+        return self._classes[self._priorities[0]].first
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
         return challenger.owner.request.priority < self.level(running)
 
     def level(self, seq: Sequence) -> int:
         """Of one that runs."""
-        return seq.owner.request.priority - int(seq.waited / self._ageing)
+        return seq.owner.request.priority - int(seq.stood / self._ageing)
 
     def rank(self, seq: Sequence) -> tuple[int, tuple[int, int]]:
         return self.level(seq), seq.order
@@ -104,4 +103,4 @@ class Priority(Policy):
 
     def __iter__(self) -> Iterator[Sequence]:
         for waiting in self._classes.values():
-            yield from waiting.line
+            yield from waiting

@@ -534,20 +534,28 @@ def test_nobody_is_passed_for_ever(
             client=client,
         )
 
+    count = 0
+
+    def newcomers() -> None:
+        nonlocal count
+        while len(engine.scheduler.waiting) < 3 or rng.random() < 0.02:
+            count += 1
+            tight = LatencyTarget(rng.choice((0.001, 0.01, 0.1)), rng.choice((None, 0.001, 0.1)))
+            client = rng.choice(("flood", f"new {count}"))
+            engine.add_request(anybody(str(count), priority=0, target=tight, client=client))
+
+    for _ in range(10):
+        newcomers()
+        engine.step()
     victims = [
         engine.add_request(
             anybody(f"v{i}", priority=rng.choice((1, 20)), target=None, client="victim")
         )
         for i in range(3)
     ]
-    count = 0
     limit = 4000
     while any(record.outcome is None for record in victims):
-        while len(engine.scheduler.waiting) < 3 or rng.random() < 0.02:
-            count += 1
-            tight = LatencyTarget(rng.choice((0.001, 0.01, 0.1)), rng.choice((None, 0.001, 0.1)))
-            client = rng.choice(("flood", f"new {count}"))
-            engine.add_request(anybody(str(count), priority=0, target=tight, client=client))
+        newcomers()
         engine.step()
         engine.check_integrity()
         limit -= 1

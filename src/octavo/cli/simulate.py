@@ -184,6 +184,7 @@ def command(
     from octavo.execute.cost import Arithmetic
     from octavo.plan import hardware, report, schemes
     from octavo.plan.simulation import Setup, simulate, weights_on
+    from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
     from octavo.plan.timeline import Timeline
 
@@ -229,6 +230,7 @@ def command(
                 max_tokens=technique["max_tokens"],
                 max_concurrency=load.max_concurrency,
                 observers=observers,
+                target=promised(slo),
                 progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
             )
     except ValueError as error:  # what the engine's rooms refuse

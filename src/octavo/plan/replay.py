@@ -17,7 +17,7 @@ import numpy as np
 from octavo.engine.engine import Engine
 from octavo.engine.leap import Leap
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
+from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, Request, RequestRecord
 from octavo.workload.datasets import Sample, draws
 from octavo.workload.metrics import Record
 
@@ -64,8 +64,10 @@ def replay(
     progress: Callable[[int], None] = lambda _: None,
     watch: Watch | None = None,
     leaps: bool = True,
+    target: LatencyTarget | None = None,
 ) -> Replay:
-    """Every sample at its ``arrival`` (in order), until all have ended. Of these at most
+    """Every sample at its ``arrival`` (in order), until all have ended, each promised ``target``,
+    by which a policy may go. Of these at most
     ``max_concurrency`` are with the engine at a time; others wait to be sent. ``progress`` is told
     how many have ended. ``leaps``: steps that are foreseen are taken at once (`Engine.leap`), with
     the same result.
@@ -82,7 +84,7 @@ def replay(
     while True:
         while len(live) < most and (start + _due(samples, arrived)) <= clock.now():
             sent = max(_arrival(samples[arrived]), room_since)
-            record = _begin(engine, samples[arrived], arrived, start, sent, seed)
+            record = _begin(engine, samples[arrived], arrived, start, sent, seed, target)
             arrived += 1
             if record.reason:
                 records.append(record)
@@ -149,7 +151,13 @@ def _arrival(sample: Sample) -> float:
 
 
 def _begin(
-    engine: Engine, sample: Sample, index: int, start: float, sent: float, seed: int
+    engine: Engine,
+    sample: Sample,
+    index: int,
+    start: float,
+    sent: float,
+    seed: int,
+    target: LatencyTarget | None,
 ) -> Record:
     record = Record(index, False, sent, sample.prompt_len, 0, queue_time=sent - _arrival(sample))
     params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
@@ -163,7 +171,7 @@ def _begin(
     prompt: Sequence[int] = range(sample.prompt_len)  # of what is refused for its length alone
     if len(prompt) < engine.scheduler.config.max_model_len:
         prompt = prompt_token_ids(sample, seed, engine.vocab_size)
-    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params)
+    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params, target=target)
     try:
         engine.add_request(request, start + sent)
     except AdmissionError as error:

@@ -22,6 +22,7 @@ from octavo.plan.series import Series
 from octavo.plan.subject import Subject
 from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.request import LatencyTarget
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.scripted import ScriptedDrafter
@@ -221,12 +222,13 @@ def simulate(
     progress: Callable[[int], None] = lambda _: None,
     observers: Sequence[Observer] = (),
     leaps: bool = True,
+    target: LatencyTarget | None = None,
 ) -> Simulation:
     """The samples, in order of arrival, put through the engine. ``seed`` makes their tokens.
 
     ``max_tokens`` is what each request allows for its answer, at which longer ones are cut; None:
     what the context leaves. It matters where memory is reserved, and no more than an answer is
-    ever written. Raises `DoesNotFit`.
+    ever written. ``target`` is what each request is promised. Raises `DoesNotFit`.
     """
     engine = simulated_engine(setup)
     if max_tokens is not None:
@@ -247,6 +249,7 @@ def simulate(
         progress=progress,
         watch=series,
         leaps=leaps,
+        target=target,
     )
     series.finish(engine)
     return Simulation(setup, engine, samples, done, series)

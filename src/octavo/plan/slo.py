@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from octavo.schedule.request import LatencyTarget
 from octavo.workload.metrics import GOODPUT as METRICS
 from octavo.workload.metrics import LONGEST, SHORTEST, Counts, Record, totals
 
@@ -28,6 +29,12 @@ class Slo:
                 raise ValueError(f"{name}={limit:g} is no limit of {', '.join(METRICS)} in ms")
         if not 0 < self.attainment <= 1:
             raise ValueError(f"the attainment must be above 0 and at most 1, not {self.attainment}")
+
+
+def promised(limits: Mapping[str, float]) -> LatencyTarget:
+    """What each request of a load is promised by limits in milliseconds."""
+    seconds = {name: limits[name] / 1e3 for name in LatencyTarget._fields if name in limits}
+    return LatencyTarget(**seconds)
 
 
 class Latency(NamedTuple):

@@ -12,7 +12,7 @@ from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored
 from octavo.plan.saturation import saturation
 from octavo.plan.simulation import Setup, check_simulated, simulate, weights_on
-from octavo.plan.slo import Figures, Slo
+from octavo.plan.slo import Figures, Slo, promised
 from octavo.plan.subject import Subject
 from octavo.plan.tune_space import AS_IT_PAYS, Choice, describe
 from octavo.speculate.config import SpeculativeConfig
@@ -157,6 +157,7 @@ class Trials:
             samples,
             seed=self.seed,
             max_concurrency=self.max_concurrency,
+            target=promised(self.slo.limits),
             progress=lambda ended: self.watch(
                 f"{describe(choice)}: {ended} of {count} requests have ended"
             ),

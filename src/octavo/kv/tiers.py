@@ -266,6 +266,11 @@ class Tiers:
         for reading in self._reading.values():
             for ahead in reading.waiting:
                 ahead.over = True
+        if self._read:  # the first may have been taken over when `poll` failed
+            key, slot, *_ = self._read[0]
+            if key in self.memory and self.memory.slot(key) == slot:
+                del self._reading[key]
+                self._read.popleft()
         self.memory.reset({reading.slot for reading in self._reading.values()})
 
     # The engine's step

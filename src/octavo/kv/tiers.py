@@ -269,7 +269,7 @@ class Tiers:
         if self._read:  # the first may have been taken over when `poll` failed
             key, slot, *_ = self._read[0]
             if key in self.memory and self.memory.slot(key) == slot:
-                del self._reading[key]
+                self._reading.pop(key, None)
                 self._read.popleft()
         self.memory.reset({reading.slot for reading in self._reading.values()})
 

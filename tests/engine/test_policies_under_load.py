@@ -12,7 +12,7 @@ import pytest
 
 from engine.test_leap import model
 from octavo.engine.clock import VirtualClock
-from octavo.engine.engine import Engine
+from octavo.engine.engine import Engine, Step
 from octavo.execute.cost import CostExecutor, Rates
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
@@ -110,9 +110,9 @@ def play(running: Engine, sources: list[Source], until: float = SECONDS) -> None
 
 
 @cache
-def total() -> float:
+def total(max_num_seqs: int = 4) -> float:
     """Tokens a second, as fair shares count them, that the machine has to give."""
-    running = engine(scheduling_policy="fair")
+    running = engine(max_num_seqs, scheduling_policy="fair")
     flood = Source("flood", 40.0, 30)
     play(running, [flood])
     return flood.served() / SECONDS
@@ -142,6 +142,68 @@ def test_nine_polite_clients_keep_their_share_beside_one_that_floods() -> None:
     for source in polite:
         assert source.served() >= 0.95 * everything / 10
     assert everything >= 0.9 * rate * SECONDS, "nothing is left unused for the sake of shares"
+
+
+class Shares:
+    """By how much each source has been behind at most: what it would have been served if
+    the tokens of every step were divided equally among those that had asked for more, less what
+    it was.
+    """
+
+    def __init__(self, running: Engine, sources: list[Source]) -> None:
+        self.behind = {source.name: 0.0 for source in sources}
+        self._sources = sources
+        self._counted = dict.fromkeys(self.behind, 0)  # records
+        self._asked = dict.fromkeys(self.behind, 0.0)
+        self._share = dict.fromkeys(self.behind, 0.0)
+        self._served = dict.fromkeys(self.behind, 0.0)
+        running.observers.append(self)
+
+    def on_step(self, step: Step) -> None:
+        for source in self._sources:
+            for record in source.records[self._counted[source.name] :]:
+                self._asked[source.name] += PROMPT + 2 * (record.max_tokens or 0)
+            self._counted[source.name] = len(source.records)
+        left = 0.0
+        for name, tokens in (
+            *((chunk.seq.owner.request.client, chunk.size) for chunk in step.scheduled.chunks),
+            *(
+                (seq.owner.request.client, 2 * len(drawn))
+                for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True)
+            ),
+        ):
+            self._served[name] += tokens
+            left += tokens
+        while left > 1e-6:
+            wanted = {n: self._asked[n] - share for n, share in self._share.items()}
+            wanting = [name for name, tokens in wanted.items() if tokens > 1e-6]
+            if not wanting:
+                break
+            each = min(left / len(wanting), *(wanted[name] for name in wanting))
+            for name in wanting:
+                self._share[name] += each
+            left -= each * len(wanting)
+        for name, share in self._share.items():
+            self.behind[name] = max(self.behind[name], share - self._served[name])
+
+    def on_end(self, record: RequestRecord) -> None:
+        pass
+
+
+@pytest.mark.parametrize("max_num_seqs", [4, 8])
+@pytest.mark.parametrize("times", [0.5, 1.0, 2.0])
+def test_who_is_behind_its_share_is_so_by_two_requests_at_most(
+    times: float, max_num_seqs: int
+) -> None:
+    """At any time and for as long as it goes on. In ten seconds a share is but some twenty
+    requests, and who has not asked for its share from the first second on does not get all of it.
+    """
+    flood, polite = crowd(total(max_num_seqs), times)
+    running = engine(max_num_seqs, scheduling_policy="fair")
+    shares = Shares(running, [flood, *polite])
+    play(running, [flood, *polite], 10.0)
+    longest = PROMPT + 2 * (2 * 30 - 1)
+    assert max(shares.behind[source.name] for source in polite) <= 2 * longest
 
 
 def test_first_come_first_served_does_not_keep_it() -> None:

@@ -10,9 +10,12 @@ preemption, which was not the client's wish. Then:
   somebody who waits is let in whenever there is room.
 - A client with nothing in the queue that comes back is lifted to the least counter of those in the
   queue, or, if there are none, to that of the client who left it last: nobody saves up for later.
-- Between clients that have work in the queue all along, what they were served differs by no more
-  than 2 × max(longest prompt, ``output_cost`` × tokens of the pool), in whatever stretch of time
-  (the paper's theorem 4.4).
+- Between two clients that have work in the queue all along, what they were served differs by no
+  more than e of the one and e of the other, in whatever stretch of time, where e is (longest prompt
+  + ``output_cost`` × ``max_num_seqs`` × longest answer) / weight: what a client may still be given
+  after it was let in with the least counter (the paper's theorem 4.4, whose bound is the tokens
+  of the cache; derived in tests/schedule/test_policies.py). A client whose queue is empty
+  for a moment has all it asked for: it is lifted, and what it was behind then is not owed to it.
 
 The paper lets a running request be. Here it gives its place to the next in line when its client is
 ahead of the other's by more than twice what it costs to compute its tokens again, so that who asks

@@ -12,7 +12,7 @@ import pytest
 from serve_fakes import events
 from serving import listening, real_engine, started
 
-from octavo.serve.connection import DirectWrite
+from octavo.serve.writer import DirectWrite
 
 
 async def texts(url: str, body: dict[str, Any], path: str) -> dict[int, str]:

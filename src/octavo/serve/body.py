@@ -11,7 +11,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -69,6 +70,30 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int
     if read > limit:
         raise too_long
     return b"".join(parts)
+
+
+class Watch:
+    """Notices that the client leaves, in every state of its request."""
+
+    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+        self.gone = False
+        self._receive = receive
+        self._on_gone = on_gone
+        self._task = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.leave()
+
+    def leave(self) -> None:
+        self.gone = True
+        self._on_gone()
+
+    async def close(self) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

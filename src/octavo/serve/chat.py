@@ -8,10 +8,11 @@ from octavo.schedule.request import Request
 from octavo.serve.body import decode_object
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
-from octavo.serve.generate import Output, Prepared, Reply
+from octavo.serve.generate import Prepared
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt, chat_prompt
 from octavo.serve.protocol import ChatRequest, parse
+from octavo.serve.reply import Output, Reply
 from octavo.serve.responses import (
     ChatChoice,
     ChatCompletion,

@@ -8,17 +8,15 @@ HTTP client does with each (``Upgrade: h2c``).
 from __future__ import annotations
 
 import asyncio
-import weakref
 from http import HTTPStatus
 from typing import Any, cast
 
 import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.serve.errors import ApiError
-
-_WRITE = "octavo.write"
+from octavo.serve.writer import DirectWrite
 
 _LONGEST_HEAD = 64 << 10  # bytes of request line and headers; what one read brings may exceed it
 _HEAD_TIMEOUT = 30.0  # seconds
@@ -44,38 +42,6 @@ class _Parser(httptools.HttpRequestParser):
                 if head is None:
                     raise
                 data = head + bytes(data)[upgrade.args[0] :]
-
-
-class DirectWrite:
-    """Writes pieces of an answer past the layers of ASGI, which cost more than the write itself
-    where each token is one. The start and the end of an answer go through the layers.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle = weakref.ref(cycle)  # which holds the scope that holds this
-
-    @staticmethod
-    def of(scope: Scope) -> DirectWrite | None:
-        """None under another server than this one."""
-        found = scope.get(_WRITE)
-        return found if isinstance(found, DirectWrite) else None
-
-    @property
-    def ready(self) -> bool:
-        """Whether `write` may be called: an answer in chunks is under way, and its client takes
-        what it is sent.
-        """
-        cycle = self._cycle()
-        return (
-            cycle is not None
-            and cycle.chunked_encoding is True
-            and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
-        )
-
-    def write(self, data: bytes) -> None:
-        cycle = self._cycle()
-        assert cycle is not None
-        cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class Connection(HttpToolsProtocol):
@@ -116,7 +82,7 @@ class Connection(HttpToolsProtocol):
         if not self._offer:
             super().on_headers_complete()
             if self.cycle is not None and self.cycle.scope is self.scope:
-                cast(Scope, self.scope)[_WRITE] = DirectWrite(self.cycle)
+                DirectWrite(self.cycle).attach(cast(Scope, self.scope))
 
     def on_message_complete(self) -> None:
         if not self._offer:

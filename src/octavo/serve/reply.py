@@ -1,0 +1,134 @@
+"""An answer in the making: what a route must write of it, and what is counted of it."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from typing import Literal
+
+from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.schedule.request import FinishReason, RequestRecord
+from octavo.serve.errors import ApiError
+from octavo.serve.model import ServedModel
+from octavo.serve.prompts import Prompt
+from octavo.serve.protocol import GenerateRequest
+from octavo.serve.responses import TokenShower, Usage, json
+
+
+class Output:
+    """One choice of an answer that is sent whole."""
+
+    __slots__ = ("finish_reason", "logprobs", "prompt_logprobs", "stop_reason", "text", "token_ids")
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text.append(delta.text)
+        self.token_ids += delta.token_ids
+        if delta.logprobs:
+            self.logprobs += delta.logprobs
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason
+            self.stop_reason = delta.stop_reason
+
+    @property
+    def finish(self) -> Literal["stop", "length"] | None:
+        """The reason as the API says it. Other ends are errors and have no choice to be in."""
+        if self.finish_reason is FinishReason.STOP:
+            return "stop"
+        return "length" if self.finish_reason is FinishReason.LENGTH else None
+
+
+class Reply(ABC):
+    """How one request's answer is written. Choice ``index`` is prompt × n + sequence."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        request: GenerateRequest,
+        prompts: list[Prompt],
+        *,
+        prefix: str,
+        chunk_object: str,
+        force_usage: bool,
+    ) -> None:
+        if request.stream_options is not None:
+            if not request.stream:
+                raise ApiError(400, "stream_options needs stream to be true", "stream_options")
+            if request.stream_options.include_obfuscation:
+                raise ApiError(
+                    400,
+                    "stream_options.include_obfuscation is not supported by this server",
+                    "stream_options.include_obfuscation",
+                )
+        options = request.stream_options
+        self.id = f"{prefix}-{uuid.uuid4().hex}"
+        self.model = model
+        self.request = request
+        self.prompts = prompts
+        self.n = request.n or 1
+        self.created = int(time.time())
+        self.include_usage = force_usage or bool(options and options.include_usage)
+        self.continuous_usage = bool(options and options.continuous_usage_stats)
+        self.records: list[RequestRecord] = []  # the live ones, once submitted
+        self.shower = TokenShower(
+            model,
+            as_ids=bool(request.return_tokens_as_token_ids),
+            specials_in_text=request.skip_special_tokens is False,
+        )
+        head = json.encode(
+            {
+                "id": self.id,
+                "object": chunk_object,
+                "created": self.created,
+                "model": model.name,
+            }
+        )
+        self._head = b"data: " + head[:-1] + b',"choices":['
+        self._sent_tokens = 0
+
+    @property
+    def num_choices(self) -> int:
+        return len(self.prompts) * self.n
+
+    @abstractmethod
+    def chunk(self, index: int, delta: Delta) -> bytes:
+        """The events that tell of ``delta``; b"" if there is nothing to tell yet."""
+
+    @abstractmethod
+    def whole(self, outputs: list[Output]) -> bytes:
+        """The body of an answer that is not streamed."""
+
+    def event(self, choice: bytes, extra: bytes = b"") -> bytes:
+        """One choice's chunk; ``extra`` is further members of the object, each after a comma."""
+        return b"".join((self._head, choice, b"]", extra, self.usage_member(), b"}\n\n"))
+
+    def usage_member(self) -> bytes:
+        """The usage every chunk carries: so far, null, or none, as was asked."""
+        if self.continuous_usage:
+            return b',"usage":' + json.encode(self._usage_so_far())
+        return b',"usage":null' if self.include_usage else b""
+
+    def usage_event(self) -> bytes:
+        return self._head + b'],"usage":' + json.encode(self.usage()) + b"}\n\n"
+
+    def usage(self) -> Usage:
+        return Usage.of(self.records, predictions=self.request.return_prediction_details)
+
+    def count(self, delta: Delta) -> None:
+        self._sent_tokens += len(delta.token_ids)
+
+    def _usage_so_far(self) -> Usage:
+        usage = self.usage()
+        usage.completion_tokens = self._sent_tokens  # the engine may be ahead of what is sent
+        usage.total_tokens = usage.prompt_tokens + self._sent_tokens
+        return usage

@@ -46,4 +46,6 @@ patched.load_engine = lambda model, config: loaded
 patched.AsyncEngine = StartingEngine
 patched.Calibration = SimpleNamespace(of_engine=lambda loaded: None)
 patched._STOP_TIMEOUT = 0.2
-sys.exit(server.run("tiny", EngineConfig(), ServeConfig(**settings["serve"])))
+policy = settings.get("policy") or "fcfs"
+serve = ServeConfig(**settings["serve"])
+sys.exit(server.run("tiny", EngineConfig(scheduling_policy=policy), serve))

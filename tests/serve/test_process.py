@@ -25,8 +25,12 @@ SCRIPT = Path(__file__).parent / "server_process.py"
 class Process:
     """A running server; ``lines`` is what it has printed."""
 
-    def __init__(self, pause: float, hang: bool, config: dict[str, Any]) -> None:
-        settings = json.dumps({"pause": pause, "hang": hang, "serve": {"port": 0} | config})
+    def __init__(
+        self, pause: float, hang: bool, policy: str | None, config: dict[str, Any]
+    ) -> None:
+        settings = json.dumps(
+            {"pause": pause, "hang": hang, "policy": policy, "serve": {"port": 0} | config}
+        )
         self.child = subprocess.Popen(
             [sys.executable, str(SCRIPT), settings], stderr=subprocess.PIPE, text=True
         )
@@ -57,8 +61,10 @@ class Process:
 
 
 @contextmanager
-def process(pause: float = 0.0, hang: bool = False, **config: Any) -> Iterator[Process]:
-    running = Process(pause, hang, config)
+def process(
+    pause: float = 0.0, hang: bool = False, policy: str | None = None, **config: Any
+) -> Iterator[Process]:
+    running = Process(pause, hang, policy, config)
     try:
         yield running
     finally:
@@ -146,6 +152,18 @@ def test_an_engine_that_hangs_does_not_hold_the_exit() -> None:
         server.child.terminate()
         assert server.wait() == 1
         assert "the engine hangs" in server.said
+
+
+@pytest.mark.parametrize(
+    ("policy", "keys", "told"),
+    [("fair", [], True), ("fair", ["a"], True), ("fair", ["a", "b"], False), (None, [], False)],
+)
+def test_fair_shares_of_one_client_are_said_to_be_none(
+    policy: str | None, keys: list[str], told: bool
+) -> None:
+    with process(policy=policy, api_key=keys) as server:
+        said = "fair is the same as fcfs here" in server.said
+    assert said is told
 
 
 def test_a_port_that_is_taken() -> None:

@@ -42,6 +42,10 @@ log = logging.getLogger("octavo.serve")
 
 _QUEUED = 4  # requests that may wait, for each sequence that may run
 _QUEUED_TOKENS = 1 << 20  # prompt tokens that may wait: some 40 MB
+ONE_CLIENT = (
+    "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
+    "one client (--api-key, --api-key-file)"
+)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048  # connections not yet accepted
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
@@ -76,6 +80,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.engine.pace.calibrate(calibration.rates)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
+            log.warning("%s", ONE_CLIENT)
         trace = None if tracer is None else tracer.trace
         return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, trace))
     finally:

@@ -1,0 +1,68 @@
+"""Priorities over HTTP, on the real engine."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from serving import listening, real_engine, started
+
+from octavo.engine.engine import Step
+from octavo.schedule.policies.config import PolicyConfig
+from octavo.schedule.request import RequestRecord
+
+URGENT, BULK = 0, 5
+
+
+class Sees:
+    """When each step began and of which priorities it was; and the records of those that ended."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, list[int]]] = []
+        self.ended: list[RequestRecord] = []
+
+    def on_step(self, step: Step) -> None:
+        there = [seq.owner.request.priority for seq in step.scheduled.sequences]
+        self.steps.append((step.started, there))
+
+    def on_end(self, record: RequestRecord) -> None:
+        self.ended.append(record)
+
+
+async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() -> None:
+    """Behind others that wait, too; and who gave way goes on, with the text it had begun."""
+    engine, _ = real_engine(
+        max_num_seqs=3, pause=0.003, policy=PolicyConfig(scheduling_policy="priority")
+    )
+    sees = Sees()
+    async with started(engine), listening(engine) as url:
+        engine.observe(sees)
+
+        async def ask(client: httpx.AsyncClient, index: int, **body: object) -> str:
+            request = {"prompt": f"hello {index}", "seed": index, "ignore_eos": True} | body
+            response = await client.post("/v1/completions", json=request)
+            assert response.status_code == 200, response.text
+            text: str = response.json()["choices"][0]["text"]
+            return text
+
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            bulk = [
+                asyncio.create_task(ask(client, index, priority=BULK, max_tokens=100))
+                for index in range(5)
+            ]
+            while not (sees.steps and len(sees.steps[-1][1]) == 3 and engine.stats().waiting == 2):
+                await asyncio.sleep(0.001)
+            await ask(client, 9, priority=URGENT, max_tokens=4)
+            assert not any(task.done() for task in bulk)
+            texts = await asyncio.gather(*bulk)
+            urgent = next(record for record in sees.ended if record.priority == URGENT)
+            alone = [
+                await ask(client, index, priority=BULK, max_tokens=100) for index in range(5)
+            ]
+    began = [there for started_, there in sees.steps if started_ >= urgent.arrival]
+    # It may have come while a step that it could not be in was about to begin.
+    assert URGENT in began[0] or URGENT in began[1]
+    first = next(there for there in began if URGENT in there)
+    assert sorted(first) == [URGENT, BULK, BULK], "the limit was full, and one gave way"
+    assert sum(record.preemptions for record in sees.ended) == 1
+    assert texts == alone

@@ -5,6 +5,7 @@ nothing from another model, tokenizer, rounding or build.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -150,6 +151,37 @@ def test_another_tokenizer_or_build(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         changed.setattr(offload, "build_digest", lambda: b"another")
         assert cached_by(model, folder) == 0
     assert cached_by(model, folder) == 96
+
+
+NAMED = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from octavo.checkpoint import load
+from octavo.engine import offload
+from octavo.kv.layout import KvLayout
+from octavo.model.families import program
+checkpoint = load(Path(sys.argv[1]))
+config = replace(checkpoint.config, biases=frozenset({"attn_q", "attn_k", "attn_v"}))
+executor = SimpleNamespace(layout=KvLayout.of(config), weights_digest=b"weights", isa="generic")
+print(offload.engine_digest(executor, program(config), checkpoint.tokenizer, None).hex())
+"""
+
+
+def test_the_digest_is_the_same_in_every_process() -> None:
+    """Also of a model with biases, which are a set of strings: its order is each process's own."""
+    found = set()
+    for seed in ("0", "1"):
+        ran = subprocess.run(
+            [sys.executable, "-c", NAMED, str(ORACLES / "tiny-llama.gguf")],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONHASHSEED": seed},
+        )
+        assert ran.returncode == 0, ran.stderr
+        found.add(ran.stdout)
+    assert len(found) == 1
 
 
 def test_a_tokenizer_is_told_from_another() -> None:

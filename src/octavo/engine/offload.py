@@ -5,9 +5,10 @@ by.
 from __future__ import annotations
 
 import shutil
+from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import octavo
 from octavo.checkpoint.base import Tokenizer
@@ -23,9 +24,7 @@ from octavo.model.program import Program
 if TYPE_CHECKING:
     from octavo.execute.native import NativeExecutor
 
-STAGING_BYTES = (
-    256 << 20
-)  # of host memory, that a tier on disk is read into where none is asked for
+STAGING_BYTES = 256 << 20  # that a disk is read into, where no host memory is asked for
 _MOST_DISK = 16 << 30  # bytes, where no budget is given, and at most half of what is free
 _NUMBERS = ("checkpoint", "execute", "kv", "model")  # rooms that decide what a block holds
 
@@ -101,13 +100,28 @@ def engine_digest(
     digest = sha256()
     for part in (
         executor.weights_digest,
-        repr((program.config, program.ops, layout, executor.isa, quantization)).encode(),
+        canonical((program.config, program.ops, layout, executor.isa, quantization)).encode(),
         _tokenizer_digest(tokenizer),
         build_digest(),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
+
+
+def canonical(value: Any) -> str:
+    """What `repr` says, with every field of a dataclass, and sets in order: that of strings is
+    another in each process.
+    """
+    match value:
+        case set() | frozenset():
+            return f"{{{', '.join(sorted(map(canonical, value)))}}}"
+        case tuple() | list():
+            return f"({', '.join(map(canonical, value))})"
+    if is_dataclass(value):
+        named = (f"{each.name}={canonical(getattr(value, each.name))}" for each in fields(value))
+        return f"{type(value).__name__}({', '.join(named)})"
+    return repr(value)
 
 
 def build_digest() -> bytes:

@@ -91,6 +91,35 @@ def test_the_limit_full_of_low_priority_and_then_a_high_one() -> None:
     assert [record.completion_tokens for record in low] == [50] * 3
 
 
+def test_at_a_step_as_small_as_the_limit_a_high_one_has_the_token_of_whom_it_displaces() -> None:
+    engine = made("priority", max_num_seqs=3, max_num_batched_tokens=3)
+    sees = Sees(engine)
+    for i in range(3):
+        engine.add_request(request(f"low{i}", [i] * 4, priority=1, max_tokens=40, seed=i))
+    while len(engine.scheduler.decoding) < 3:
+        engine.step()
+    engine.add_request(request("high", [50, 51], max_tokens=3))
+    before = len(sees.steps)
+    engine.step()
+    assert "high" in sees.steps[before]
+    run(engine)
+
+
+def test_a_longer_prompt_of_the_same_priority_does_not_keep_a_high_one_out() -> None:
+    engine = made("priority", max_num_seqs=2, max_num_batched_tokens=8)
+    sees = Sees(engine)
+    engine.add_request(request("low", [1] * 4, priority=1, max_tokens=40))
+    while not engine.scheduler.decoding:
+        engine.step()
+    engine.add_request(request("long", [2] * 60, max_tokens=3))
+    engine.step()
+    engine.add_request(request("high", [50, 51], max_tokens=3))
+    before = len(sees.steps)
+    engine.step()
+    assert {"long", "high"} == sees.steps[before]
+    run(engine)
+
+
 def test_a_high_prompt_goes_ahead_of_low_ones_under_way() -> None:
     engine = made("priority", max_num_seqs=8, max_num_batched_tokens=16)
     sees = Sees(engine)

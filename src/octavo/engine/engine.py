@@ -104,7 +104,7 @@ class Step(NamedTuple):
     scheduled: Scheduled
     result: StepResult
     drawn: Drawn
-    started: float  # clock seconds
+    started: float  # clock seconds; later by what copying blocks took before computing
     ended: float
 
 
@@ -369,9 +369,11 @@ class Engine:
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
         scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
-        tiers = self.scheduler.kv.tiers
+        tiers, copying = self.scheduler.kv.tiers, 0.0
         if tiers is not None:
+            before = self.clock.now()
             tiers.transfer()
+            copying = self.clock.now() - before
         if scheduled is None:
             if tiers is not None and self.scheduler.fetching:
                 tiers.wait(_FETCHING_WAIT)
@@ -395,7 +397,9 @@ class Engine:
         sampled = self.clock.now()
         self.clock.advance(result.duration)
         now = self.clock.now()
-        step = Step(scheduled, result, drawn, started, now)
+        # Who learns what computing takes does not learn what copying took.
+        began = started + copying
+        step = Step(scheduled, result, drawn, began, now)
         for observer in self.observers:
             try:
                 observer.on_step(step)
@@ -410,13 +414,13 @@ class Engine:
         for seq, why in failures:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         if self.speculator is not None:
-            self.speculator.learn(scheduled, result, drawn.runs, now - started)
+            self.speculator.learn(scheduled, result, drawn.runs, now - began)
         if scheduled.chunks:
-            self.scheduler.shedding.took(scheduled.batch.num_tokens, now - started)
+            self.scheduler.shedding.took(scheduled.batch.num_tokens, now - began)
         self.scheduler.commit(scheduled, drawn.runs)
+        self._deliver(scheduled, drawn, now, deltas)
         if tiers is not None:
             tiers.after_step()
-        self._deliver(scheduled, drawn, now, deltas)
         stats = self._stats
         stats.decode_passes += len(scheduled.decodes)
         stats.steps += 1
@@ -437,7 +441,7 @@ class Engine:
                 stats.paced_seconds += stats.last_step_seconds
                 stats.predicted_seconds += self.pace.predict(scheduled.batch)
                 stats.step_spread = self.pace.spread
-            self.pace.ran(scheduled.batch, started, None if self.has_work() else self.clock.now())
+            self.pace.ran(scheduled.batch, began, None if self.has_work() else self.clock.now())
 
     def leap(self, until: float) -> Leap | None:
         """Take all steps at once that begin before ``until`` and of which is known before that the
@@ -550,7 +554,6 @@ class Engine:
                 )
             )
             # Delivered: what fails from here on changes nothing of it.
-            generated += count
             output.num_tokens = output.num_pushed = num_tokens
             output.prompt_logprobs = None
             output.reason = reason
@@ -558,6 +561,7 @@ class Engine:
             record.last_token = now
             if record.first_token is None:
                 record.first_token = now
+            generated += count
             if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
                 branches = scheduled.branches.get(index, ())
                 guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]

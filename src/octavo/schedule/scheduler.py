@@ -448,13 +448,18 @@ class Scheduler:
             self.prefilling.sort(key=policy.rank)
 
     def _is_budget_for(self, seq: Sequence) -> bool:
-        """Whether there are tokens for it in the step beside those whom it does not displace."""
-        ahead = sum(
-            len(other.token_ids) - int(self.kv.num_tokens[other.slot])
-            for other in self.prefilling
-            if not self.policy.displaces(seq, other)
-        )
-        return len(self.decoding) + ahead < self.config.max_num_batched_tokens
+        """Whether there are tokens for it in the step beside those whom it does not displace. Of
+        prompts ahead, one that is longer takes no more than half of what is left (schedule/budget).
+        """
+        missing = len(seq.token_ids)
+        left = self.config.max_num_batched_tokens - len(self.decoding)
+        if self.kv.num_free_slots == self._reserved_slots:
+            left += self._last().status is Status.DECODING  # it takes this one's place
+        for other in self.prefilling:
+            if not self.policy.displaces(seq, other):
+                ahead = len(other.token_ids) - int(self.kv.num_tokens[other.slot])
+                left -= ahead if ahead <= missing else left // 2
+        return left > 0
 
     def _make_room(self, seq: Sequence) -> bool:
         """Let a sequence in that displaces others, in the places and blocks of as few of them as

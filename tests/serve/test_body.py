@@ -1,6 +1,15 @@
 from __future__ import annotations
 
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from octavo.serve.body import convert, decode_object, read_body
@@ -157,3 +166,83 @@ def test_conversion_of_deep_values_is_bounded() -> None:
         deep = [deep]
     with pytest.raises(ApiError):
         convert({"prompt": deep}, CompletionRequest)
+
+
+def other_threads_turns(body: bytes) -> int:
+    """How often another thread gets its turn while ``body`` is decoded."""
+    turns = 0
+    begun, over = threading.Event(), threading.Event()
+
+    def take_turns() -> None:
+        nonlocal turns
+        begun.set()
+        while not over.is_set():
+            turns += 1
+            over.wait(1e-6)  # gives the turn back
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    thread = threading.Thread(target=take_turns)
+    thread.start()
+    try:
+        begun.wait()
+        at = turns
+        with suppress(ApiError):
+            decode_object(body)
+        return turns - at
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("item", [b"123,", b"1.5,", b"[],", b'"",', b"{},", b'{"a":[]},'])
+def test_other_threads_go_on_while_many_values_are_decoded(item: bytes) -> None:
+    body = b'{"a": [' + item * 100_000 + b"1]}"
+    assert other_threads_turns(body) > 20
+
+
+def test_a_long_text_costs_no_more_than_to_decode_it() -> None:
+    """By CPU time, of which a regular expression over the text takes fifteen times as much."""
+    body = json.dumps({"a": "x \n" * (1 << 20)}).encode()
+
+    def cost(decode: Callable[[bytes], object]) -> float:
+        def once() -> float:
+            start = time.thread_time()
+            decode(body)
+            return time.thread_time() - start
+
+        return min(once() for _ in range(5))
+
+    assert cost(decode_object) < 4 * cost(json.loads)
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "[{}]"])
+def test_lists_and_objects_have_a_bound(item: str) -> None:
+    each = item.count("[") + item.count("{")
+    fits = "[" + ",".join([item] * ((1 << 16) // each - 2)) + "]"
+    assert decode_object(b'{"a": %b}' % fits.encode())
+    with pytest.raises(ApiError, match="more than 65536 lists and objects"):
+        decode_object(b'{"a": [%b,%b]}' % (fits.encode(), fits.encode()))
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(st.text(), JSON), st.booleans(), st.sampled_from([-1, 1 << 16]))
+def test_what_is_json_is_read_as_json_reads_it(
+    value: dict[str, object], escaped: bool, at_once: int
+) -> None:
+    """By the scanner in C and by that in Python."""
+    body = json.dumps(value, ensure_ascii=escaped).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("octavo.serve.body._AT_ONCE", at_once)
+        assert decode_object(body) == value

@@ -13,6 +13,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from json.decoder import JSONArray  # type: ignore[attr-defined]
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,8 +26,8 @@ T = TypeVar("T")
 
 _DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
 _TIMEOUT = 120.0  # seconds for the whole body
-# What may hide half a surrogate pair, or a number that is none or infinite.
-_SUSPECT = re.compile(r"\\u[dD][89a-fA-F]|NaN|Infinity|[eE]\+?\d{3}|\d{300}")
+_CONTAINERS = 1 << 16  # lists and objects in a body at most
+_AT_ONCE = 1 << 16  # of these, or quotation marks, in what C may scan in one go; no more than there
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
 
 
@@ -97,11 +99,16 @@ class Watch:
 
 
 def decode_object(body: bytes) -> dict[str, Any]:
-    """The JSON object in ``body``. Raises `ApiError` 400."""
+    """The JSON object in ``body``. Raises `ApiError` 400.
+
+    Other threads go on meanwhile: no single call into C keeps the interpreter's lock for longer
+    than it takes to copy the body a few times.
+    """
     try:
         text = body.decode("utf-8")
-        value = _DECODER.decode(text)
-        if _SUSPECT.search(text):
+        decoder = _Decoder(text)
+        value = decoder.decode(text)
+        if decoder.suspicious:
             _refuse_suspects(value, "")
     except UnicodeDecodeError:
         raise ApiError(400, "the request body is not UTF-8") from None
@@ -133,15 +140,57 @@ def convert(value: object, to: type[T]) -> T:
         raise ApiError(400, "the request body is nested too deeply") from None
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise ApiError(400, f"the key {key!r} is given twice", key)
-            seen.add(key)
-    return value
+class _Decoder(json.JSONDecoder):
+    """Of one text. The scanner in C calls back into Python for each number and each object, where
+    other threads get their turn, but neither for lists nor for strings: a text that may have very
+    many of these is scanned in Python, as slowly as it likes.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.suspicious = "\\ud" in text or "\\uD" in text  # may have half a surrogate pair
+        self._containers = 0
+        super().__init__(
+            object_pairs_hook=self._object,
+            parse_int=_integer,
+            parse_float=self._float,
+            parse_constant=self._float,
+        )
+        if max(text.count("[") + text.count("{"), text.count('"')) > _AT_ONCE:
+            self.parse_array = self._array
+            self.scan_once = py_make_scanner(self)
+
+    def _float(self, digits: str) -> float:
+        value = float(digits)
+        if not math.isfinite(value):
+            self.suspicious = True
+        return value
+
+    def _array(self, *at: Any) -> Any:
+        self._count()
+        return JSONArray(*at)
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        self._count()
+        value = dict(pairs)
+        if len(value) != len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    raise ApiError(400, f"the key {key!r} is given twice", key)
+                seen.add(key)
+        return value
+
+    def _count(self) -> None:
+        """Of more lists and objects than any request has, the garbage collector would hold up
+        everyone.
+        """
+        self._containers += 1
+        if self._containers > _CONTAINERS:
+            raise ApiError(400, f"the request body has more than {_CONTAINERS} lists and objects")
+
+
+def _integer(digits: str) -> int:
+    return int(digits)
 
 
 def _refuse_suspects(value: object, path: str) -> None:
@@ -164,6 +213,3 @@ def _refuse_suspects(value: object, path: str) -> None:
         for key, item in value.items():
             _refuse_suspects(key, "")
             _refuse_suspects(item, f"{path}.{key}" if path else key)
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object)

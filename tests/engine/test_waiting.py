@@ -278,3 +278,16 @@ def test_who_is_due_first_comes_first() -> None:
         waiting.forecast(asks(50, target=LatencyTarget(ttft=ttft))).wait for ttft in (5.0, 5000.0)
     )
     assert 0 < soon < 0.6 * late
+
+
+def test_of_those_without_a_target_one_is_due_every_so_often() -> None:
+    """So of twenty that wait, a request that is due in 150 s is behind two."""
+    waiting = queued("deadline", *({} for _ in range(20)))
+    waits = [
+        waiting.forecast(asks(50, target=None if ttft is None else LatencyTarget(ttft=ttft))).wait
+        for ttft in (50.0, 150.0, None)
+    ]
+    each = (waits[2] - waits[0]) / 20
+    assert waits[0] > 0
+    assert waits[1] - waits[0] == pytest.approx(2 * each, rel=0.05)
+    assert waits[2] == waiting.forecast().wait

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.engine import Engine, Step
+from octavo.schedule.policies.deadline import Deadline
 from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
 from octavo.schedule.sequence import Sequence
-from octavo.schedule.shedding import first_due
 
 _KEEP = 0.99  # what a step keeps of its weight at the next
 _KEEP_AT_FIRST = 0.9  # the first ones touch memory and caches for the first time
@@ -185,28 +185,27 @@ class Waiting:
         if self._policy.scheduling_policy == "fcfs":
             return behind_all
         try:
-            queue = list(scheduler.policy)
-        except RuntimeError:  # it has changed under our eyes
+            before = self._before(asks)
+        except (RuntimeError, IndexError):  # the queue has changed under our eyes
             return behind_all
-        match self._policy.scheduling_policy:
-            case "priority":
-                before = [seq for seq in queue if seq.owner.request.priority <= asks.priority]
-            case "deadline":
-                due = self._due(asks)
-                before = [seq for seq in queue if self._due(seq.owner.record) <= due]
-            case _:  # clients take turns, so that of each as many come before as of its own wait
-                counts = Counter(seq.owner.request.client for seq in queue)
-                turn = counts[asks.client] + 1
-                before = []
-                for seq in queue:
-                    counts[seq.owner.request.client] -= 1
-                    if counts[seq.owner.request.client] < turn:
-                        before.append(seq)
         return len(before), sum(len(seq.token_ids) for seq in before)
 
-    def _due(self, record: RequestRecord) -> float:
-        due = first_due(record)
-        return record.arrival + self._policy.setting("best_effort_deadline") if due is None else due
+    def _before(self, asks: RequestRecord) -> list[Sequence]:
+        policy = self._engine.scheduler.policy
+        if isinstance(policy, Deadline):
+            return policy.ahead_of(asks)
+        queue = list(policy)
+        if self._policy.scheduling_policy == "priority":
+            return [seq for seq in queue if seq.owner.request.priority <= asks.priority]
+        # Clients take turns, so that of each as many come before as of its own wait.
+        counts = Counter(seq.owner.request.client for seq in queue)
+        turn = counts[asks.client] + 1
+        before = []
+        for seq in queue:
+            counts[seq.owner.request.client] -= 1
+            if counts[seq.owner.request.client] < turn:
+                before.append(seq)
+        return before
 
     def check(self, asks: RequestRecord, forecast: Forecast, *, target: bool) -> None:
         """Refuse for now (`AdmissionError`, retryable) what would have to wait for longer than

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
-from octavo.schedule.request import RequestRecord
+from octavo.schedule.policies.deadline import first_due
 from octavo.schedule.sequence import RequestState
 
 _FORGETTING = 0.999  # of the fastest rate seen, with each step
@@ -99,12 +99,3 @@ class Shedding:
     def _seconds(self, state: RequestState) -> float:
         """What it takes at least to the first token."""
         return self._missing(state) / self._rate if self._rate else 0.0
-
-
-def first_due(record: RequestRecord) -> float | None:
-    """Clock seconds when a request's first token is due by its target."""
-    target = record.target
-    if target is None:
-        return None
-    limits = [limit for limit in (target.ttft, target.e2el) if limit is not None]
-    return record.arrival + min(limits) if limits else None

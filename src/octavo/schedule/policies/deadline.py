@@ -41,6 +41,15 @@ def deadline(seq: Sequence) -> float:
     return min(end, record.first_token + drawn * target.tpot)
 
 
+def first_due(record: RequestRecord) -> float | None:
+    """Clock seconds when a request's first token is due by its target."""
+    target = record.target
+    if target is None:
+        return None
+    limits = [limit for limit in (target.ttft, target.e2el) if limit is not None]
+    return record.arrival + min(limits) if limits else None
+
+
 def is_missed(record: RequestRecord, now: float) -> bool:
     """Whether the target can no longer be met, however soon the next token comes. To be behind in
     ``tpot``, a mean, can be made up for.
@@ -94,6 +103,21 @@ class Deadline(Policy):
 
     def rank(self, seq: Sequence) -> Any:
         return self._due(seq), seq.order
+
+    def ahead_of(self, record: RequestRecord) -> list[Sequence]:
+        """Who waits and comes before a newcomer, if those with targets are in time: of the line of
+        the others one every ``best_effort`` seconds. Any thread may ask: it may miss who
+        comes or goes (`IndexError` at worst).
+        """
+        line = list(self._others)
+        since = self._others.began if line else record.arrival
+        due = first_due(record)
+        if due is None:
+            due = since + (len(line) + 1) * self._best_effort
+        return [
+            *(seq for seq in list(self._in_time) if deadline(seq) <= due),
+            *(seq for place, seq in enumerate(line, 1) if since + place * self._best_effort < due),
+        ]
 
     def __len__(self) -> int:
         return len(self._in_time) + len(self._others)

@@ -708,3 +708,40 @@ def test_many_are_not_let_in_only_to_give_way_again(seed: int, policy: str) -> N
 def test_settings_without_effect_are_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PolicyConfig(**values)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: int) -> None:
+    rng = random.Random(seed)
+    engine = made(policy, max_num_seqs=2, num_blocks=40)
+    for number in range(rng.randrange(30)):
+        target = LatencyTarget(
+            rng.choice((None, 0.001, 0.5, 60.0)), rng.choice((None, 0.01)), rng.choice((None, 90.0))
+        )
+        engine.add_request(
+            request(
+                f"r{number}",
+                [1 + number] * rng.randint(1, 40),
+                priority=rng.randrange(3) if policy == "priority" else 0,
+                client=rng.choice("abc") if policy == "fair" else "",
+                weight=rng.choice((1.0, 2.0)) if policy == "fair" else 1.0,
+                target=rng.choice((None, target)),
+                max_tokens=rng.randint(1, 30),
+                n=rng.choice((1, 1, 2)),
+            )
+        )
+        for _ in range(rng.randrange(3)):
+            engine.step()
+    queue = engine.scheduler.policy
+    told = list(queue.in_turn())
+    assert told == list(queue.in_turn())  # to ask changes nothing
+    assert len(told) == len(queue)
+    for seq in told:
+        assert queue.head() is seq
+        queue.remove(seq)
+        if seq.owner.record.scheduled is None:
+            queue.begins(seq.owner, len(seq.owner.request.prompt_token_ids))
+            seq.owner.record.scheduled = queue.now
+    assert queue.head() is None

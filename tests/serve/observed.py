@@ -88,7 +88,13 @@ async def make_traffic(client: httpx.AsyncClient, metrics: Metrics) -> None:
         assert await post(prompt=prompt * 200) == 200
     assert await post(max_tokens=0) == 400
     assert await post(prompt="x" * 500) == 400
-    shed = metrics.rejected["shed"]._value.get
+
+    def shed() -> float:
+        labels = {"model_name": MODEL, "engine": "0", "reason": "shed"}
+        found = metrics.registry.get_sample_value("octavo:admission_rejections_total", labels)
+        assert found is not None
+        return found
+
     before = shed()
     for _ in range(20):  # until somebody has waited too long
         posts = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import logging
@@ -53,7 +54,7 @@ async def test_one_object_a_request() -> None:
             await client.post("/v1/completions", json=stream)
             await client.post("/v1/completions", json={"prompt": "secret", "max_tokens": -1})
             await client.get("/health")
-    whole, labels, streamed, refused = map(json.loads, written.getvalue().splitlines())
+    whole, labels, streamed, refused, _ = map(json.loads, written.getvalue().splitlines())
     assert "secret" not in written.getvalue()
     assert whole["request_id"] == labels["request_id"] == "mine"
     assert labels["labels"] == {"user": "me"}
@@ -120,7 +121,7 @@ def record(**changes: Any) -> RequestRecord:
 
 
 def test_the_facts_of_a_request() -> None:
-    assert of_records([record(target=LatencyTarget(ttft=1.0, tpot=0.2))]) == {
+    assert of_records([record(target=LatencyTarget(ttft=1.0, tpot=0.2))], 12.0) == {
         "priority": -3, "prompt_tokens": 7, "cached_tokens": 3,
         "completion_tokens": 12, "outcome": "finished", "finish_reasons": ["stop", "length"],
         "preemptions": 1, "queue_ms": 500.0, "ttft_ms": 1000.0, "tpot_ms": 200.0,
@@ -137,14 +138,59 @@ def test_the_facts_of_several_prompts() -> None:
         completion_tokens=0,
         outcome=Outcome.ABORTED,
         finish_reasons=[FinishReason.ABORT],
-        target=LatencyTarget(e2el=9.0),
+        target=LatencyTarget(e2el=3.0),
     )
-    facts = of_records([record(target=LatencyTarget(ttft=5.0)), late])
+    facts = of_records([record(target=LatencyTarget(ttft=5.0)), late], 14.0)
     assert facts["outcome"] == "aborted,finished"
     assert facts["finish_reasons"] == ["stop", "length", "abort"]
     assert (facts["queue_ms"], facts["ttft_ms"], facts["e2e_ms"]) == (500.0, 1000.0, 4000.0)
     assert (facts["prompt_tokens"], facts["completion_tokens"]) == (14, 12)
     assert facts["slo_met"] is False
+
+
+async def test_a_promise_is_kept_alike_in_log_metrics_and_list() -> None:
+    """A client that leaves in time is no promise broken, for whoever tells of it."""
+    engine, _ = real_engine(pause=0.01)
+    with logged(JsonFormatter()) as written:
+        async with (
+            started(engine),
+            listening(engine) as url,
+            httpx.AsyncClient(base_url=url) as client,
+        ):
+            for ttft, kept in ((60_000.0, True), (0.001, False)):
+                body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+                body |= {"slo": {"ttft": ttft}}
+                async with client.stream("POST", "/v1/completions", json=body) as answer:
+                    lines = answer.aiter_lines()
+                    await anext(lines)
+                    [row] = (await client.get("/requests")).json()["engine"]["requests"]
+                    assert row["on_target"] is kept
+            while engine.stats().running or written.getvalue().count("/v1/completions") < 2:
+                await asyncio.sleep(0.01)
+            page = (await client.get("/metrics")).text
+    told = map(json.loads, written.getvalue().splitlines())
+    left, late = [line for line in told if line["path"] == "/v1/completions"]
+    assert left["outcome"] == late["outcome"] == "aborted"
+    assert "slo_met" not in left
+    assert late["slo_met"] is False
+    for slo_class, result in (("ttft:60000", "aborted"), ("ttft:0.001", "missed")):
+        labels = f'engine="0",model_name="tiny",result="{result}",slo_class="{slo_class}"'
+        assert f"octavo:slo_requests_total{{{labels}}} 1.0" in page
+
+
+async def test_what_is_asked_every_few_seconds_is_for_those_who_debug(engine: FakeEngine) -> None:
+    with logged(JsonFormatter()) as written:
+        async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+            for path in ("/metrics", "/health", "/v1/models"):
+                await client.get(path)
+            await client.get("/requests?limit=no")  # something is wrong with who asks
+    lines = [json.loads(line) for line in written.getvalue().splitlines()]
+    assert [(line["path"], line["level"]) for line in lines] == [
+        ("/metrics", "debug"),
+        ("/health", "debug"),
+        ("/v1/models", "info"),
+        ("/requests", "info"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -243,6 +243,9 @@ async def test_quotas_over_http(make_client: MakeClient, engine: FakeEngine) -> 
     assert (await ask("b")).status_code == 200  # a neighbour does not notice
     found = (await client.get("/metrics", headers=bearer("b"))).text
     assert 'admission_rejections_total{engine="0",model_name="tiny",reason="quota"} 1.0' in found
+    of_client = 'octavo:client_requests_total{client="a",engine="0",model_name="tiny"'
+    assert f'{of_client},outcome="rejected"}} 2.0' in found  # for the quota, and the invalid one
+    assert f'{of_client},outcome="finished"}} 3.0' in found
 
 
 async def test_what_was_shed_is_not_charged(make_client: MakeClient, engine: FakeEngine) -> None:

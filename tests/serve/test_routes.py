@@ -167,10 +167,11 @@ async def test_one_line_in_the_log(
         )
         await client.get("/health")
         await client.get("/a%0Ab")
-    first, labels, other = [record.getMessage() for record in caplog.records]
+    first, labels, probe, other = [record.getMessage() for record in caplog.records]
     assert first.startswith("POST /v1/completions 200 id=mine answer=cmpl-")
     assert "prompt=9 cached=0 completion=2 outcome=finished" in first
     assert labels == "id=mine labels={'user': 'me'}"
+    assert probe.startswith("GET /health 200")
     assert "\n" not in other
     assert "secret" not in caplog.text
 

@@ -124,6 +124,37 @@ def test_clients_cannot_make_series_without_end(limits: list[float]) -> None:
     assert ("other" in classes) == (len(own) > 16)
 
 
+def test_the_servers_own_promises_keep_their_series_whatever_clients_make_up() -> None:
+    slo = Slo()
+    slo.metrics.expect(TARGET)
+    assert slo.value("slo_requests_total", slo_class=CLASS, result="met") == 0
+    for number in range(40):
+        slo.metrics.on_end(record(target=LatencyTarget(ttft=10.0 + number)))
+    slo.metrics.on_end(record())
+    assert slo.results() == {"met": 1}
+    assert slo.results("other") == {"met": 24}  # clients have no less for it
+    of_priorities = metrics()
+    of_priorities.expect([], [77])
+    for priority in range(20):
+        of_priorities.on_end(record(priority=priority))
+    of_priorities.on_end(record(priority=77))
+    queue = "request_queue_time_by_priority_seconds_count"
+    assert value(of_priorities, queue, priority="77") == 1
+    assert value(of_priorities, queue, priority="other") == 12
+
+
+def test_goodput_has_no_limit() -> None:
+    slo = Slo()
+    for number in range(12_000):  # 200 a second
+        at = 102.0 + number / 200
+        slo.metrics.on_end(record(arrival=at - 2, first_token=at - 1, last_token=at, finished=at))
+    slo.now = 161.99
+    assert slo.value("goodput_requests_per_second") == pytest.approx(200, rel=0.01)
+    assert slo.value("goodput_tokens_per_second") == pytest.approx(2200, rel=0.01)
+    slo.now = 131.99 + 60
+    assert slo.value("goodput_requests_per_second") == pytest.approx(100, rel=0.01)
+
+
 def metrics(stats: EngineStats | None = None) -> Metrics:
     return Metrics("m", lambda: stats or EngineStats(), 512)
 
@@ -153,12 +184,18 @@ def test_usage_of_a_client() -> None:
     counted.on_end(record(client="ann"))
     counted.on_end(record(client="ann", outcome=Outcome.ABORTED, completion_tokens=3))
     counted.on_end(record(client="ann", outcome=Outcome.REJECTED, **NEVER_BEGUN))
+    counted.refuse("quota", "ann")  # who answers it counts it
+    counted.refuse("quota")
     counted.on_end(record())  # of nobody by name
     for outcome in ("finished", "aborted", "rejected"):
         assert value(counted, "client_requests_total", client="ann", outcome=outcome) == 1
     assert value(counted, "client_prompt_tokens_total", client="ann") == 10
     assert value(counted, "client_generation_tokens_total", client="ann") == 14
     assert value(counted, "client_requests_total", client="", outcome="finished") is None
+    assert value(counted, "admission_rejections_total", reason="quota") == 2
+    shed = {"outcome": Outcome.REJECTED, "finish_reasons": [FinishReason.SHED]}
+    counted.on_end(record(client="ann", **shed))
+    assert value(counted, "client_requests_total", client="ann", outcome="rejected") == 2
 
 
 def test_every_reason_is_there_before_it_is_needed() -> None:

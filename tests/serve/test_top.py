@@ -98,7 +98,7 @@ async def test_lines_of_json_go_on() -> None:
     shown: list[Figures] = []
     async with busy_server() as url:
         source = Source(url, None, 2, insecure=False)
-        telling = asyncio.create_task(live.tell(source, 0.05, shown.append))
+        telling = asyncio.create_task(live.tell(source, 0.05, shown.append, pytest.fail))
         while len(shown) < 3:
             await asyncio.sleep(0.02)
         telling.cancel()
@@ -107,6 +107,32 @@ async def test_lines_of_json_go_on() -> None:
     assert shown[0].engine.unlisted == 2
     assert shown[0].window is None
     assert shown[2].window is not None
+
+
+async def test_lines_of_json_say_that_the_server_is_gone_and_end_when_it_will_not_answer() -> None:
+    engine, _ = real_engine()
+    told: list[Figures | str] = []
+
+    async def until(count: int) -> None:
+        while len(told) < count:
+            await asyncio.sleep(0.01)
+
+    async with started(engine):
+        async with listening(engine, api_key=("k",)) as url:
+            source = Source(url, "k", 0, insecure=False)
+            telling = asyncio.create_task(live.tell(source, 0.02, told.append, told.append))
+            await until(2)
+        port = int(url.rpartition(":")[2])
+        told.clear()
+        await until(2)
+        assert isinstance(told[1], str)
+        async with listening(engine, port=port, api_key=("k",)):
+            while isinstance(told[-1], str):
+                await asyncio.sleep(0.01)
+        async with listening(engine, port=port, api_key=("another",)):
+            with pytest.raises(SourceError, match="asks for a key"):
+                await asyncio.wait_for(telling, 20)
+        await source.close()
 
 
 async def test_a_server_that_goes_away_and_comes_back() -> None:

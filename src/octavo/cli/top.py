@@ -58,7 +58,7 @@ def command(
     from rich.console import Console
 
     from octavo.top import live
-    from octavo.top.figures import Figures
+    from octavo.top.figures import Figures, trouble_as_json
     from octavo.top.figures import as_json as facts
     from octavo.top.source import Source, SourceError
 
@@ -68,9 +68,12 @@ def command(
         def show_json(figures: Figures) -> None:
             print(json_text(facts(figures, source.url)), flush=True)
 
+        def miss_json(why: str) -> None:
+            print(json_text(trouble_as_json(why, source.url)), flush=True)
+
         try:
             if as_json and not once:
-                await live.tell(source, interval, show_json)
+                await live.tell(source, interval, show_json, miss_json)
             elif once or not (sys.stdin.isatty() and sys.stdout.isatty()):
                 figures = await live.look(source, interval)
                 if as_json:

@@ -1,7 +1,7 @@
 """What the engine is at, request by request: what an operator may see of it, and no text.
 
 Taken on the engine's thread, between two steps. It costs about two microseconds a request that is
-listed, and those that are not listed cost nothing, however long the queue is.
+listed, and those that are not listed next to nothing, however long the queue is.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
+from octavo.schedule.request import standing
 from octavo.schedule.sequence import Status
 
 if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
     from octavo.engine.engine import Engine
-    from octavo.schedule.request import LatencyTarget, RequestRecord
+    from octavo.schedule.request import RequestRecord
     from octavo.schedule.sequence import RequestState
 
 State = Literal["waiting", "prefill", "decode"]
@@ -58,7 +59,7 @@ class PoolSnapshot:
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """``time``: clock seconds, to take differences of two snapshots by. The requests that run come
-    first, then those that wait, in the order in which their policy has them in line.
+    first, then those that wait, in the order in which their policy would let them in now.
     """
 
     time: float
@@ -113,7 +114,7 @@ def _states(engine: Engine) -> Iterator[RequestState]:
     scheduler = engine.scheduler
     seen: set[int] = set()
     for seq in chain(
-        scheduler.decoding, scheduler.prefilling, scheduler.policy, scheduler.fetching
+        scheduler.decoding, scheduler.prefilling, scheduler.policy.in_turn(), scheduler.fetching
     ):
         if id(seq.owner) not in seen:
             seen.add(id(seq.owner))
@@ -121,7 +122,8 @@ def _states(engine: Engine) -> Iterator[RequestState]:
 
 
 def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot:
-    record, request = state.record, state.request
+    record = state.record
+    stands = standing(record, now)
     shown: State = "waiting"
     done = 0
     for seq in state.sequences:
@@ -146,7 +148,7 @@ def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot
         ttft=_since(record.arrival, record.first_token),
         tokens_per_second=_rate(record),
         preemptions=record.preemptions,
-        on_target=None if request.target is None else _kept(request.target, record, now),
+        on_target=None if stands is None else stands != "missed",
     )
 
 
@@ -160,12 +162,3 @@ def _rate(record: RequestRecord) -> float | None:
         return None
     seconds = record.last_token - record.first_token
     return following / seconds if seconds > 0 else None
-
-
-def _kept(target: LatencyTarget, record: RequestRecord, now: float) -> bool:
-    """What `LatencyTarget.met_by` would say if it ended now and had a first token."""
-    first = now if record.first_token is None else record.first_token
-    measured = first - record.arrival, record.tpot, now - record.arrival
-    return all(
-        limit is None or value <= limit for limit, value in zip(target, measured, strict=True)
-    )

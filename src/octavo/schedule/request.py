@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from octavo.sample.params import SamplingParams
 
@@ -58,11 +58,26 @@ class LatencyTarget(NamedTuple):
     tpot: float | None = None  # mean time per token after the first, of each sequence
     e2el: float | None = None  # arrival to end
 
+    def otherwise(self, other: LatencyTarget | None) -> LatencyTarget:
+        """With the limits of ``other`` where it has none itself."""
+        if other is None:
+            return self
+        return LatencyTarget(
+            *(own if own is not None else its for own, its in zip(self, other, strict=True))
+        )
+
     def met_by(self, record: RequestRecord) -> bool:
         """Whether a request that has ended kept all of it; False if it was not finished."""
-        if record.outcome is not Outcome.FINISHED or record.first_token is None:
-            return False
-        measured = record.first_token - record.arrival, record.tpot, record.latency
+        return (
+            record.outcome is Outcome.FINISHED
+            and record.first_token is not None
+            and self._kept(record, record.arrival + record.latency)
+        )
+
+    def _kept(self, record: RequestRecord, end: float) -> bool:
+        """Whether all would be kept if it ended then, and had its first token by then."""
+        first = end if record.first_token is None else record.first_token
+        measured = first - record.arrival, record.tpot, end - record.arrival
         return all(
             limit is None or value <= limit for limit, value in zip(self, measured, strict=True)
         )
@@ -105,6 +120,29 @@ class RequestRecord:
     def latency(self) -> float:
         """Seconds from arrival to end."""
         return 0.0 if self.finished is None else self.finished - self.arrival
+
+
+Standing = Literal["kept", "met", "missed", "shed", "aborted"]
+
+
+def standing(record: RequestRecord, now: float) -> Standing | None:
+    """What has become of a request's target by ``now`` (clock seconds), for all who tell of it;
+    None: nothing is promised, or it was refused before it was queued.
+
+    While it runs it is "kept" or already "missed". Then it is "met" if it was finished and kept to
+    all of it; "shed" if it was dropped as too late; and "aborted", which says nothing of the
+    server, if its client left before it was broken: after that it may have left for that reason.
+    """
+    target, outcome = record.target, record.outcome
+    if target is None or not any(limit is not None for limit in target):
+        return None
+    if outcome is Outcome.REJECTED:
+        return "shed" if FinishReason.SHED in record.finish_reasons else None
+    if outcome is Outcome.FINISHED or outcome is Outcome.FAILED:
+        return "met" if target.met_by(record) else "missed"
+    if not target._kept(record, now if record.finished is None else record.finished):
+        return "missed"
+    return "kept" if outcome is None else "aborted"
 
 
 @dataclass(slots=True, kw_only=True)

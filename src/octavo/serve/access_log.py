@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from octavo.schedule.request import Outcome, RequestRecord
+from octavo.schedule.request import RequestRecord, standing
 from octavo.serve.exchange import Exchange
 
 access = logging.getLogger("octavo.access")
@@ -13,13 +13,13 @@ access = logging.getLogger("octavo.access")
 Facts = dict[str, object]
 
 
-def log_access(exchange: Exchange) -> None:
+def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
     """The line, and what the client called itself for those who debug. Never a prompt's text."""
-    if not access.isEnabledFor(logging.INFO):
+    if not access.isEnabledFor(level):
         return
     head = f"{_plain(exchange.method)} {_plain(exchange.path)} {exchange.status}"
     facts = facts_of(exchange)
-    access.info("%s", _Line(head, facts), extra={"facts": facts})
+    access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
     if exchange.labels:
         access.debug(
             "id=%s labels=%r",
@@ -42,21 +42,21 @@ def facts_of(exchange: Exchange) -> Facts:
         "answer_id": exchange.answer_id or None,
         "model": exchange.model or None,
         "error_type": exchange.error_type or None,
-        "client": None if exchange.account is None else exchange.account.key.name,
+        "client": exchange.client or None,
         "trace_id": exchange.trace_id or None,
-        **of_records(exchange.records),
+        **of_records(exchange.records, exchange.ended),
         "duration_ms": _ms(exchange.ended - exchange.started),
     }
     return {name: value for name, value in facts.items() if value is not None}
 
 
-def of_records(records: list[RequestRecord]) -> Facts:
+def of_records(records: list[RequestRecord], now: float) -> Facts:
+    """``now``: clock seconds, for what has not ended."""
     if not records:
         return {}
     outcomes = [record.outcome.value if record.outcome else "running" for record in records]
     reasons = [reason.value if reason else None for r in records for reason in r.finish_reasons]
     tpots = [record.tpot for record in records if record.tpot]
-    promised = [record for record in records if record.target is not None]
     return {
         "priority": records[0].priority,
         "prompt_tokens": sum(record.prompt_tokens for record in records),
@@ -69,14 +69,18 @@ def of_records(records: list[RequestRecord]) -> Facts:
         "ttft_ms": _since(records, min, lambda record: record.first_token),
         "tpot_ms": _ms(sum(tpots) / len(tpots)) if tpots else None,
         "e2e_ms": _since(records, max, lambda record: record.finished),
-        "slo_met": all(map(_met, promised)) if promised else None,
+        "slo_met": _met(records, now),
     }
 
 
-def _met(record: RequestRecord) -> bool:
-    return record.outcome is not Outcome.REJECTED and bool(
-        record.target and record.target.met_by(record)
-    )
+def _met(records: list[RequestRecord], now: float) -> bool | None:
+    """Whether all promises were kept; None: nothing was promised, or that cannot be said because
+    the client left before.
+    """
+    found = {standing(record, now) for record in records} - {None}
+    if found & {"missed", "shed"}:
+        return False
+    return True if found == {"met"} else None
 
 
 def _since(

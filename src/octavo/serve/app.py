@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 from starlette.exceptions import HTTPException
@@ -10,15 +11,16 @@ from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from octavo.engine.async_engine import AsyncEngine
+from octavo.schedule.request import LatencyTarget
 from octavo.serve import chat, completions, routes
 from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
 from octavo.serve.generate import Generate
+from octavo.serve.inspection import Inspection
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
-from octavo.serve.requests import Requests
 from octavo.serve.workers import Workers
 
 
@@ -32,6 +34,7 @@ def create_app(
     """The server as an ASGI application. The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
+    metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
     engine.observe(metrics)
     workers = Workers()
     models = routes.Models(model)
@@ -59,7 +62,7 @@ def create_app(
         Route("/live", probes.live, methods=get),
         Route("/ready", probes.ready, methods=get),
         Route("/metrics", routes.MetricsRoute(metrics), methods=get),
-        Route("/requests", Requests(engine, model).answer, methods=get),
+        Route("/requests", Inspection(engine, model).answer, methods=get),
         Route("/version", routes.version, methods=get),
         *(docs_routes(config) if config.docs else ()),
     ]
@@ -82,6 +85,14 @@ def create_app(
         )
     paths = frozenset(route.path for route in table)
     return Gate(app, metrics.http, paths, access_log=config.access_log, trace=trace)
+
+
+def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:
+    """What is promised to those who ask for nothing."""
+    for own in (None, *(key.target for key in config.keys)):
+        target = (own or LatencyTarget()).otherwise(config.slo)
+        if target != LatencyTarget():
+            yield target
 
 
 async def _not_found(hint: str, scope: Scope, receive: Receive, send: Send) -> None:

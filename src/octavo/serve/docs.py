@@ -14,7 +14,7 @@ from starlette.routing import Route
 from octavo import __version__
 from octavo.serve import protocol, responses
 from octavo.serve.config import ServeConfig
-from octavo.serve.requests import MOST_LISTED, RequestList
+from octavo.serve.inspection import MOST_LISTED, RequestList
 from octavo.serve.responses import json
 
 _SSE = "text/event-stream"

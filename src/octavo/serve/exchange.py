@@ -34,6 +34,11 @@ class Exchange:
     client_gone: bool = False
     account: Account | None = None  # whose key it came with; None: no key was asked for
 
+    @property
+    def client(self) -> str:
+        """The name of the key it came with; "": it came with none."""
+        return "" if self.account is None else self.account.key.name
+
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
 

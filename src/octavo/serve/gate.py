@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -15,6 +16,7 @@ from octavo.serve.exchange import Exchange
 from octavo.serve.keys import Keyring
 
 PROBES = frozenset({"/health", "/live", "/ready", "/ping"})
+_ROUTINE = PROBES | {"/metrics", "/requests"}  # asked every few seconds
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499  # what nginx logs when nobody waited for the answer
@@ -96,8 +98,9 @@ class Gate:
         )
         if self._trace is not None:
             exchange.trace_id = self._trace(exchange, scope["headers"])
-        if self._access_log and (exchange.path not in PROBES or exchange.status >= 400):
-            log_access(exchange)
+        if self._access_log:
+            routine = exchange.path in _ROUTINE and exchange.status < 400
+            log_access(exchange, logging.DEBUG if routine else logging.INFO)
 
 
 class Door:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -73,9 +73,9 @@ class Generate:
         self._prepare = prepare
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._engine.draining:
-            raise self._draining()
         exchange = Exchange.of(scope)
+        if self._engine.draining:
+            raise self._draining(exchange.client)
         charge: Charge | None = None
         try:
             # Before a byte of the body is read, for that is quick however busy everyone is.
@@ -85,18 +85,18 @@ class Generate:
             await self._run(scope, receive, send, exchange, charge)
         except (AdmissionError, InvalidParameter) as error:
             retryable = isinstance(error, AdmissionError) and error.retryable
-            self._metrics.rejected["capacity" if retryable else "invalid"].inc()
+            self._metrics.refuse("capacity" if retryable else "invalid", exchange.client)
             raise
         except TooMany as error:
             if error.reason != "shed":  # the record of one that was shed says so
-                self._metrics.rejected[error.reason].inc()
+                self._metrics.refuse(error.reason, exchange.client)
             raise
         finally:
             if charge is not None:
                 charge.close()
 
-    def _draining(self) -> ApiError:
-        self._metrics.rejected["draining"].inc()
+    def _draining(self, client: str) -> ApiError:
+        self._metrics.refuse("draining", client)
         return unavailable("the server is shutting down", close=True)
 
     async def _run(
@@ -170,17 +170,10 @@ class Generate:
 
     def _target(self, asked: Slo | None, key: ApiKey | None) -> LatencyTarget | None:
         """Each limit as the first has it that has one."""
-        promised: list[LatencyTarget | None] = [
-            None if asked is None else asked.target(),
-            None if key is None else key.target,
-            self._config.slo,
-        ]
-        targets = [each for each in promised if each is not None]
-
-        def first(limits: Iterable[float | None]) -> float | None:
-            return next((limit for limit in limits if limit is not None), None)
-
-        return LatencyTarget(*map(first, zip(*targets, strict=True))) if targets else None
+        target = LatencyTarget() if asked is None else asked.target()
+        for other in (None if key is None else key.target, self._config.slo):
+            target = target.otherwise(other)
+        return target if target != LatencyTarget() else None
 
     async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:
         """All of an answer's requests or, when one is refused, none."""
@@ -193,7 +186,7 @@ class Generate:
             async for _ in self._deltas(streams, prepared.reply.n):
                 pass
             if self._engine.draining:
-                raise self._draining() from None
+                raise self._draining(prepared.requests[0].client) from None
             error.param = prepared.aliases.get(error.param or "", error.param)
             raise
 

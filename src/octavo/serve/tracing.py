@@ -171,7 +171,7 @@ def _attributes(operation: str, exchange: Exchange) -> Attributes:
             "gen_ai.response.id": exchange.answer_id,
         }
     if exchange.records:
-        facts |= _of_records(exchange.records)
+        facts |= _of_records(exchange.records, exchange.ended)
     return {name: _sendable(value) for name, value in facts.items() if value is not None}
 
 
@@ -181,12 +181,12 @@ def _sendable(value: bool | int | float | str | list[str]) -> bool | int | float
 
 
 def _of_records(
-    records: list[RequestRecord],
+    records: list[RequestRecord], now: float
 ) -> dict[str, bool | int | float | str | list[str] | None]:
     """As in the access log (access_log.py), in seconds. Phases only where there is one prompt: of
     several they lie beside each other.
     """
-    facts = of_records(records)
+    facts = of_records(records, now)
     attributes: dict[str, bool | int | float | str | list[str] | None] = {
         "gen_ai.request.max_tokens": records[0].max_tokens,
         "gen_ai.usage.num_sequences": sum(record.n for record in records),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -262,3 +263,8 @@ def as_json(figures: Figures, url: str) -> dict[str, Any]:
         "requests": requests,
         "unlisted": engine["unlisted"],
     }
+
+
+def trouble_as_json(why: str, url: str) -> dict[str, Any]:
+    """The object where the server does not answer."""
+    return {"url": url, "time": time.time(), "error": why}

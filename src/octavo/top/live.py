@@ -35,16 +35,21 @@ def print_once(figures: Figures, console: Console, url: str) -> None:
         console.print(line, soft_wrap=True)
 
 
-async def tell(source: Source, seconds: float, show: Callable[[Figures], None]) -> None:
-    """``show`` the figures for ever. Raises `SourceError` where it cannot even begin."""
+async def tell(
+    source: Source, seconds: float, show: Callable[[Figures], None], miss: Callable[[str], None]
+) -> None:
+    """``show`` the figures for ever, and each time that there are none ``miss`` them, saying why.
+    Raises `SourceError` where it cannot even begin, or will not be answered any more.
+    """
     history = History()
     while True:
         began = time.monotonic()
         try:
             history.add(await source.read())
-        except SourceError:
-            if history.empty:
+        except SourceError as error:
+            if error.final or history.empty:
                 raise
+            miss(str(error))
         else:
             show(history.figures())
         await asyncio.sleep(max(0.0, began + seconds - time.monotonic()))

@@ -64,6 +64,12 @@ class Policy(Collection[Sequence]):
     def __iter__(self) -> Iterator[Sequence]:
         """Whoever waits, in whatever state a failure has left the queue."""
 
+    def in_turn(self) -> Iterator[Sequence]:
+        """Whoever waits, in the order in which they would be let in were there room for all now.
+        What comes first is had first: a few of many cost little.
+        """
+        return iter(self)
+
     def __contains__(self, seq: object) -> bool:
         return any(seq is other for other in self)
 
@@ -115,6 +121,11 @@ class Queue:
     @property
     def first(self) -> Sequence | None:
         return self._line.first
+
+    def turns(self, now: float) -> Iterator[tuple[float, Sequence]]:
+        """Each in turn, with what `began` is when the others have left now."""
+        for place, seq in enumerate(self._line):
+            yield (max(now, seq.queued) - seq.stood if place else self.began), seq
 
     @property
     def began(self) -> float:

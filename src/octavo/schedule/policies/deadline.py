@@ -16,6 +16,7 @@ arrival; whichever of these comes first. Then:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from heapq import heappop, heappush
 from math import inf
 from typing import Any
 
@@ -97,6 +98,30 @@ class Deadline(Policy):
             line.remove(first)
             self._others.push(first, self.now)
         return first
+
+    def in_turn(self) -> Iterator[Sequence]:
+        """As `head` goes, if whoever it names leaves."""
+        in_time, others = iter(self._in_time), self._others.turns(self.now)
+        late: list[tuple[tuple[int, int], float, Sequence]] = []  # a heap, by arrival
+        first, other = next(in_time, None), next(others, None)
+        while True:
+            while first is not None and is_missed(first.owner.record, self.now):
+                began = max(self.now, first.queued) - first.stood
+                heappush(late, (first.order, began, first))
+                first = next(in_time, None)
+            from_late = bool(late) and (other is None or late[0][0] < other[1].order)
+            due = late[0][1:] if from_late else other
+            if due is None or (first and deadline(first) <= due[0] + self._best_effort):
+                if first is None:
+                    return
+                yield first
+                first = next(in_time, None)
+                continue
+            yield due[1]
+            if from_late:
+                heappop(late)
+            else:
+                other = next(others, None)
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
         return deadline(challenger) + _SPARE < self._due(running)

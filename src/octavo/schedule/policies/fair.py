@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 
 from octavo.schedule.policies.base import BY_ARRIVAL, Line, Policy
 from octavo.schedule.sequence import RequestState, Sequence
@@ -97,6 +97,28 @@ class Fair(Policy):
     def head(self) -> Sequence | None:
         first = self._least()
         return None if first is None else first.line.first
+
+    def in_turn(self) -> Iterator[Sequence]:
+        """As if nothing of their prompts were cached."""
+        heap = [
+            (client.counter, joined, iter(client.line))
+            for _, joined, client in self._heap
+            if client.line
+        ]
+        heapify(heap)
+        begun: set[int] = set()  # requests, of which one sequence has been
+        while heap:
+            counter, joined, line = heap[0]
+            seq = next(line, None)
+            if seq is None:
+                heappop(heap)
+                continue
+            yield seq
+            owner = seq.owner
+            if owner.record.scheduled is None and id(owner) not in begun:
+                begun.add(id(owner))
+                counter += owner.num_prompt_tokens * _charge(1.0, owner.request.weight)
+                heapreplace(heap, (counter, joined, line))
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
         ahead = self._of(running).counter - self._of(challenger).counter

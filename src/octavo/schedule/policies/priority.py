@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from heapq import merge
 
 from octavo.schedule.policies.base import Policy, Queue
 from octavo.schedule.sequence import Sequence
@@ -57,6 +58,14 @@ class Priority(Policy):
         waiting.remove(seq, self.now)
         self._size -= 1
         self._update(waiting)
+
+    def in_turn(self) -> Iterator[Sequence]:
+        def turns(waiting: _Class) -> Iterator[tuple[float, int, Sequence]]:
+            for began, seq in waiting.turns(self.now):
+                yield waiting.priority * self._ageing + began, waiting.priority, seq
+
+        # By the first of each, as `head` goes: who follows it may have stood longer before.
+        return (seq for _, _, seq in merge(*map(turns, self._classes.values())))
 
     def _update(self, waiting: _Class) -> None:
         """Its first may be another."""

@@ -9,7 +9,7 @@ docs/metrics.md lists them all.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 
 from octavo.engine.engine import EngineStats, Step
-from octavo.schedule.request import RequestRecord
+from octavo.schedule.request import LatencyTarget, RequestRecord
 from octavo.serve.metrics.engine import EngineCollector
 from octavo.serve.metrics.families import Families
 from octavo.serve.metrics.requests import RequestMetrics
@@ -42,7 +42,6 @@ class Metrics:
         self._families = families = Families(self.registry, model_name)
         self._requests = RequestMetrics(families, max_model_len)
         self._slo = SloMetrics(families)
-        self.rejected = self._requests.rejected  # by reason, to be counted where it is answered
         self.inter_token = self._requests.inter_token
         self._http = Counter(
             "octavo:http_requests",
@@ -55,6 +54,21 @@ class Metrics:
         self._step_tokens = families.histogram(
             "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
         )
+
+    def expect(self, targets: Iterable[LatencyTarget], priorities: Iterable[int]) -> None:
+        """What the server and its keys promise and give, without a client's asking: these have
+        series of their own. Before requests come.
+        """
+        for target in targets:
+            self._slo.expect(target)
+        for priority in priorities:
+            self._requests.expect_priority(priority)
+
+    def refuse(self, reason: str, client: str = "") -> None:
+        """A generation is refused, for one of `REJECTIONS` but "shed"; counted where it is
+        answered.
+        """
+        self._requests.refuse(reason, client)
 
     def info(self, name: str, what: str, facts: dict[str, object]) -> None:
         """A gauge that is always 1 and says something in its labels."""

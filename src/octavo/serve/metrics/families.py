@@ -48,8 +48,8 @@ class Families:
 
 
 class Open:
-    """Children of a family by a label whose values are not known before: ``most`` of them, for a
-    time series never goes away, and those that come later together as "other".
+    """Children of a family by a label whose values clients choose: ``most`` of them beside those
+    reserved, for a time series never goes away, and those that come later together as "other".
     """
 
     def __init__(self, family: Any, labels: tuple[str, ...], most: int) -> None:
@@ -58,6 +58,12 @@ class Open:
         self._most = most
         self._values: set[str] = set()
         self._children: dict[tuple[str, ...], Any] = {}
+
+    def reserve(self, value: str) -> None:
+        """The server's own choice, which no client's keeps out. Before any is counted."""
+        if value not in self._values:
+            self._values.add(value)
+            self._most += 1
 
     def __call__(self, value: str, *more: str) -> Any:
         """The child of ``value``; ``more``: further labels, whose values are few."""

@@ -21,10 +21,11 @@ _LATENCY = (
 )
 _WAIT = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _SMALL = (1, 2, 5, 10, 20)
-_PRIORITIES = 8  # with series of their own
+_PRIORITIES = 8  # that clients ask for, with series of their own
 _CLIENTS = 128
 
-# Why a request was refused. All but "shed" are counted where the refusal is answered.
+# Why a request was refused. Counted where the refusal is answered, and of those shed, which have
+# waited, when their record ends.
 REJECTIONS = ("capacity", "invalid", "quota", "draining", "shed")
 
 
@@ -85,12 +86,12 @@ class RequestMetrics:
             "finished_reason",
             ("stop", "length", "abort", "error"),
         )
-        self.rejected = families.counters(
+        self._rejected = families.counters(
             "admission_rejections", "Requests that were not admitted.", "reason", REJECTIONS
         )
         self._requests_of_client = families.open_counter(
             "client_requests",
-            "Requests that have ended, of each named API key.",
+            "Requests that have ended or were refused, of each named API key.",
             "client",
             "outcome",
             most=_CLIENTS,
@@ -108,16 +109,25 @@ class RequestMetrics:
             most=_CLIENTS,
         )
 
+    def expect_priority(self, priority: int) -> None:
+        """One that the server itself gives to requests."""
+        self._queue_of_priority.reserve(str(priority))
+
+    def refuse(self, reason: str, client: str) -> None:
+        self._rejected[reason].inc()
+        if client:
+            self._requests_of_client(client, Outcome.REJECTED.value).inc()
+
     def on_end(self, record: RequestRecord) -> None:
+        if record.outcome is Outcome.REJECTED:
+            if FinishReason.SHED in record.finish_reasons:
+                self.refuse("shed", record.client)
+            return
         if record.client and record.outcome is not None:
             self._requests_of_client(record.client, record.outcome.value).inc()
             if record.scheduled is not None:
                 self._prompt_tokens_of_client(record.client).inc(record.prompt_tokens)
                 self._generation_tokens_of_client(record.client).inc(record.completion_tokens)
-        if record.outcome is Outcome.REJECTED:
-            if FinishReason.SHED in record.finish_reasons:
-                self.rejected["shed"].inc()
-            return
         self._ended[_reason(record)].inc()
         self._prompt_tokens.observe(record.prompt_tokens)
         self._generation_tokens.observe(record.completion_tokens)

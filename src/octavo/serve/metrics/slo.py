@@ -8,21 +8,25 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
+from octavo.schedule.request import LatencyTarget, RequestRecord, Standing, standing
 from octavo.serve.metrics.families import Families
 
-_RESULTS = ("met", "missed", "shed", "aborted")
-_CLASSES = 16  # kinds of targets with series of their own
+_RESULTS: tuple[Standing, ...] = ("met", "missed", "shed", "aborted")
+_CLASSES = 16  # kinds of targets that clients ask for, with series of their own
 _WINDOW = 60.0  # seconds
-_MOST = 4096  # requests in the window
+_SLOTS = 600  # that the window has
 
 
-class _Ended(NamedTuple):
-    at: float  # clock seconds
-    met: bool
-    tokens: int  # generated
+@dataclass(slots=True)
+class _Slot:
+    """What ended in a tenth of a second."""
+
+    at: int  # clock time, in slots
+    ended: int = 0
+    met: int = 0
+    tokens: int = 0  # generated for those that met their target
 
 
 class SloMetrics:
@@ -30,7 +34,7 @@ class SloMetrics:
 
     def __init__(self, families: Families, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._window: deque[_Ended] = deque(maxlen=_MOST)
+        self._window: deque[_Slot] = deque(maxlen=_SLOTS)
         self._requests = families.open_counter(
             "slo_requests",
             "Requests with a latency target, by what became of it: met, missed, shed (dropped as "
@@ -54,36 +58,61 @@ class SloMetrics:
         families.gauge(
             "goodput_requests_per_second",
             "Requests a second that met their latency target, over the last minute.",
-        ).set_function(lambda: sum(ended.met for ended in self._recent()) / _WINDOW)
+        ).set_function(lambda: sum(slot.met for slot in self._recent()) / _WINDOW)
         families.gauge(
             "goodput_tokens_per_second",
             "Tokens a second of requests that met their latency target, over the last minute.",
-        ).set_function(lambda: sum(ended.tokens for ended in self._recent() if ended.met) / _WINDOW)
+        ).set_function(lambda: sum(slot.tokens for slot in self._recent()) / _WINDOW)
+
+    def expect(self, target: LatencyTarget) -> None:
+        """One that the server itself promises: its class has series of its own, whatever classes
+        clients make up, and all of them from the start.
+        """
+        slo_class = class_of(target)
+        for family in (self._requests, self._tokens):
+            family.reserve(slo_class)
+        self._open(slo_class)
 
     def on_end(self, record: RequestRecord) -> None:
-        target = record.target
-        if target is None or not any(target):
+        result = standing(record, self._now())
+        if result is None or record.target is None:
             return
-        if record.outcome is Outcome.REJECTED and FinishReason.SHED not in record.finish_reasons:
-            return  # nothing was promised
-        result = _result(target, record)
-        slo_class = class_of(target)
-        for each in _RESULTS:  # a share is of series that are there, also where one is nought
-            self._requests(slo_class, each)
+        slo_class = class_of(record.target)
+        self._open(slo_class)
         self._requests(slo_class, result).inc()
         self._tokens(slo_class, result).inc(record.completion_tokens)
         if result != "aborted" and record.finished is not None:
-            met = result == "met"
-            self._window.append(_Ended(record.finished, met, record.completion_tokens))
+            self._count(record.finished, result == "met", record.completion_tokens)
 
     def attainment(self) -> float:
         recent = self._recent()
-        return sum(ended.met for ended in recent) / len(recent) if recent else 1.0
+        ended = sum(slot.ended for slot in recent)
+        return sum(slot.met for slot in recent) / ended if ended else 1.0
 
-    def _recent(self) -> list[_Ended]:
-        since = self._now() - _WINDOW
+    def _open(self, slo_class: str) -> None:
+        """A share is of series that are there, also where one is nought."""
+        for each in _RESULTS:
+            self._requests(slo_class, each)
+            self._tokens(slo_class, each)
+
+    def _count(self, finished: float, met: bool, tokens: int) -> None:
+        at = _slot(finished)
+        if not self._window or self._window[-1].at < at:
+            self._window.append(_Slot(at))
+        slot = self._window[-1]
+        slot.ended += 1
+        if met:
+            slot.met += 1
+            slot.tokens += tokens
+
+    def _recent(self) -> list[_Slot]:
+        first = _slot(self._now()) - _SLOTS + 1
         # A copy made in one go: the engine's thread may append meanwhile.
-        return [ended for ended in self._window.copy() if ended.at >= since]
+        return [slot for slot in self._window.copy() if slot.at >= first]
+
+
+def _slot(at: float) -> int:
+    return int(at * (_SLOTS / _WINDOW))
 
 
 def class_of(target: LatencyTarget) -> str:
@@ -92,23 +121,4 @@ def class_of(target: LatencyTarget) -> str:
         f"{name}:{1000 * limit:g}"
         for name, limit in zip(target._fields, target, strict=True)
         if limit is not None
-    )
-
-
-def _result(target: LatencyTarget, record: RequestRecord) -> str:
-    if record.outcome is Outcome.REJECTED:
-        return "shed"
-    if record.outcome is Outcome.ABORTED and _kept_so_far(target, record):
-        return "aborted"
-    return "met" if target.met_by(record) else "missed"
-
-
-def _kept_so_far(target: LatencyTarget, record: RequestRecord) -> bool:
-    """Whether a client that left had got by then what it was promised: else it may have left for
-    that very reason.
-    """
-    ttft = record.latency if record.first_token is None else record.first_token - record.arrival
-    return all(
-        limit is None or value <= limit
-        for limit, value in zip(target, (ttft, record.tpot, record.latency), strict=True)
     )

@@ -16,10 +16,17 @@ from serving import PacedExecutor, listening, real_engine, served_model, started
 from octavo.engine.async_engine import AsyncEngine, EngineDead
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot, snapshot
 from octavo.sample.params import SamplingParams
+from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import LatencyTarget, Request
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 
+EXPECTED = {  # who is let in when, of twelve that wait
+    "fcfs": range(12),
+    "priority": (2, 5, 8, 11, 1, 4, 7, 10, 0, 3, 6, 9),
+    "fair": (0, 4, 8, 1, 5, 9, 2, 6, 10, 3, 7, 11),
+    "deadline": (11, 9, 7, 5, 3, 1, 0, 2, 4, 6, 8, 10),
+}
 SECRET = "nobody else may read this"
 
 
@@ -155,6 +162,28 @@ def test_listing_is_bounded_whatever_waits() -> None:
     assert snapshot(engine, 0).unlisted == 2000
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair", "deadline"])
+def test_who_is_next_comes_next_under_every_policy(policy: Any) -> None:
+    engine, _ = manual(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
+    engine.add_request(request("runs", tokens=3))
+    engine.step()
+    for number in range(12):
+        terms: dict[str, Any] = {
+            "fcfs": {},
+            "priority": {"priority": -(number % 3)},
+            "fair": {"client": "abc"[number // 4]},
+            "deadline": {"target": LatencyTarget(ttft=50.0 - number)} if number % 2 else {},
+        }[policy]
+        engine.add_request(request(f"w{number}", 4, tokens=1, **terms))
+    waiting = [row.id for row in snapshot(engine, 13).requests[1:]]
+    assert waiting == [f"w{number}" for number in EXPECTED[policy]]
+    ended: list[str] = []
+    while engine.has_work():
+        ended += [delta.request_id for delta in engine.step() if delta.record is not None]
+    ended.remove("runs")  # it may have given way
+    assert ended == waiting
+
+
 def test_looking_changes_nothing() -> None:
     plain, _ = manual(num_blocks=24, max_num_seqs=4, max_model_len=256)
     looked, _ = manual(num_blocks=24, max_num_seqs=4, max_model_len=256)
@@ -253,9 +282,9 @@ async def test_many_askers_share_one_look() -> None:
 
 
 async def test_an_engine_that_is_busy_or_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    from octavo.serve import requests
+    from octavo.serve import inspection
 
-    monkeypatch.setattr(requests, "_PATIENCE", 0.05)
+    monkeypatch.setattr(inspection, "_PATIENCE", 0.05)
     engine, executor = real_engine(pause=0.5)
     async with started(engine), asked(engine) as client:
         engine.submit(request("slow", 4, tokens=3))

@@ -35,7 +35,7 @@ class RequestList:
     engine: EngineSnapshot
 
 
-class Requests:
+class Inspection:
     """However many ask, the engine is looked at once a step at most: askers take turns, and what
     was seen for another since they asked is theirs, too.
     """
@@ -51,7 +51,7 @@ class Requests:
         limit = _limit(request)
         try:
             async with asyncio.timeout(_PATIENCE):
-                seen = await self._look(limit)
+                seen = await self._snapshot(limit)
         except TimeoutError:
             raise unavailable(
                 f"the engine's step has taken more than {_PATIENCE:g} s; /live tells if it hangs"
@@ -59,7 +59,7 @@ class Requests:
         answer = RequestList(self._model.name, __version__, self._engine.draining, seen)
         return Response(json.encode(answer), media_type="application/json")
 
-    async def _look(self, limit: int) -> EngineSnapshot:
+    async def _snapshot(self, limit: int) -> EngineSnapshot:
         asked = time.monotonic()
         async with self._turn:
             if self._seen is None or self._began < asked or self._limit != limit:

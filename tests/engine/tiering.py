@@ -27,6 +27,8 @@ class ToldWorker:
         for _ in range(min(count, len(self.jobs))):
             self.jobs.popleft()()
 
+    def hurry(self) -> None: ...
+
     def close(self, timeout: float) -> None:
         self.run(len(self.jobs))
 
@@ -37,9 +39,14 @@ class FakeDisk(Disk):
     def __init__(self, block_bytes: int, seed: int = 0) -> None:
         self.budget = 1 << 30
         self.block_bytes = block_bytes
-        self.used = self.bytes_read = self.bytes_written = self.corrupted = self.failed_writes = 0
+        self.bytes_read = self.bytes_written = 0
+        self.corrupted = self.failed_reads = self.failed_writes = 0
         self.files: dict[Key, Bytes] = {}
         self._rng = random.Random(seed)
+
+    @property
+    def used(self) -> int:
+        return len(self.files) * self.block_bytes
 
     def __len__(self) -> int:
         return len(self.files)

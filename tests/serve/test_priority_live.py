@@ -56,9 +56,7 @@ async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() ->
             assert not any(task.done() for task in bulk)
             texts = await asyncio.gather(*bulk)
             urgent = next(record for record in sees.ended if record.priority == URGENT)
-            alone = [
-                await ask(client, index, priority=BULK, max_tokens=100) for index in range(5)
-            ]
+            alone = [await ask(client, index, priority=BULK, max_tokens=100) for index in range(5)]
     began = [there for started_, there in sees.steps if started_ >= urgent.arrival]
     # It may have come while a step that it could not be in was about to begin.
     assert URGENT in began[0] or URGENT in began[1]

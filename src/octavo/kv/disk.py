@@ -4,14 +4,14 @@
 
 A file is a header of 96 bytes and the block's bytes. The header says what the reader expects: the
 format, engine and key, the length, and a CRC-32 of the bytes; who reads makes the header that ought
-to be there and compares. A file that is cut short, altered, somebody else's or no file at all is
-removed and counted, and its block is computed again.
+to be there and compares. What was read and is cut short, altered, somebody else's or no file at all
+is removed and counted, and its block is computed again. What could not be read (no memory, no
+descriptor left, a bad sector) is a miss, and stays.
 
 Files are written under another name and renamed, so that a reader sees a whole one or none; they
 are not synced, for after a power failure the checksum tells. Names are contents: several servers
-may share a folder, each finding what the others had written when it looked last, and a file that
-another has evicted is a miss. The budget is the folder's, whichever engine wrote the files; whoever
-exceeds it counts all of them anew and removes the least recently used.
+may share a folder, each finding what the others have written (kv/ledger.py), and a file that
+another has evicted is a miss. The budget is the folder's, whichever engine wrote the files.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
+import secrets
 import stat
 import struct
+import tempfile
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo.kv.digest import DIGEST_BYTES, Key
+from octavo.kv.ledger import UNFINISHED, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -42,25 +44,16 @@ FORMAT = "octavo-kv-1"
 _HEADER = struct.Struct("<8s32s32sIQI8x")  # magic, engine, digest, group, length, CRC-32
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"octavokv"
-_KEPT = 0.9  # of the budget, when room is made
 _PAUSE = 60.0  # seconds without writing after a write has failed
-_ABANDONED = 600.0  # seconds after which an unfinished file is nobody's
-_UNFINISHED = ".tmp"
-_OURS = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}-(0|[1-9][0-9]{{0,5}})(\.[0-9]+\.tmp)?")
+# What is found under a block's name when it is no file: a link, a folder, a socket.
+_NO_FILE = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO))
 
 
 def check_folder(folder: Path) -> None:
     """Make it where it is not there, and try to write to it. Raises `OSError`."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    probe = folder / f"{os.getpid()}{_UNFINISHED}"
-    probe.write_bytes(b"")
-    probe.unlink()
-
-
-class _File(NamedTuple):
-    used: float  # when it was read or written last, seconds of the file system's clock
-    size: int
-    path: str
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 class Disk:
@@ -83,6 +76,7 @@ class Disk:
         self.bytes_read = 0
         self.bytes_written = 0
         self.corrupted = 0  # files that were not what their name says
+        self.failed_reads = 0  # of which nobody knows what the file is
         self.failed_writes = 0
         self._engine = engine.ljust(DIGEST_BYTES, b"\0")[:DIGEST_BYTES]
         self._root = folder / FORMAT
@@ -90,8 +84,15 @@ class Disk:
         self._now = now
         self._paused_until = -float("inf")
         check_folder(self._folder)
-        self._index: dict[Key, None] = dict.fromkeys(self._scan())
-        self.used = sum(file.size for file in self._files())  # as far as is known here
+        self._index: dict[Key, None] = {}
+        self._ledger = Ledger(self._root, budget, self._found, self._lost)
+        for path in self._ledger:
+            self._found(path)
+
+    @property
+    def used(self) -> int:
+        """Bytes of all engines' files, as far as is known here."""
+        return self._ledger.used
 
     def __len__(self) -> int:
         return len(self._index)
@@ -106,15 +107,18 @@ class Disk:
             whole = self._read(key, path, into)
         except FileNotFoundError:  # evicted by another server, or by hand
             self._index.pop(key, None)
+            self._ledger.gone(path)
             return False
         except OSError as error:
-            self._drop(key, path, error.strerror or str(error))
+            if error.errno in _NO_FILE:
+                self._drop(key, path, error.strerror or str(error))
+            else:
+                self._count_failed(key, path, error)
             return False
         if not whole:
             self._drop(key, path, "its content is not what was written")
             return False
-        with suppress(OSError):
-            os.utime(path)
+        self._ledger.use(path)
         self.bytes_read += self.block_bytes
         return True
 
@@ -123,22 +127,22 @@ class Disk:
         if key in self._index or self._now() < self._paused_until:
             return
         size = HEADER_BYTES + self.block_bytes
-        if size > self.budget:
+        if size > self.budget or not self._ledger.make_room(size):
             return
+        path = self._path(key)
         try:
-            if self.used + size > self.budget:
-                self._make_room(size)
-            self._write(key, data)
+            self._write(key, path, data)
         except OSError as error:
             self.failed_writes += 1
-            self._paused_until = self._now() + _PAUSE
-            logger.warning(
-                "kv offload: %s; nothing is written for %g seconds",
-                error.strerror or error,
-                _PAUSE,
-            )
+            if not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
+                self._paused_until = self._now() + _PAUSE
+                logger.warning(
+                    "kv offload: %s; nothing is written for %g seconds",
+                    error.strerror or error,
+                    _PAUSE,
+                )
             return
-        self.used += size
+        self._ledger.add(path, size)
         self.bytes_written += self.block_bytes
         self._index[key] = None
 
@@ -162,16 +166,15 @@ class Disk:
             if not stat.S_ISREG(found.st_mode) or found.st_size != length:
                 return False
             header = bytearray(HEADER_BYTES)
-            if os.readv(file, [header, into.data]) != length:
+            if _transfer(os.readv, file, header, into.data) != length:
                 return False
             return bytes(header) == self._header(key, into)
         finally:
             os.close(file)
 
-    def _write(self, key: Key, data: Bytes) -> None:
-        path = self._path(key)
-        unfinished = f"{path}.{os.getpid()}{_UNFINISHED}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    def _write(self, key: Key, path: str, data: Bytes) -> None:
+        unfinished = f"{path}.{secrets.token_hex(8)}{UNFINISHED}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             file = os.open(unfinished, flags, 0o600)
         except FileNotFoundError:  # no folder yet, or no more
@@ -179,7 +182,7 @@ class Disk:
             file = os.open(unfinished, flags, 0o600)
         try:
             try:
-                written = os.writev(file, [self._header(key, data), data.data])
+                written = _transfer(os.writev, file, self._header(key, data), data.data)
                 if written != HEADER_BYTES + len(data):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             finally:
@@ -197,56 +200,43 @@ class Disk:
         self._index.pop(key, None)
         with suppress(OSError):
             os.unlink(path)
+        self._ledger.gone(path)
 
-    # All files
+    def _count_failed(self, key: Key, path: str, error: OSError) -> None:
+        self.failed_reads += 1
+        if self.failed_reads == 1:
+            why = error.strerror or error
+            logger.warning("kv offload: %s: %s (more are only counted)", path, why)
+        if error.errno == errno.EIO:  # when it has been computed again it is written anew
+            self._index.pop(key, None)
 
-    def _scan(self) -> Iterator[Key]:
-        """The keys that files of this engine are named by."""
-        for path, name in _entries(self._folder):
-            digest, _, group = name.partition("-")
-            if not name.endswith(_UNFINISHED) and path.endswith(f"/{name[:2]}/{name}"):
-                yield bytes.fromhex(digest), int(group)
+    # Files of others
 
-    def _files(self) -> Iterator[_File]:
-        """Of all engines; what is unfinished and abandoned is removed."""
-        for engine in _names(self._root):
-            for path, name in _entries(self._root / engine):
-                try:
-                    found = os.lstat(path)
-                except OSError:
-                    continue
-                if not stat.S_ISREG(found.st_mode):
-                    continue
-                if name.endswith(_UNFINISHED) and time.time() - found.st_mtime > _ABANDONED:
-                    with suppress(OSError):
-                        os.unlink(path)
-                    continue
-                yield _File(found.st_mtime, found.st_size, path)
+    def _found(self, path: str) -> None:
+        if (key := self._key(path)) is not None:
+            self._index[key] = None
 
-    def _make_room(self, size: int) -> None:
-        """Remove the least recently used files, until a tenth of the budget is free."""
-        files = sorted(self._files())
-        self.used = sum(file.size for file in files)
-        most = min(int(self.budget * _KEPT), self.budget - size)
-        for file in files:
-            if self.used <= most:
-                break
-            with suppress(OSError):
-                os.unlink(file.path)
-                self.used -= file.size
-        self._index = dict.fromkeys(self._scan())
+    def _lost(self, path: str) -> None:
+        if (key := self._key(path)) is not None:
+            self._index.pop(key, None)
+
+    def _key(self, path: str) -> Key | None:
+        """Of a file of this engine that is where it belongs."""
+        digest, _, group = os.path.basename(path).partition("-")
+        key = bytes.fromhex(digest), int(group)
+        return key if path == self._path(key) else None
 
 
-def _names(folder: Path | str) -> list[str]:
-    try:
-        return os.listdir(folder)
-    except OSError:
-        return []
-
-
-def _entries(folder: Path) -> Iterator[tuple[str, str]]:
-    """Path and name of whatever is named as our files are, in the folders of an engine's folder."""
-    for shard in _names(folder):
-        for name in _names(f"{folder}/{shard}"):
-            if _OURS.fullmatch(name):
-                yield f"{folder}/{shard}/{name}", name
+def _transfer(
+    call: Callable[[int, list[Any]], int], file: int, *parts: bytes | bytearray | memoryview
+) -> int:
+    """Read or write all ``parts``, in as many calls as it takes; how many bytes it were."""
+    left = [memoryview(part) for part in parts]
+    total = 0
+    while left and (count := call(file, left)):
+        total += count
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+    return total

@@ -481,6 +481,8 @@ class Tiers:
         """Write what the pool and host memory hold and the disk does not, as far as time allows."""
         if self.disk is None or self.arena is None:
             return
+        assert self._writer is not None
+        self._writer.hurry()
         until = time.monotonic() + seconds
         for node, group, block in index.held():
             if time.monotonic() >= until:
@@ -495,7 +497,6 @@ class Tiers:
             if not self.disk.holds(key):
                 self._write(key, self.memory.data[self.memory.slot(key)].copy())
                 self._wait_for_writer(until)
-        assert self._writer is not None
         while self._writing and time.monotonic() < until:
             self._count_written()
             time.sleep(0.001)

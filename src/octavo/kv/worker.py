@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
+import time
 from collections.abc import Callable
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
-_NICE = 10  # a tenth of a core against somebody who computes, all of one that is idle
+_RESTS = 9  # times as long as a job has computed: it takes a tenth of a core
 
 Job = Callable[[], None]
 
 
 class Worker(Protocol):
     def submit(self, job: Job) -> None: ...
+
+    def hurry(self) -> None:
+        """What can wait no longer does: the end is near."""
+        ...
 
     def close(self, timeout: float) -> None:
         """Take no more jobs; wait for those taken, at most so many seconds."""
@@ -27,13 +30,15 @@ class Worker(Protocol):
 
 class ThreadWorker:
     """A daemon thread, so that a disk that hangs keeps no process alive. ``patient``: what it does
-    can wait, for hours if need be; it takes the time that nobody else wants.
+    can wait, and it rests after each job for as long as leaves a core to those who compute. It has
+    no lower priority: whoever is not let on while it holds the interpreter's lock lets nobody on.
     """
 
     def __init__(self, name: str, *, patient: bool = False) -> None:
         self._patient = patient
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._closed = False
+        self._hurried = threading.Event()
         self._late = False  # what has not been done by now no longer is
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -42,7 +47,11 @@ class ThreadWorker:
         if not self._closed:
             self._jobs.put(job)
 
+    def hurry(self) -> None:
+        self._hurried.set()
+
     def close(self, timeout: float) -> None:
+        self.hurry()
         if not self._closed:
             self._closed = True
             self._jobs.put(None)
@@ -50,17 +59,11 @@ class ThreadWorker:
         self._late = True
 
     def _run(self) -> None:
-        if self._patient:
-            _give_way()
         while (job := self._jobs.get()) is not None and not self._late:
+            began = time.thread_time()
             try:
                 job()
             except Exception:  # jobs see to their own; the thread outlives what they overlook
                 logger.exception("%s: a job failed", threading.current_thread().name)
-
-
-def _give_way() -> None:
-    """On Linux, where each thread has a priority of its own."""
-    with suppress(AttributeError, OSError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+            if self._patient:
+                self._hurried.wait(_RESTS * (time.thread_time() - began))

@@ -1,0 +1,184 @@
+"""What lies in a folder of cached blocks, of all engines: how much it is, and what goes first.
+
+Several servers write to a folder and evict from it, and none tells the others. Each knows all files
+from its start on and lists a folder of them anew from time to time, a small one at a time, so that
+nobody waits: by the time it has written a 64th of the budget it has seen what the others did.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from octavo.kv.digest import DIGEST_BYTES
+
+UNFINISHED = ".tmp"
+_OURS = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}-(0|[1-9][0-9]{{0,5}})(\.[0-9a-f]+\.tmp)?")
+_ABANDONED = 600.0  # seconds after which an unfinished file is nobody's
+_KEPT = 1 - 1 / 16  # of the budget: the rest is for what others write before it is seen here
+_SEEN = 1 / 64  # of the budget is written while all folders are listed once
+_AT_ONCE = 64  # files removed for one, at most
+_TOLD = 1 << 16  # files used or gone of late that are remembered until the next is written
+
+
+class Ledger:
+    """The files ROOT/<engine>/<2 hex>/<name>, least recently used first. For one thread, but for
+    `use` and `gone`, which another may call.
+
+    ``found`` and ``lost`` are called with the path of a file that another has written or removed.
+    """
+
+    def __init__(
+        self, root: Path, budget: int, found: Callable[[str], None], lost: Callable[[str], None]
+    ) -> None:
+        self.budget = budget
+        self.used = 0  # bytes, as far as is known here
+        self._root = str(root)
+        self._found, self._lost = found, lost
+        self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # size, last use in ns
+        self._folders: dict[str, set[str]] = {}  # the same paths
+        self._told: deque[tuple[str, bool]] = deque(maxlen=_TOLD)
+        self._unlisted: list[str] = []  # folders of this round
+        self._due = 0.0  # folders to be listed by now
+        there = (path for folder in self._list() for path in _paths(folder))
+        for used, size, path in sorted(self._read(there)):
+            self._enter(path, size, used)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def use(self, path: str) -> None:
+        """It was wanted just now."""
+        now = time.time_ns()
+        with suppress(OSError):
+            os.utime(path, ns=(now, now))
+        self._told.append((path, True))
+
+    def gone(self, path: str) -> None:
+        """It is no more."""
+        self._told.append((path, False))
+
+    def add(self, path: str, size: int) -> None:
+        """It has just been written."""
+        self._remove(path)
+        self._enter(path, size, time.time_ns())
+
+    def make_room(self, size: int) -> bool:
+        """For a file: look at what others have done lately, and remove what was used least. False
+        if there is more to remove than is done at once.
+        """
+        while self._told:
+            path, there = self._told.popleft()
+            if not there:
+                self._remove(path)
+            elif path in self._files:
+                self._move(path, time.time_ns())
+        self._look(size)
+        most = max(int(self.budget * _KEPT), size)
+        for _ in range(_AT_ONCE):
+            if self.used + size <= most or not self._files:
+                break
+            self._evict()
+        return self.used + size <= most
+
+    def _evict(self) -> None:
+        """The least recently used, unless another server has used it since."""
+        path, (_, used) = next(iter(self._files.items()))
+        try:
+            seen = os.lstat(path).st_mtime_ns
+            if seen > used:
+                self._move(path, seen)
+                return
+            os.unlink(path)
+        except FileNotFoundError:  # another was quicker
+            pass
+        except OSError:  # it takes its place all the same
+            self._move(path, used)
+            return
+        self._remove(path)
+        self._lost(path)
+
+    def _look(self, size: int) -> None:
+        """List as many folders as are due when ``size`` bytes are written."""
+        self._due += max(1, len(self._folders)) * min(1.0, size / (self.budget * _SEEN))
+        while self._due >= 1.0:
+            self._due -= 1.0
+            if not self._unlisted:
+                self._unlisted = [*{*self._list(), *self._folders}]
+            if self._unlisted:
+                self._compare(self._unlisted.pop())
+
+    def _compare(self, folder: str) -> None:
+        known = self._folders.get(folder, set())
+        there = {*_paths(folder)}
+        for path in known - there:
+            self._remove(path)
+            self._lost(path)
+        for used, size, path in self._read(there - known):
+            self._enter(path, size, used)
+            self._found(path)
+
+    def _list(self) -> list[str]:
+        """All folders of files."""
+        engines = [f"{self._root}/{engine}" for engine in _names(self._root)]
+        return [f"{engine}/{shard}" for engine in engines for shard in _names(engine)]
+
+    def _read(self, paths: Iterable[str]) -> Iterator[tuple[int, int, str]]:
+        """(last use in ns, bytes, path) of those that are files; what is unfinished and abandoned
+        is removed.
+        """
+        for path in paths:
+            try:
+                found = os.lstat(path)
+            except OSError:
+                continue
+            if not stat.S_ISREG(found.st_mode):
+                continue
+            if not path.endswith(UNFINISHED):
+                yield found.st_mtime_ns, found.st_size, path
+            elif time.time() - found.st_mtime > _ABANDONED:
+                with suppress(OSError):
+                    os.unlink(path)
+
+    def _move(self, path: str, used: int) -> None:
+        """It was used last, and then."""
+        self._files[path] = self._files[path][0], used
+        self._files.move_to_end(path)
+
+    def _enter(self, path: str, size: int, used: int) -> None:
+        self._files[path] = size, used
+        self._folders.setdefault(os.path.dirname(path), set()).add(path)
+        self.used += size
+
+    def _remove(self, path: str) -> None:
+        if (file := self._files.pop(path, None)) is not None:
+            self.used -= file[0]
+            folder = os.path.dirname(path)
+            self._folders[folder].discard(path)
+            if not self._folders[folder]:
+                del self._folders[folder]
+
+    def check(self) -> None:
+        """Files and bytes add up; `RuntimeError` otherwise."""
+        if self.used != sum(size for size, _ in self._files.values()):
+            raise RuntimeError("the bytes of the disk tier are miscounted")
+        if self._files.keys() != {path for paths in self._folders.values() for path in paths}:
+            raise RuntimeError("a file of the disk tier is in no folder")
+
+
+def _paths(folder: str) -> Iterator[str]:
+    """Of whatever is named as our files are."""
+    return (f"{folder}/{name}" for name in _names(folder) if _OURS.fullmatch(name))
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []

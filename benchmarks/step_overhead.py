@@ -1,11 +1,14 @@
 """Scheduling and Python per step: the whole engine on a cost executor that takes no time.
 
-    python benchmarks/step_overhead.py [--scheduling-policy NAME] [--waiting N] [--json]
+    python benchmarks/step_overhead.py [--scheduling-policy NAME] [--waiting N] [--itl-target MS]
+                                       [--prompts N] [--json]
 
 Steady decode at 1, 32 and 256 sequences, through schedule, batch building, sampling (scripted),
 commit, detokenizing and Delta building. The budgets are the design's. Under a policy, requests are
 of many clients, priorities and targets, and ``--waiting`` of them stand in the queue, none of whom
-displaces anybody.
+displaces anybody. With ``--itl-target``, steps are sized by what they are predicted to take, which
+is learned of a machine ten times as fast as the guess. With ``--prompts``, so many of 2,000 tokens
+are always under way beside those who decode.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from typing import get_args
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.execute.cost import CostExecutor
+from octavo.engine.pace import Pace, guessed
+from octavo.execute.cost import CostExecutor, Rates
 from octavo.kv.layout import KvLayout
 from octavo.model.config import Activation, Layer, ModelConfig, Rope
 from octavo.model.families import program
@@ -32,7 +36,7 @@ from octavo.schedule.request import LatencyTarget, Request
 from octavo.schedule.scheduler import Scheduler
 
 BUDGET_US = {1: 150.0, 32: 500.0, 256: 2000.0}
-PROMPT, STEPS = 64, 400
+PROMPT, LONG, STEPS = 64, 2000, 400
 
 
 @dataclass(frozen=True)
@@ -93,17 +97,30 @@ def model(windows: bool) -> ModelConfig:
     )
 
 
-def engine(sequences: int, windows: bool, policy: PolicyName = "fcfs") -> Engine:
+def engine(
+    sequences: int,
+    windows: bool,
+    policy: PolicyName = "fcfs",
+    itl_target: float | None = None,
+    prompts: int = 0,
+) -> Engine:
+    """``itl_target``: milliseconds."""
     config = model(windows)
     layout = KvLayout.of(config)
     limits = SchedulerConfig(
         max_model_len=config.context_length,
-        max_num_seqs=sequences,
+        max_num_seqs=sequences + prompts,
         max_num_batched_tokens=max(512, sequences),
+        itl_target=None if itl_target is None else itl_target / 1000,
         policy=PolicyConfig(scheduling_policy=policy),
     )
-    num_blocks = sequences * len(layout.groups) * 48
-    executor = CostExecutor(program(config), layout, num_blocks=num_blocks)
+    num_blocks = (sequences * 48 + prompts * 130) * len(layout.groups)
+    executor = CostExecutor(
+        program(config),
+        layout,
+        num_blocks=num_blocks,
+        rates=Rates() if itl_target is None else guessed(2).slowed(0.1, 0.1),
+    )
     words = Words()
     return Engine(
         executor,
@@ -112,15 +129,18 @@ def engine(sequences: int, windows: bool, policy: PolicyName = "fcfs") -> Engine
         VirtualClock(),
         vocab_size=config.vocab_size,
         text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
+        pace=None if itl_target is None else Pace(executor.costs, guessed(2), measured=False),
     )
 
 
-def request(index: int, steps: int, policy: PolicyName, *, waits: bool = False) -> Request:
+def request(
+    index: int, steps: int, policy: PolicyName, *, waits: bool = False, prompt: int = PROMPT
+) -> Request:
     """Who waits is less urgent than all who run, or, of fair shares, of a client served as much."""
     return Request(
         request_id=str(index),
-        prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(PROMPT)],
-        params=SamplingParams(max_tokens=steps + 200, seed=index),
+        prompt_token_ids=[(index * 31 + i * 7) % Words.vocab_size for i in range(prompt)],
+        params=SamplingParams(max_tokens=1 if prompt == LONG else steps + 200, seed=index),
         priority=(index % 7 + 7 * waits) if policy == "priority" else 0,
         client=str(index % 16),
         target=LatencyTarget(ttft=3600.0 * (1 + waits), tpot=0.05) if index % 5 else None,
@@ -134,9 +154,11 @@ def measure(
     steps: int = STEPS,
     policy: PolicyName = "fcfs",
     waiting: int = 0,
+    itl_target: float | None = None,
+    prompts: int = 0,
 ) -> Row:
     """A decode step's processor time, which other processes on the machine do not lengthen."""
-    running = engine(sequences, windows, policy)
+    running = engine(sequences, windows, policy, itl_target, prompts)
     for index in range(sequences):
         running.add_request(request(index, steps, policy))
     while len(running.scheduler.decoding) < sequences:
@@ -146,7 +168,11 @@ def measure(
     for _ in range(50):
         running.step()
     times = []
+    long = sequences + waiting
     for _ in range(steps):
+        while len(running.scheduler.prefilling) + running.scheduler.num_waiting < prompts + waiting:
+            running.add_request(request(long, steps, policy, prompt=LONG))
+            long += 1
         start = time.thread_time_ns()
         running.step()
         times.append((time.thread_time_ns() - start) / 1e3)
@@ -166,10 +192,19 @@ def main() -> None:
     parser.add_argument("--windows", action="store_true", help="Gemma's six cache groups")
     parser.add_argument("--scheduling-policy", choices=get_args(PolicyName), default="fcfs")
     parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests in the queue")
+    parser.add_argument("--itl-target", type=float, metavar="MS")
+    parser.add_argument("--prompts", type=int, default=0, metavar="N", help="always under way")
     arguments = parser.parse_args()
     policy = arguments.scheduling_policy
     rows = [
-        measure(sequences, windows=arguments.windows, policy=policy, waiting=arguments.waiting)
+        measure(
+            sequences,
+            windows=arguments.windows,
+            policy=policy,
+            waiting=arguments.waiting,
+            itl_target=arguments.itl_target,
+            prompts=arguments.prompts,
+        )
         for sequences in BUDGET_US
     ]
     if arguments.json:

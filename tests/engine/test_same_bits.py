@@ -386,9 +386,14 @@ def drawn_setting(
 
 
 def check_case(
-    checkpoint: Checkpoint, seed: int, *, longest: int = 240, compared: int = 3
+    checkpoint: Checkpoint,
+    seed: int,
+    *,
+    longest: int = 240,
+    compared: int = 3,
+    branches: bool = False,
 ) -> Covered:
-    """One drawn case."""
+    """One drawn case. ``branches``: with drafts that have some, and room for them."""
     rng = random.Random(seed)
     vocab = checkpoint.config.vocab_size
     setting = drawn_setting(rng, lambda size: KvLayout.of(checkpoint.config, size), longest)
@@ -400,8 +405,10 @@ def check_case(
         draft_blocks=guess.choice((1.0, 1.5, 4.0)),
         spare_rows=guess.choice((7, 7, 60)),
         max_branches=guess.choice((0, 2, 16)),
-        itl_target=guess.choice((None, 1e-6, 3e-4, 1e-3, 3e-3)),
+        itl_target=guess.choice((None, None, None, None, 1e-6, 3e-4, 1e-3, 1e-2)),
     )
+    if branches:
+        setting = replace(setting, drafter="forked", max_branches=16, itl_target=None)
     if setting.enable_prefix_caching and guess.random() < 0.6:
         host_blocks = max(1, int((setting.num_blocks or 1) * guess.choice((0.5, 3.0))))
         setting = replace(setting, host_blocks=host_blocks, disk=guess.random() < 0.5)
@@ -493,7 +500,8 @@ def test_same_bits(group: int) -> None:
     tried = Covered(0, 0, 0, 0, 0, 0, 0)
     for index in range(4 * len(names)):
         seed = 10 * group + index % len(names) + 10_000 * (index // len(names))
-        covered = check_case(tiny_model(names[index % len(names)]), seed)
+        branches = index >= len(names) and not tried.taken
+        covered = check_case(tiny_model(names[index % len(names)]), seed, branches=branches)
         tried = Covered(*(before + now for before, now in zip(tried, covered, strict=True)))
         if index + 1 >= len(names) and min(tried) > 0:
             return

@@ -199,10 +199,12 @@ class Engine:
         speculator: Speculator | None = None,
         pace: Pace | None = None,
     ) -> None:
-        """``pace``: where the scheduler's steps have a target (`SchedulerConfig.itl_target`)."""
+        """``pace`` learns from the steps; it must be there where they have a target
+        (`SchedulerConfig.itl_target`).
+        """
         target = scheduler.config.itl_target
-        if (pace is None) is not (target is None):
-            raise ValueError("a target for steps takes predictions of them, and the other way")
+        if pace is None and target is not None:
+            raise ValueError("a target for steps takes predictions of them")
         self.executor = executor
         self.scheduler = scheduler
         self.sampler = sampler
@@ -436,7 +438,7 @@ class Engine:
             stats.decode_steps += 1
             stats.late_steps += stats.last_step_late
         if self.pace is not None:
-            if scheduled.chunks:
+            if scheduled.chunks and stats.itl_target is not None:
                 stats.paced_steps += 1
                 stats.paced_seconds += stats.last_step_seconds
                 stats.predicted_seconds += self.pace.predict(scheduled.batch)

@@ -18,7 +18,6 @@ from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import STAGING_BYTES, check_disk, make_tiers
 from octavo.engine.pace import Pace, guessed
-from octavo.engine.recompute import Recomputing
 from octavo.execute.batch import slice_rows
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.memory import available_memory
@@ -195,7 +194,6 @@ class LoadedEngine:
     draft: DraftModel | None = None
     draft_blocks: int = 0
     heads: Heads | None = None
-    recomputing: Recomputing | None = None  # where the prefix cache has other tiers
 
     @property
     def draft_tokens(self) -> int:
@@ -519,11 +517,15 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
     )
-    recomputing = None
+    pace: Pace | None = None
+    if config.itl_target is not None or config.kv_offload_bytes:
+        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
     if config.kv_offload_bytes:
+        assert pace is not None
         try:
-            tiers, recomputing = make_tiers(
+            tiers = make_tiers(
                 executor,
+                pace,
                 compute,
                 checkpoint.tokenizer,
                 quantization=config.quantization,
@@ -559,9 +561,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             rejection=speculation.rejection,
             longest=_longest_draft(heads) or speculation.longest,
         )
-    pace: Pace | None = None
-    if config.itl_target is not None:
-        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer
     engine = Engine(
@@ -577,8 +576,6 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         speculator=speculator,
         pace=pace,
     )
-    if recomputing is not None:
-        engine.observers.append(recomputing)
     gc.freeze()  # what was loaded stays: the collector need not walk it between steps
     return LoadedEngine(
         engine,
@@ -593,5 +590,4 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         draft,
         plan.draft_blocks,
         heads,
-        recomputing,
     )

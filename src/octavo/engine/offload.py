@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import octavo
 from octavo.checkpoint.base import Tokenizer
 from octavo.checkpoint.tokenizer import BpeTokenizer
-from octavo.engine.recompute import Recomputing, fastest
+from octavo.engine.pace import Pace
+from octavo.engine.recompute import Recomputing
 from octavo.kv.disk import Disk, check_folder
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
@@ -44,6 +45,7 @@ def check_disk(folder: str) -> None:
 
 def make_tiers(
     executor: NativeExecutor,
+    pace: Pace,
     program: Program,
     tokenizer: Tokenizer,
     *,
@@ -51,9 +53,9 @@ def make_tiers(
     host_bytes: int,
     folder: str | None,
     disk_bytes: int | None,
-) -> tuple[Tiers, Recomputing]:
-    """And what says how long computing takes, which is to see every step. ``executor`` has the
-    digest of its weights if there is a ``folder``. Raises `Refused`.
+) -> Tiers:
+    """``executor`` has the digest of its weights if there is a ``folder``. ``pace`` learns from its
+    steps. Raises `Refused`.
     """
     layout = executor.layout
     slots = host_bytes // layout.block_bytes
@@ -76,17 +78,15 @@ def make_tiers(
         disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
         reader = ThreadWorker("octavo-kv-read")
         writer = ThreadWorker("octavo-kv-write", patient=True)
-    recomputing = Recomputing(executor.costs, fastest(executor.threads), executor.max_tokens)
-    tiers = Tiers(
+    return Tiers(
         name,
         memory,
         disk,
         reader=reader,
         writer=writer,
         tokens_per_block=layout.block_size / len(layout.groups),
-        computing=recomputing,
+        computing=Recomputing(pace, executor.max_tokens),
     )
-    return tiers, recomputing
 
 
 def engine_digest(

@@ -1,4 +1,5 @@
-"""How long the step in the making will take, so that it can be made to end in time.
+"""How long a step will take: the one in the making, so that it can be made to end in time, and one
+that would compute what another tier of the cache holds (engine/recompute.py).
 
 The cost model says it, from rates that belong to this machine (a calibration's) or from guesses.
 What steps really take corrects both: a machine that others use, or that grows warm, is a fifth
@@ -62,6 +63,7 @@ class Pace:
         self._last: tuple[Batch, float] | None = None  # a step that is not learned yet
         self._alike = 0  # steps since the last that was
         self._size = StepSize(0, 0, 0, ())
+        self.learned = 0  # steps, and calibrations: predictions are others
         self._begin_from(rates, _MEASURED if measured else _GUESSED)
 
     def calibrate(self, rates: Rates) -> None:
@@ -69,6 +71,7 @@ class Pace:
         self._begin_from(rates, _MEASURED)
 
     def _begin_from(self, rates: Rates, prior: _Prior) -> None:
+        self.learned += 1
         self._rates = rates
         self._noise = prior.noise
         self._prior = _covariance(prior.common, prior.own)
@@ -175,6 +178,7 @@ class Pace:
         reading, computing, attending, overhead = self._logs.tolist()
         self._now = self._at(round(reading / _GRID), round(computing / _GRID))
         self._attending, self._overhead = exp(attending), exp(overhead)
+        self.learned += 1
 
     def _surprised(self, missed: float) -> bool:
         """Whether so many steps in a row have been far off to the same side that it is the machine

@@ -77,7 +77,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         loaded = load_engine(model, bounded(engine))
         calibration = Calibration.of_engine(loaded)
         if calibration is not None and loaded.engine.pace is not None:
-            loaded.engine.pace.calibrate(calibration.rates)
+            loaded.engine.pace.calibrate(calibration.current)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
@@ -178,8 +178,6 @@ async def _serve(
     )
     if calibration is not None:
         prediction = calibration.prediction(loaded)
-        if loaded.recomputing is not None:
-            loaded.recomputing.calibrate(calibration.current)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     await engine.start()

@@ -30,9 +30,9 @@ from octavo import checkpoint
 from octavo.bench.load.client import Client, Target
 from octavo.checkpoint.base import Tokenizer
 
-STREAMS, ANSWER, SECONDS = 4, 400, 12.0
+STREAMS, ANSWER, SECONDS = 4, 400, 8.0
 LONG, SHORT, STREAM = 2000, 24, 16  # tokens of a prompt
-LONG_EVERY, SHORT_EVERY = 4.0, 0.5  # seconds
+LONG_EVERY, SHORT_EVERY = 2.5, 0.5  # seconds
 PATIENCE = 120.0  # seconds for a server to start, and for a request
 WORDS = (
     "time year people way day man thing woman life child world school state family student group "

@@ -63,6 +63,7 @@ class Pace:
         self._last: tuple[Batch, float] | None = None  # a step that is not learned yet
         self._alike = 0  # steps since the last that was
         self._size = StepSize(0, 0, 0, ())
+        self._sized: tuple[Batch | None, StepSize] = None, self._size
         self.learned = 0  # steps, and calibrations: predictions are others
         self._begin_from(rates, _MEASURED if measured else _GUESSED)
 
@@ -120,7 +121,12 @@ class Pace:
 
     def predict(self, batch: Batch) -> float:
         """Seconds of a step, without block copies."""
-        return self._total(self._costs.size(batch))
+        return self._total(self._size_of(batch))
+
+    def _size_of(self, batch: Batch) -> StepSize:
+        if batch is not self._sized[0]:  # a step is predicted, then learned
+            self._sized = batch, self._costs.size(batch)
+        return self._sized[1]
 
     def ran(self, batch: Batch, started: float, ended: float | None) -> None:
         """A step has run that began at ``started`` (clock seconds). ``ended``: None if another
@@ -148,7 +154,7 @@ class Pace:
         steps, self._alike = max(1, self._alike), 0
         if not seconds > 0:
             return
-        size = self._costs.size(batch)
+        size = self._size_of(batch)
         predicted = self._total(size)
         if not predicted > 0:
             return

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from engine.checking import CheckingExecutor, Crash, build, layout
 from engine.tiering import FakeDisk, ToldTiers, slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
+from octavo.kv import tiers as module
+from octavo.kv.measured import Measured
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Outcome, Request, RequestRecord
 from octavo.schedule.sequence import Status
@@ -117,28 +120,99 @@ def test_a_whole_prompt_from_host_memory_computes_its_last_token() -> None:
     assert engine.stats().computed_tokens - before == 1 + 19
 
 
+def loading_takes(tiers: ToldTiers, seconds: float) -> None:
+    """A block, for as long as it is not measured again."""
+    tiers._loading_takes = Measured(seconds, tiers.clock.now)
+
+
 def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
     engine, tiers = made()
-    tiers._load_seconds = 1000.0
+    loading_takes(tiers, 1000.0)
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)
     assert tiers.stats().spilled_blocks == 0  # nor is it kept
-    tiers._load_seconds = 0.0
+    loading_takes(tiers, 0.0)
     ask(engine, "second", text(2))
     run(engine)
     overwritten(engine)
     assert tiers.stats().spilled_blocks > 0
-    tiers._load_seconds = 1000.0
+    loading_takes(tiers, 1000.0)
     again = ask(engine, "again", text(2))
     run(engine)
     assert again.cached_tokens == 0
     assert tiers.stats().not_worth_loading > 0
-    tiers._load_seconds = 0.0
+    loading_takes(tiers, 0.0)
     overwritten(engine)
     again = ask(engine, "once more", text(2))
     run(engine)
     assert again.cached_tokens == 96
+
+
+def test_one_hiccup_does_not_switch_host_memory_off() -> None:
+    """Nor many, for ever: what is not loaded is not measured, so it is tried again some time."""
+    engine, tiers = made()
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+    real = executor.import_blocks
+
+    def slow(*given: Any) -> None:
+        tiers.clock.advance(1.0)
+        real(*given)
+
+    def found(name: str) -> int:
+        overwritten(engine)
+        again = ask(engine, name, text(1))
+        run(engine)
+        return again.cached_tokens
+
+    ask(engine, "first", text(1))
+    run(engine)
+    executor.import_blocks = slow  # type: ignore[method-assign]
+    assert found("hiccup") == 96
+    executor.import_blocks = real  # type: ignore[method-assign]
+    assert found("after it") == 96
+    executor.import_blocks = slow  # type: ignore[method-assign]
+    for number in range(100):
+        if not found(f"slow {number}"):
+            break
+    else:
+        raise AssertionError("what took a second a block was taken for worth it")
+    executor.import_blocks = real  # type: ignore[method-assign]
+    tiers.clock.advance(600.0)
+    ask(engine, "computed again", text(1))
+    run(engine)
+    assert found("later") == 96
+
+
+def test_what_is_copied_out_is_never_one_large_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does what waits for the disk keep more than itself."""
+    size = layout().block_bytes
+    monkeypatch.setattr(module, "_SLICE_BYTES", 3 * size)
+    disk = whole()
+    engine, tiers = made(disk=disk, blocks=20, length=320)
+    tiers._take_filled = lambda most: []  # type: ignore[method-assign]
+    executor = engine.executor
+    assert isinstance(executor, CheckingExecutor)
+    pieces: list[int] = []
+    real = executor.export_blocks
+
+    def export(blocks: Any) -> Any:
+        pieces.append(len(blocks))
+        return real(blocks)
+
+    executor.export_blocks = export  # type: ignore[method-assign]
+    written: list[Any] = []
+    disk.write = lambda key, data: written.append(data)  # type: ignore[method-assign]
+    ask(engine, "first", text(1, 300))
+    run(engine)
+    ask(engine, "second", text(2, 300))
+    run(engine)
+    tiers.settle()
+    assert sum(pieces) == tiers.stats().spilled_blocks > 9
+    assert max(pieces) <= 3
+    assert written
+    assert all(data.base is None or data.base.nbytes == size for data in written)
 
 
 def test_salts_and_engines_share_nothing() -> None:
@@ -175,7 +249,7 @@ def test_after_a_restart_the_disk_answers() -> None:
     assert again.cached_tokens == 96
     stats = engine.stats()
     assert (stats.prefix_hits_host, stats.prefix_hits_disk) == (0, 96)
-    assert tiers.stats().reads_in_time == 1
+    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (1, 0)
     # The second time it comes from host memory.
     overwritten(engine)
     ask(engine, "third", text(1))
@@ -242,7 +316,7 @@ def test_a_disk_slower_than_computing_is_not_asked() -> None:
     run(engine)
     tiers.settle()
     engine, tiers = made(disk=disk, seconds_per_token=1e-9)
-    tiers._read_seconds = 1.0
+    tiers._reading_takes = Measured(1.0, tiers.clock.now)
     again = ask(engine, "again", text(1))
     assert not engine.scheduler.fetching
     run(engine)
@@ -262,6 +336,52 @@ def test_a_block_lost_on_the_way_ends_the_prefix_there() -> None:
     run(engine)
     assert again.outcome is Outcome.FINISHED
     assert again.cached_tokens == 32
+
+
+def test_asking_whether_all_is_read_counts_nothing() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk)
+    ask(engine, "again", text(1))
+    (seq,) = engine.scheduler.fetching
+    assert seq.ahead is not None
+    for _ in range(3):
+        assert not tiers.is_ready(seq.ahead, tiers.clock.now())
+    tiers.settle()
+    for _ in range(3):
+        assert tiers.is_ready(seq.ahead, tiers.clock.now())
+    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (0, 0)
+    run(engine)
+    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (1, 0)
+
+
+def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
+    tiers = slow_tiers(layout(), 4, disk=False, clock=VirtualClock())
+    content = np.zeros((4, tiers.memory.data.shape[1]), np.uint8)
+    content[1] = 7
+
+    class Blocks:
+        def export_blocks(self, blocks: Any) -> Any:
+            return content[blocks]
+
+        def import_blocks(self, blocks: Any, data: Any) -> None:
+            content[blocks] = data
+
+    tiers.arena = Blocks()
+    slot = tiers.memory.take()
+    assert slot is not None
+    tiers.memory.data[slot] = 9
+    key = (b"key", 0)
+    tiers.memory.put(key, slot)
+    copies = [(1, 2), (2, 3)]
+    tiers.load(key, 1, copies)
+    tiers.transfer()
+    assert not copies
+    assert content[:, 0].tolist() == [0, 9, 7, 7]
+    assert tiers.stats().loaded_blocks == 1
 
 
 def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:
@@ -287,7 +407,7 @@ def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
     for worth, least in ((True, 16), (False, 0)):
         engine, tiers = made(blocks=7, length=80)
         if not worth:
-            tiers._load_seconds = 1000.0
+            loading_takes(tiers, 1000.0)
         first = ask(engine, "first", text(1, 34), max_tokens=35)
         second = ask(engine, "second", text(2, 34), max_tokens=35, seed=2)
         run(engine)

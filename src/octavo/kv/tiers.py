@@ -29,6 +29,7 @@ from octavo.kv import digest
 from octavo.kv.digest import Key
 from octavo.kv.disk import Bytes, Disk
 from octavo.kv.host_memory import HostMemory
+from octavo.kv.measured import Measured
 from octavo.kv.prefix import Node, PrefixIndex
 from octavo.kv.worker import Worker
 
@@ -39,11 +40,11 @@ Int32 = npt.NDArray[np.int32]
 _WRITING_BYTES = 64 << 20  # on their way to the disk at a time, at most
 _MOST_FILLED = 1 << 16  # blocks that wait to be; the oldest are left to when they are overwritten
 _FILLED_BYTES = 16 << 20  # copied out for it after a step, at most
+_SLICE_BYTES = 16 << 20  # copied out in one piece
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
 _REST = 60.0  # seconds for which nothing is loaded, when copying in has failed
-_RECENT = 0.2  # weight of the newest measurement
 
 
 class Source(Enum):
@@ -122,6 +123,7 @@ class TierStats:
     disk_bytes_written: int = 0
     disk_bytes_read: int = 0
     corrupted_blocks: int = 0  # files dropped because they were not what was written
+    failed_reads: int = 0
     failed_writes: int = 0
     reads_in_time: int = 0  # requests that waited for the disk and got all of it
     reads_late: int = 0  # …that did not, and computed the rest
@@ -179,9 +181,8 @@ class Tiers:
         self._reading: dict[Key, _Reading] = {}
         self._read: deque[tuple[Key, int, bool, float]] = deque()  # by the reader's thread
         self._arrived = threading.Event()
-        # Seconds, as measured lately:
-        self._load_seconds = self._block_bytes / _HOST_BANDWIDTH
-        self._read_seconds = self._block_bytes / _DISK_BANDWIDTH
+        self._loading_takes = Measured(self._block_bytes / _HOST_BANDWIDTH, now)  # a block
+        self._reading_takes = Measured(self._block_bytes / _DISK_BANDWIDTH, now)
         self._tokens_per_block = tokens_per_block
         self._computing = computing
         self._rests_until = -float("inf")  # seconds of ``now``: copying in has failed
@@ -232,7 +233,7 @@ class Tiers:
         key = self.digest(node), group
         if key in self.memory:
             self.memory.touch(key)
-        elif self._load_seconds < self._tokens_per_block * self._computing.per_token:
+        elif self._loading_takes.seconds < self._tokens_per_block * self._computing.per_token:
             self._spills.append(_Spill(block, key))
 
     def load(self, key: Key, block: int, copies: list[tuple[int, int]]) -> bool:
@@ -279,35 +280,34 @@ class Tiers:
         """Before a step: what was decided is done. Raises what the arena raises when it cannot be
         written: what was to be there is not, and the cache must be emptied (`forget`).
         """
-        arena = self.arena
-        assert arena is not None
         if self._spills:
             spills, self._spills = self._spills, []
-            try:
-                data = arena.export_blocks(np.array([spill.block for spill in spills], np.int32))
-            except Exception:
-                logger.exception("kv offload: %d blocks could not be copied out", len(spills))
-            else:
-                self._keep([spill.key for spill in spills], data)
+            size = max(1, _SLICE_BYTES // self._block_bytes)
+            for first in range(0, len(spills), size):
+                self._copy_out(spills[first : first + size])
         if self._loads:
             began = self._now()
             try:
-                for block, slot, _, source in self._loads:
-                    blocks = np.array([block], np.int32)
-                    if slot is None:
-                        data = arena.export_blocks(np.array([source], np.int32))
-                    else:
-                        data = self.memory.data[slot : slot + 1]
-                    arena.import_blocks(blocks, data)
+                for load in self._loads:
+                    self._copy_in(load)
             except BaseException:
                 # Whoever wanted it runs again, perhaps alone: that is not to fail, too.
                 self._rests_until = began + _REST
                 raise
-            took, count = self._now() - began, len(self._loads)
+            took, count = self._now() - began, sum(load.key is not None for load in self._loads)
             self._done_loading()
             self._stats.loaded_blocks += count
             self._stats.loading_seconds += took
-            self._load_seconds += _RECENT * (took / count - self._load_seconds)
+            if count:
+                self._loading_takes.took(took / count)
+
+    def _copy_in(self, load: _Load) -> None:
+        assert self.arena is not None
+        if load.slot is None:
+            data = self.arena.export_blocks(np.array([load.source], np.int32))
+        else:
+            data = self.memory.data[load.slot : load.slot + 1]
+        self.arena.import_blocks(np.array([load.block], np.int32), data)
 
     def _done_loading(self) -> None:
         for load in self._loads:
@@ -316,15 +316,23 @@ class Tiers:
         self._loads.clear()
         self._loading.clear()
 
-    def _keep(self, keys: Sequence[Key], data: Bytes) -> None:
-        self._stats.spilled_blocks += len(keys)
-        for key, block in zip(keys, data, strict=True):
+    def _copy_out(self, spills: Sequence[_Spill]) -> None:
+        """To host memory, and on their way to the disk as far as it keeps up."""
+        assert self.arena is not None
+        try:
+            blocks = np.array([spill.block for spill in spills], np.int32)
+            data = self.arena.export_blocks(blocks)
+        except Exception:
+            logger.exception("kv offload: %d blocks could not be copied out", len(spills))
+            return
+        self._stats.spilled_blocks += len(spills)
+        for spill, block in zip(spills, data, strict=True):
             slot = self.memory.take()
             if slot is not None:
                 self.memory.data[slot] = block
-                self.memory.put(key, slot)
+                self.memory.put(spill.key, slot)
             if self._writing * self._block_bytes < _WRITING_BYTES:
-                self._write(key, block)
+                self._write(spill.key, block)
 
     def after_step(self) -> None:
         """A step has been committed."""
@@ -360,10 +368,11 @@ class Tiers:
         disk = self.disk
         if disk is None or self._writer is None or disk.holds(key):
             return
+        data = block.copy()  # a row keeps all that were copied out with it
 
         def job() -> None:
             try:
-                disk.write(key, block)
+                disk.write(key, data)
             finally:
                 self._written.append(None)
 
@@ -381,7 +390,9 @@ class Tiers:
         """Whether so many blocks from host memory are had sooner than the tokens from ``start`` on
         are computed.
         """
-        return bool(num_blocks * self._load_seconds < self._computing.seconds(start, num_tokens))
+        return bool(
+            num_blocks * self._loading_takes.seconds < self._computing.seconds(start, num_tokens)
+        )
 
     def left_alone(self) -> None:
         self._stats.not_worth_loading += 1
@@ -398,9 +409,9 @@ class Tiers:
         assert self._reader is not None
         unread = sum(key not in self._reading for key in keys)
         blocks = len(self._reading) + unread
-        loading = len(keys) * self._load_seconds
+        loading = len(keys) * self._loading_takes.seconds
         computing = self._computing.seconds(start, num_tokens)
-        if blocks * self._read_seconds + loading >= computing:
+        if blocks * self._reading_takes.seconds + loading >= computing:
             self._stats.not_worth_loading += 1
             return None
         if unread > self.memory.num_takeable:
@@ -440,7 +451,7 @@ class Tiers:
         self._arrived.clear()
         while self._read:
             key, slot, whole, took = self._read[0]
-            self._read_seconds += _RECENT * (took - self._read_seconds)
+            self._reading_takes.took(took)
             if whole:
                 self.memory.put(key, slot, from_disk=True)
             else:
@@ -456,13 +467,14 @@ class Tiers:
 
     def is_ready(self, ahead: ReadAhead, now: float) -> bool:
         """Whether the request need not wait any longer."""
-        if ahead.remaining and now < ahead.deadline:
-            return False
+        return not ahead.remaining or now >= ahead.deadline
+
+    def waited(self, ahead: ReadAhead) -> None:
+        """The request has waited as long as it will."""
         if ahead.remaining:
             self._stats.reads_late += 1
         else:
             self._stats.reads_in_time += 1
-        return True
 
     def end(self, ahead: ReadAhead) -> None:
         """The request has been let in, or is no more."""
@@ -495,7 +507,7 @@ class Tiers:
             if time.monotonic() >= until:
                 break
             if not self.disk.holds(key):
-                self._write(key, self.memory.data[self.memory.slot(key)].copy())
+                self._write(key, self.memory.data[self.memory.slot(key)])
                 self._wait_for_writer(until)
         while self._writing and time.monotonic() < until:
             self._count_written()
@@ -522,6 +534,7 @@ class Tiers:
             stats.disk_bytes_read = disk.bytes_read
             stats.disk_bytes_written = disk.bytes_written
             stats.corrupted_blocks = disk.corrupted
+            stats.failed_reads = disk.failed_reads
             stats.failed_writes = disk.failed_writes
         return stats
 

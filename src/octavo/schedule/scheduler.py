@@ -192,6 +192,8 @@ class Scheduler:
                 self.policy.push(seq)
                 seq.status = Status.WAITING
                 self.fetching.remove(seq)
+                if seq.ahead is not None:
+                    tiers.waited(seq.ahead)
 
     def _end_ahead(self, seq: Sequence) -> None:
         """What was read for it may be evicted again."""

@@ -214,6 +214,11 @@ TIER_COUNTERS = (
         lambda s: _tiers(s).corrupted_blocks,
     ),
     _Reading(
+        "kv_offload_failed_reads",
+        "Blocks on disk that could not be read, and stay there.",
+        lambda s: _tiers(s).failed_reads,
+    ),
+    _Reading(
         "kv_offload_failed_writes",
         "Blocks that could not be written to disk.",
         lambda s: _tiers(s).failed_writes,

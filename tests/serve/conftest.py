@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+import uvloop
 from serve_fakes import FakeEngine, served_model
 
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.model import ServedModel
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """What the server runs on."""
+    return {"uvloop": uvloop.new_event_loop}
+
 
 MakeClient = Callable[..., httpx.AsyncClient]
 

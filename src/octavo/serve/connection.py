@@ -1,25 +1,44 @@
-"""HTTP connections that cannot be held open or filled up by a request that never begins.
+"""HTTP connections that nobody holds open for nothing, and whose loss is noticed at once.
 
-uvicorn bounds neither the length of a request's head nor the time it may take; what is no HTTP it
-answers in plain text; and it loses the body of a request that offers another protocol, as Java's
-HTTP client does with each (``Upgrade: h2c``).
+uvicorn bounds neither the length of a request's head nor the time it may take, nor the time that a
+client may take nothing of its answer; what is no HTTP it answers in plain text; it loses the body
+of a request that offers another protocol, as Java's HTTP client does with each (``Upgrade: h2c``);
+and while a pipelined request waits it no longer reads, so that nothing tells it of a client that
+has left. Here requests are not pipelined: who sends one before the last is answered has the
+connection closed after that answer, as RFC 9112, section 9.3.2, lets clients expect.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import struct
+from contextlib import suppress
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
 from octavo.serve.writer import DirectWrite
 
+log = logging.getLogger(__name__)
+
 _LONGEST_HEAD = 64 << 10  # bytes of request line and headers; what one read brings may exceed it
 _HEAD_TIMEOUT = 30.0  # seconds
+# What is read away of a body whose request is already answered, so that the answer gets through;
+# it has the time of a head.
+_MOST_UNREAD = 64 << 20  # bytes
+_MOST_PIPELINED = 1 << 20  # bytes of further requests, read away while one is being answered
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
+
+
+class _Pipelined(Exception):
+    """A request begins while another is being answered."""
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -37,6 +56,10 @@ class _Parser(httptools.HttpRequestParser):
         while True:
             try:
                 return super().feed_data(data)
+            except httptools.HttpParserCallbackError as error:
+                if not isinstance(error.__context__, _Pipelined):
+                    raise
+                return None
             except httptools.HttpParserUpgrade as upgrade:
                 head = self._connection.head_without_offer()
                 if head is None:
@@ -45,48 +68,112 @@ class _Parser(httptools.HttpRequestParser):
 
 
 class Connection(HttpToolsProtocol):
+    """One client's. At most one timer runs for what it has to send, one for what it has to take."""
+
     _offer = False  # the head just read offers another protocol, and will be read again
-    _in_head = False
+    _reading: Literal["", "head", "body"] = ""  # the part of a request that is not complete
     _head_bytes = 0
+    _unread = 0  # bytes received that nobody wants
+    _keep_alive = True  # whether the client lets the connection stay
+    _pipelined = False  # nothing of what comes is read any more
     _timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
+    _unsent = 0  # bytes, when the write timer was set
+
+    def __init__(self, serve: ServeConfig, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._write_timeout = serve.stream_write_timeout
+        self._idle_timeout = serve.keep_alive_timeout
+
+    # What the client sends
 
     def connection_made(self, transport: Any) -> None:
         self.parser = _Parser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         super().connection_made(transport)
-        self._start_timer()
+        self._expect_within(_HEAD_TIMEOUT)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._stop_write_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._pipelined:
+            self._throw_away(data, _MOST_PIPELINED)
+            return
         super().data_received(data)
-        if self._in_head:
+        if self._reading == "head":
             self._head_bytes += len(data)
             if self._head_bytes > _LONGEST_HEAD:
                 self._refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
+        elif self._reading == "body" and self._answered:
+            self._throw_away(data, _MOST_UNREAD)
 
     def on_message_begin(self) -> None:
+        if not self._answered:
+            self._pipelined = True
+            self._unread = 0
+            self.cycle.keep_alive = False
+            raise _Pipelined
         super().on_message_begin()
-        self._in_head = True
+        self._reading = "head"
         self._head_bytes = 0
-        self._start_timer()
+        self._expect_within(_HEAD_TIMEOUT)
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
-        self._stop_timer()
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
-        if not self._offer:
-            super().on_headers_complete()
-            if self.cycle is not None and self.cycle.scope is self.scope:
-                DirectWrite(self.cycle).attach(cast(Scope, self.scope))
+        if self._offer:
+            return
+        super().on_headers_complete()
+        self._reading = "body"
+        self._unread = 0
+        self._stop_timer()
+        # Who is answered before it was given leave to send its body may send it or not: what
+        # comes next cannot be told. The body's first bytes settle it.
+        self._keep_alive = self.cycle.keep_alive
+        if self.expect_100_continue:
+            self.cycle.keep_alive = False
+        DirectWrite(self.cycle).attach(cast(Scope, self.scope))
+
+    def on_body(self, body: bytes) -> None:
+        if self.expect_100_continue and not self.cycle.response_started:
+            self.expect_100_continue = False
+            self.cycle.keep_alive = self._keep_alive
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
-        if not self._offer:
-            super().on_message_complete()
+        if self._offer:
+            return
+        self._reading = ""
+        super().on_message_complete()
+        if self._answered:
+            self._expect_within(self._idle_timeout)
+
+    def on_response_complete(self) -> None:
+        """Not uvicorn's, whose timer for idle connections any byte would stop."""
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            self._watch_writing()
+            return
+        self.flow.resume_reading()
+        self._expect_within(_HEAD_TIMEOUT if self._reading else self._idle_timeout)
+
+    def shutdown(self) -> None:
+        self._keep_alive = False
+        super().shutdown()
+
+    @property
+    def _answered(self) -> bool:
+        """Whether no answer is under way."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def _throw_away(self, data: bytes, most: int) -> None:
+        self._unread += len(data)
+        if self._unread > most:
+            self._reset()
 
     def head_without_offer(self) -> bytes | None:
         """The request's head without what offers another protocol; None if nothing does."""
@@ -103,20 +190,67 @@ class Connection(HttpToolsProtocol):
         self._refuse(400, "this is not an HTTP request")
 
     def _refuse(self, status: int, message: str) -> None:
-        self._in_head = False
+        if self._reading == "body":
+            if self.cycle.response_started:
+                self._reset()  # another answer would be taken for a part of that one
+                return
+            self.cycle.disconnected = True  # so that its own answer does not follow this one
+            self.cycle.message_event.set()
+        self._reading = ""
         body = ApiError(status, message).body()
         head = (
             f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self._hang_up()
 
-    def _start_timer(self) -> None:
-        if self._timer is None:
-            self._timer = self.loop.call_later(_HEAD_TIMEOUT, self.transport.close)
+    def _expect_within(self, seconds: float) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(seconds, self._hang_up)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    # What the client takes
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_timer()
+
+    def _hang_up(self) -> None:
+        """Close once what is unsent is sent, if the client takes it."""
+        self.transport.close()
+        self._watch_writing()
+
+    def _watch_writing(self) -> None:
+        self._stop_write_timer()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self._write_timeout, self._check_writing)
+
+    def _check_writing(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._watch_writing()
+            return
+        log.warning("a client took nothing for %g s and is dropped", self._write_timeout)
+        self._reset()
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+    def _reset(self) -> None:
+        """Close at once: what the system has still to send is dropped too."""
+        with suppress(OSError):  # it is closed already
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, _RESET
+            )
+        self.transport.abort()

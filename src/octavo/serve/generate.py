@@ -144,9 +144,7 @@ class Generate:
             if charge is not None:
                 charge.of(exchange.records)
             if prepared.reply.request.stream:
-                writer = Writer(
-                    send, DirectWrite.of(scope), watch, self._config.stream_write_timeout
-                )
+                writer = Writer(send, DirectWrite.of(scope))
                 failure = await self._stream(prepared.reply, streams, watch, writer)
                 exchange.error_type = failure.type if failure is not None else ""
             else:

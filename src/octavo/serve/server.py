@@ -13,8 +13,9 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import uvicorn
 import uvloop
@@ -199,7 +200,7 @@ def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=Connection,
+            http=cast(type[asyncio.Protocol], partial(Connection, config)),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -207,7 +208,6 @@ def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
             server_header=False,
             root_path=config.root_path,
             backlog=_BACKLOG,
-            timeout_keep_alive=max(1, round(config.keep_alive_timeout)),
             timeout_graceful_shutdown=_LAST_BYTES,
         )
     )

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import weakref
 
 from starlette.types import Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-from octavo.serve.body import Watch
-
-log = logging.getLogger(__name__)
 
 _WRITE = "octavo.write"
 _KEEP_ALIVE = b": keep-alive\n\n"
@@ -50,6 +45,7 @@ class DirectWrite:
             cycle is not None
             and cycle.chunked_encoding is True
             and not (cycle.flow.write_paused or cycle.disconnected or cycle.response_complete)
+            and not cycle.transport.is_closing()
         )
 
     def write(self, data: bytes) -> None:
@@ -59,26 +55,26 @@ class DirectWrite:
 
 
 class Writer:
-    """Sends events, and gives up on a client that takes nothing for ``timeout`` seconds.
-
-    The answer begins with the first of them: until then it can still be another one.
+    """Sends events. The answer begins with the first of them: until then it can still be another
+    one.
     """
 
-    def __init__(
-        self, send: Send, direct: DirectWrite | None, watch: Watch, timeout: float
-    ) -> None:
+    def __init__(self, send: Send, direct: DirectWrite | None) -> None:
         self._send = send
         self._direct = direct
-        self._watch = watch
-        self._timeout = timeout
-        self._writing = False
+        self._sending = asyncio.Lock()
         self.begun = False
         self.last_write = time.monotonic()
 
     @property
     def ready(self) -> bool:
         """Whether `write_now` may be called."""
-        return self._direct is not None and self.begun and not self._writing and self._direct.ready
+        return self._direct is not None and self.begun and not self.busy and self._direct.ready
+
+    @property
+    def busy(self) -> bool:
+        """Whether something waits to be sent, before which nothing else may be."""
+        return self._sending.locked()
 
     def write_now(self, data: bytes) -> None:
         assert self._direct is not None
@@ -86,23 +82,14 @@ class Writer:
         self.last_write = time.monotonic()
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        self._writing = True
-        try:
-            async with asyncio.timeout(self._timeout):
-                if not self.begun:
-                    self.begun = True
-                    await self._send(
-                        {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
-                    )
+        async with self._sending:
+            if not self.begun:
                 await self._send(
-                    {"type": "http.response.body", "body": data, "more_body": not last}
+                    {"type": "http.response.start", "status": 200, "headers": _SSE_HEADERS}
                 )
+                self.begun = True
+            await self._send({"type": "http.response.body", "body": data, "more_body": not last})
             self.last_write = time.monotonic()
-        except TimeoutError:
-            log.warning("a client took nothing for %g s and is dropped", self._timeout)
-            self._watch.leave()
-        finally:
-            self._writing = False
 
 
 def keep_alive(writer: Writer, interval: float) -> asyncio.Task[None] | None:
@@ -112,8 +99,10 @@ def keep_alive(writer: Writer, interval: float) -> asyncio.Task[None] | None:
 
     async def beat() -> None:
         while True:
-            await asyncio.sleep(max(0.0, writer.last_write + interval - time.monotonic()))
-            if time.monotonic() - writer.last_write >= interval:
+            rest = writer.last_write + interval - time.monotonic()
+            if rest <= 0 and not writer.busy:
                 await writer.write(_KEEP_ALIVE)
+            else:
+                await asyncio.sleep(rest if rest > 0 else interval)
 
     return asyncio.create_task(beat())

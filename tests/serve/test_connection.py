@@ -1,0 +1,294 @@
+"""Connections as clients misuse them, over raw sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from serve_fakes import FakeEngine
+from serving import listening
+
+from octavo.serve.connection import Connection
+
+
+@pytest.fixture
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system keeps little of what the server sends and nobody reads."""
+    made = Connection.connection_made
+
+    def connection_made(self: Connection, transport: Any) -> None:
+        made(self, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not true():
+            await asyncio.sleep(0.002)
+
+
+class Peer:
+    """The client's end of a connection, with small buffers."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+
+    @staticmethod
+    async def of(url: str, sent: bytes = b"") -> Peer:
+        place = urlsplit(url)
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(connection, (place.hostname, place.port))
+        peer = Peer(connection)
+        await peer.send(sent)
+        return peer
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.get_running_loop().sock_sendall(self.socket, data)
+
+    async def send_until_reset(self, data: bytes) -> None:
+        """At most 99 MB."""
+        with suppress(ConnectionError):
+            for _ in range(99_000_000 // len(data)):
+                await self.send(data)
+            raise AssertionError("there is no end")
+
+    async def read(self, most: int = 1 << 16) -> bytes:
+        """b"" at the end of the connection."""
+        async with asyncio.timeout(20):
+            return await asyncio.get_running_loop().sock_recv(self.socket, most)
+
+    async def read_all(self) -> bytes:
+        """To the end; raises ConnectionResetError where that is a reset."""
+        parts = []
+        while part := await self.read():
+            parts.append(part)
+        return b"".join(parts)
+
+    async def read_until(self, end: bytes) -> bytes:
+        data = b""
+        while not data.endswith(end):
+            part = await self.read()
+            assert part, data
+            data += part
+        return data
+
+    def reset(self) -> None:
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.socket.close()
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether the other side has reset the connection, whatever is still to be read."""
+        return self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+
+def completion(content: bytes) -> bytes:
+    return (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\n\r\n%b" % (len(content), content)
+    )
+
+
+LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("stream", [b"true", b"false"])
+async def test_who_takes_nothing_is_gone(
+    engine: FakeEngine, stream: bytes, little_room: None
+) -> None:
+    """Not merely closed on: what its socket has still to be sent would keep it for ever."""
+    engine.max_model_len = 1 << 20
+    body = b'{"prompt": "a", "max_tokens": 2000, "logprobs": 20, "stream": %b}' % stream
+    async with listening(engine, stream_write_timeout=0.2) as url:
+        peer = await Peer.of(url, completion(body))
+        await until(lambda: peer.was_reset)
+        await until(lambda: not engine.streams)
+        peer.socket.close()
+
+
+async def test_who_takes_no_small_answer_is_gone(engine: FakeEngine, little_room: None) -> None:
+    """Too little to count as a full buffer, on a connection that is closed once it is sent."""
+    request = LIVE[:-2] + b"connection: close\r\n\r\n"
+    async with listening(engine, stream_write_timeout=0.2) as url:
+        peer = await Peer.of(url, request.replace(b"/live", b"/openapi.json"))
+        await until(lambda: peer.was_reset)
+        peer.socket.close()
+
+
+async def test_who_takes_little_by_little_is_served(engine: FakeEngine, little_room: None) -> None:
+    """In longer than it may take nothing, but never that long without taking something."""
+    engine.max_model_len = 1 << 20
+    body = b'{"prompt": "a", "max_tokens": 2000, "logprobs": 20}'
+    async with listening(engine, stream_write_timeout=0.3) as url:
+        peer = await Peer.of(url, completion(body))
+        head = b""
+        while not head.endswith(b"\r\n\r\n"):
+            head += await peer.read(1)
+        size = rest = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
+        assert rest > 400_000
+        while rest:
+            part = await peer.read(size // 40)
+            assert part
+            rest -= len(part)
+            await asyncio.sleep(0.02)
+        await peer.send(LIVE)
+        assert (await peer.read()).startswith(b"HTTP/1.1 200 ")
+        peer.socket.close()
+
+
+@pytest.mark.parametrize("streamed", [b"true", b"false"])
+async def test_the_loss_is_noticed_behind_a_pipelined_request(
+    engine: FakeEngine, streamed: bytes
+) -> None:
+    engine.auto = False
+    body = b'{"prompt": "a", "max_tokens": 400, "stream": %b}' % streamed
+    async with listening(engine) as url:
+        peer = await Peer.of(url, completion(body))
+        await until(lambda: len(engine.streams) == 1)
+        engine.step()
+        await peer.send(LIVE)
+        await asyncio.sleep(0.02)
+        peer.reset()
+        await until(lambda: len(engine.aborted) == 1)
+
+
+@pytest.mark.parametrize("streamed", [b"true", b"false"])
+@pytest.mark.parametrize("more", [LIVE, b"\0\1\2 no HTTP\r\n\r\n", b"GET /li", LIVE * 100])
+async def test_no_answer_is_disturbed_by_what_comes_behind_its_request(
+    engine: FakeEngine, streamed: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes whole, and then the connection ends."""
+    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
+    engine.auto = False
+    body = b'{"prompt": "a", "max_tokens": 3, "stream": %b}' % streamed
+    async with listening(engine) as url:
+        peer = await Peer.of(url, completion(body))
+        await until(lambda: len(engine.streams) == 1)
+        engine.step()
+        await peer.send(more)
+        await asyncio.sleep(0.1)
+        engine.step()
+        engine.step()
+        answer = await peer.read_all()
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b'"finish_reason":"length"' in answer
+        assert answer.endswith(b"0\r\n\r\n" if streamed == b"true" else b"}")
+        peer.socket.close()
+
+
+async def test_endless_requests_behind_one_end_it(engine: FakeEngine) -> None:
+    engine.auto = False
+    async with listening(engine) as url:
+        peer = await Peer.of(url, completion(b'{"prompt": "a", "max_tokens": 400}'))
+        await until(lambda: len(engine.streams) == 1)
+        await peer.send_until_reset(LIVE * 1000)
+        await until(lambda: len(engine.aborted) == 1)
+        peer.socket.close()
+
+
+async def test_a_broken_body_gets_no_second_answer(engine: FakeEngine) -> None:
+    """Chunks that are none: told in an answer where none has begun, else never."""
+    head = (
+        b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"transfer-encoding: chunked\r\n\r\n"
+    )
+    async with listening(engine) as url:
+        peer = await Peer.of(url, head % b"/v1/completions" + b"zz\r\n")
+        assert (await peer.read_all()).startswith(b"HTTP/1.1 400 ")
+        peer.socket.close()
+        peer = await Peer.of(url, head % b"/nothing")
+        assert (await peer.read()).startswith(b"HTTP/1.1 404 ")
+        await peer.send(b"zz\r\n")
+        with pytest.raises(ConnectionResetError):
+            assert await peer.read() != b""
+        peer.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "more"),
+    [
+        (LIVE, b"200", b"\r\n"),
+        (
+            b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n",
+            b"404",
+            b"x",
+        ),
+    ],
+)
+async def test_a_byte_now_and_then_holds_no_connection(
+    engine: FakeEngine,
+    request_: bytes,
+    status: bytes,
+    more: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.1)
+    async with listening(engine, keep_alive_timeout=0.1) as url:
+        peer = await Peer.of(url, request_)
+        assert (await peer.read()).startswith(b"HTTP/1.1 " + status)
+        ended = asyncio.create_task(peer.read())
+        async with asyncio.timeout(20):
+            while not ended.done():
+                try:
+                    await peer.send(more)
+                except OSError:
+                    break
+                await asyncio.sleep(0.01)
+        await asyncio.wait([ended])
+        assert ended.exception() is not None or ended.result() == b""
+        peer.socket.close()
+
+
+async def test_a_body_that_nobody_reads_has_an_end(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.serve.connection._MOST_UNREAD", 1 << 20)
+    async with listening(engine) as url:
+        peer = await Peer.of(
+            url, b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 100000000\r\n\r\n"
+        )
+        assert (await peer.read()).startswith(b"HTTP/1.1 404 ")
+        await peer.send_until_reset(bytes(1 << 20))
+        peer.socket.close()
+
+
+async def test_a_connection_stays_after_a_body_that_nobody_read(engine: FakeEngine) -> None:
+    async with listening(engine, keep_alive_timeout=0.2) as url:
+        peer = await Peer.of(url, b"POST /nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n")
+        assert (await peer.read()).startswith(b"HTTP/1.1 404 ")
+        await peer.send(b"123456789" + LIVE)
+        assert (await peer.read()).startswith(b"HTTP/1.1 200 ")
+        assert await peer.read() == b""
+        peer.socket.close()
+
+
+async def test_refused_while_it_waits_for_leave_to_send(engine: FakeEngine) -> None:
+    """Whether the body comes or the next request is not known: the connection ends."""
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    head, _, _ = completion(content).partition(b"\r\n\r\n")
+    asks = head + b"\r\nexpect: 100-continue\r\n\r\n"
+    async with listening(engine) as url:
+        peer = await Peer.of(url, asks)
+        assert await peer.read() == b"HTTP/1.1 100 Continue\r\n\r\n"
+        await peer.send(content)
+        answer = await peer.read()
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"connection: close" not in answer
+        engine.queue_full = 0
+        await peer.send(asks)
+        answer = await peer.read_all()
+        assert answer.startswith(b"HTTP/1.1 429 ")
+        assert b"connection: close" in answer
+        peer.socket.close()

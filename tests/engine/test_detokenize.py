@@ -197,6 +197,8 @@ def test_thousands_of_invalid_bytes_keep_flowing_and_nothing_piles_up() -> None:
     invalid = 3 + 0xFF
     for _ in range(5000):
         assert detokenizer.push([invalid]).text == "\ufffd"
+        # What the next token's cost can depend on.
+        assert (detokenizer._held, detokenizer._decoder.getstate()[0]) == ("", b"")
     assert detokenizer.finish() == ""
 
 

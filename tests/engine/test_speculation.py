@@ -165,6 +165,7 @@ def answers(engine: Engine, requests: int, **params: Any) -> tuple[dict[Any, Ans
         {"max_tokens": 1},
         {"max_tokens": 2},
         {"max_tokens": 80, "stop": ("ab", "cde", "é"), "n": 2},
+        {"max_tokens": 80, "stop": ("ab", "c"), "logprobs": 2},
         {"max_tokens": 80, "stop": ("ab",), "include_stop_str_in_output": True, "min_tokens": 30},
         {"max_tokens": 200, "logprobs": 2, "n": 3},
         {"max_tokens": 200, "logprobs": 0, "min_tokens": 9, "stop_token_ids": (5,)},

@@ -17,17 +17,27 @@ from typing import Any
 import httpx
 import pytest
 
+import strict_json
+
 pytest.importorskip("octavo._native")
 
 START = """
-import sys
+import json, sys
 from octavo.engine.load import EngineConfig
 from octavo.serve import ServeConfig, run
 engine = EngineConfig(
-    kv_cache_memory_bytes=48 << 20, max_num_seqs=16, enable_prefix_caching=sys.argv[3] == "cached"
+    **{"kv_cache_memory_bytes": 48 << 20, "max_num_seqs": 16} | json.loads(sys.argv[4]),
+    enable_prefix_caching=sys.argv[3] == "cached",
 )
 sys.exit(run(sys.argv[1], engine, ServeConfig(port=int(sys.argv[2]), served_model_name=("m",))))
 """
+MODEST: dict[str, Any] = {}
+LARGEST = {
+    "max_model_len": 512,
+    "max_num_seqs": 1024,
+    "max_num_batched_tokens": 1024,
+    "kv_cache_memory_bytes": 25 << 20,  # 22.5 KiB a token
+}
 PROMPT = "The capital of France is"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -41,10 +51,11 @@ def free_port() -> int:
 
 @contextmanager
 def serving(
-    model: Path, port: int, cache: str = "cached"
+    model: Path, port: int, cache: str = "cached", settings: dict[str, Any] = MODEST
 ) -> Iterator[tuple[httpx.Client, subprocess.Popen[bytes]]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", START, str(model), str(port), cache], stderr=subprocess.DEVNULL
+        [sys.executable, "-c", START, str(model), str(port), cache, json.dumps(settings)],
+        stderr=subprocess.DEVNULL,
     )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
@@ -149,9 +160,40 @@ def test_refused_by_name(client: httpx.Client, body: dict[str, Any], names: str)
     before = complete(client)["choices"]
     answer = client.post(COMPLETIONS, json={"prompt": PROMPT, "max_tokens": 4} | body)
     assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+    error = strict_json.loads(answer.text)["error"]
     assert names in error["message"] + str(error["param"])
     assert complete(client)["choices"] == before
+
+
+def test_a_neighbour_of_what_is_refused_is_unchanged(client: httpx.Client) -> None:
+    """Bit for bit: logits too."""
+    neighbour = {"max_tokens": 60, "logprobs": 5, "ignore_eos": True}
+    alone = complete(client, **neighbour)["choices"]
+    bad = {"prompt": PROMPT, "stop_token_ids": [49152], "min_tokens": 1}
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(complete, client, **neighbour)
+        refused = 0
+        while not beside.done():
+            assert client.post(COMPLETIONS, json=bad).status_code == 400
+            refused += 1
+        assert beside.result()["choices"] == alone
+    assert refused > 1
+
+
+def test_what_is_advertised_runs(smollm2_path: Path) -> None:
+    """One token all over the context, everything in one step, on a cache of two such sequences."""
+    with serving(smollm2_path, free_port(), "cached", LARGEST) as (client, _):
+        (model,) = client.get("/v1/models").json()["data"]
+        context = model["max_model_len"]
+        assert context == 512
+        body = {"prompt": [[7] * (context - 1)] * 2, "ignore_eos": True}
+        full = complete(client, max_tokens=1, **body)
+        assert full["usage"]["prompt_tokens"] == 2 * (context - 1)
+        assert complete(client, max_tokens=1, **body)["choices"] == full["choices"]
+        body["prompt"] = [[7] * (context - 100)] * 2
+        assert complete(client, max_tokens=100, **body)["usage"]["completion_tokens"] == 200
+        over = {"prompt": [7] * context, "max_tokens": 1}
+        assert client.post(COMPLETIONS, json=over).status_code == 400
 
 
 def test_numbers_that_json_has_not(client: httpx.Client) -> None:
@@ -162,11 +204,7 @@ def test_numbers_that_json_has_not(client: httpx.Client) -> None:
             headers={"content-type": "application/json"},
         )
         assert answer.status_code == 400
-
-        def refuse(constant: str) -> None:
-            raise AssertionError(f"the error body has {constant}")
-
-        json.loads(answer.content, parse_constant=refuse)
+        strict_json.loads(answer.text)
 
 
 def test_a_large_top_k_means_all(client: httpx.Client) -> None:
@@ -205,6 +243,32 @@ def test_usage_of_a_stream(client: httpx.Client, usage: bool | None) -> None:
         assert chunks[-1]["usage"]["completion_tokens"] == 5
     text = "".join(choice["text"] for chunk in chunks for choice in chunk["choices"])
     assert text == complete(client, max_tokens=5)["choices"][0]["text"]
+
+
+def test_the_first_delta_and_the_reason_before_the_end(client: httpx.Client) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 5, "stream": True}
+    lines = client.post(CHAT, json=body).text.split("\n")
+    chunks = [strict_json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert choices[0]["delta"]["role"] == "assistant"
+    assert isinstance(choices[0]["delta"]["content"], str)
+    assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+    assert choices[-1]["finish_reason"] in ("stop", "length")
+
+
+def test_characters_of_several_tokens_arrive_whole(client: httpx.Client) -> None:
+    """Whatever bytes the model is made to say: the sum of the parts is the whole."""
+    bias = {
+        str(token): 100
+        for token in client.post("/tokenize", json={"prompt": "🙂日é"}).json()["tokens"]
+    }
+    body: dict[str, Any] = {"logit_bias": bias, "max_tokens": 200, "temperature": 1.0, "seed": 4}
+    body |= {"prompt": PROMPT, "ignore_eos": True}
+    whole = client.post(COMPLETIONS, json=body).json()["choices"][0]["text"]
+    lines = client.post(COMPLETIONS, json=body | {"stream": True}).text.split("\n")
+    deltas = [json.loads(line[6:])["choices"][0]["text"] for line in lines if line[:7] == "data: {"]
+    assert "".join(deltas) == whole
+    assert any(ord(letter) > 0xFF for letter in whole)
 
 
 def test_two_choices_share_the_prompt(client: httpx.Client) -> None:

@@ -15,12 +15,14 @@ import httpx
 import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, events
 from serving import PacedExecutor, listening, real_engine, started
+from test_access_log import logged
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.execute.batch import Batch, StepResult
 from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.serve.keys import ApiKey
+from octavo.serve.logs import JsonFormatter
 from octavo.serve.workers import Workers
 
 ASK = {"prompt": "hello", "max_tokens": 300, "seed": 1}
@@ -370,7 +372,16 @@ async def test_who_is_killed_frees_its_blocks_within_a_step(streamed: bool) -> N
 
 
 async def test_one_life_of_five_that_leave_in_every_count() -> None:
-    """Log, usage and metrics, all of the same five records."""
+    """Log and metrics, all of the same five records."""
+    with logged(JsonFormatter()) as written:
+        await five_that_leave()
+    lines = map(json.loads, written.getvalue().splitlines())
+    left = [line for line in lines if line["path"] == "/v1/completions"]
+    assert [(line["status"], line["outcome"]) for line in left] == [(499, "aborted")] * 5
+    assert sum(line["prompt_tokens"] for line in left) == 150
+
+
+async def five_that_leave() -> None:
     async with serving(pause=0.005) as (client, engine, _):
         kept: list[RequestRecord] = []
         engine.engine.observers.append(Kept(kept))

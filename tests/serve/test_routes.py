@@ -8,8 +8,9 @@ import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, served_model
 
 import octavo
+from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
-from octavo.serve.gate import PROBES
+from octavo.serve.gate import PROBES, Gate
 from octavo.serve.protocol import (
     LABELS,
     NEUTRAL_CHAT,
@@ -107,12 +108,15 @@ async def test_probes(client: httpx.AsyncClient, engine: FakeEngine) -> None:
 
 PATHS = [
     *("/v1/models", "/v1/models/tiny", "/v1/completions", "/v1/chat/completions", "/tokenize"),
-    *("/detokenize", "/metrics", "/version", "/docs", "/openapi.json", "/nothing"),
+    *("/detokenize", "/metrics", "/requests", "/version", "/docs", "/openapi.json", "/nothing"),
 ]
 
 
-async def test_keys(make_client: Any) -> None:
+async def test_keys(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(api_key=("first", "second"))
+    gate = create_app(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
+    assert isinstance(gate, Gate)
+    assert gate._paths - PROBES - {"/v1/models/{model:path}"} <= set(PATHS)  # every route there is
     for path in PATHS:
         for method in ("GET", "POST"):
             for key in (None, "Bearer", "Bearer ", "Bearer third", "Basic first", "first"):

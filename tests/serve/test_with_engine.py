@@ -132,6 +132,17 @@ async def test_many_streams_aborted_and_then_a_normal_load() -> None:
     rng = random.Random(1)
     async with serving(pause=0.0005, num_blocks=200) as (client, engine, executor):
 
+        async def normal_load() -> int:
+            """Tokens that go through the model for it."""
+            executor.pause = 0.0
+            before = engine.stats().computed_tokens
+            answers = await asyncio.gather(*(complete(client, max_tokens=20) for _ in range(32)))
+            assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+            return engine.stats().computed_tokens - before
+
+        at_first = await normal_load()
+        executor.pause = 0.0005
+
         async def leave() -> None:
             body = {"prompt": "x" * rng.randrange(1, 100), "max_tokens": 300, "stream": True}
             task = asyncio.create_task(client.post("/v1/completions", json=body))
@@ -143,9 +154,10 @@ async def test_many_streams_aborted_and_then_a_normal_load() -> None:
             while engine.stats().running or engine.stats().waiting:
                 await asyncio.sleep(0.01)
         assert engine.stats().kv_blocks_used == 0
-        executor.pause = 0.0
-        answers = await asyncio.gather(*(complete(client, max_tokens=20) for _ in range(32)))
-        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        assert await normal_load() == at_first  # nothing is done for anybody else
+        stats, scheduler = engine.stats(), engine.engine.scheduler
+        assert (stats.kv_blocks, stats.kv_blocks_used) == (200, 0)
+        assert scheduler.kv.num_free_slots == scheduler.config.max_num_seqs
         found = await values(client)
         assert (
             found["request_success_totalabort"] + found["request_success_totallength"]

@@ -148,7 +148,7 @@ async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_l
     told = Told(inner)
     schedule = inner.scheduler.schedule
 
-    def fail(now: float, proposer: object) -> None:
+    def fail(*_: object) -> None:
         raise KeyError("injected")
 
     inner.scheduler.schedule = fail  # type: ignore[assignment,method-assign]

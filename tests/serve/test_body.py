@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 import threading
@@ -12,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from octavo.serve.body import convert, decode_object, read_body
-from octavo.serve.errors import ApiError
+from octavo.serve.body import Bodies, convert, decode_object
+from octavo.serve.errors import ApiError, ClientGone, TooMany
 from octavo.serve.protocol import ChatRequest, CompletionRequest, parse
+
+JSON_HEAD = {b"content-type": b"application/json"}
 
 
 @pytest.mark.parametrize(
@@ -64,9 +67,67 @@ async def test_a_body_without_end_is_not_read_for_ever(monkeypatch: pytest.Monke
         return {"type": "http.request", "body": b"x" * 100, "more_body": True}
 
     with pytest.raises(ApiError) as raised:
-        await read_body({b"content-type": b"application/json"}, receive, 200)
+        async with Bodies(200).read(JSON_HEAD, receive):
+            raise AssertionError
     assert raised.value.status == 413
     assert read > 1000, "what is a little too long is read away, so that the answer gets through"
+
+
+class Slow:
+    """A body of which the test says what has come."""
+
+    def __init__(self) -> None:
+        self._come: asyncio.Queue[Message] = asyncio.Queue()
+
+    def come(self, size: int, *, more: bool = True) -> None:
+        self._come.put_nowait({"type": "http.request", "body": bytes(size), "more_body": more})
+
+    def leave(self) -> None:
+        self._come.put_nowait({"type": "http.disconnect"})
+
+    async def receive(self) -> Message:
+        return await self._come.get()
+
+
+async def test_all_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what has come of them, until they have been worked on; however each ends."""
+    monkeypatch.setattr("octavo.serve.body._IN_FLIGHT", 1000)
+    bodies, done = Bodies(300), asyncio.Event()
+
+    async def read(slow: Slow, announced: int = 300) -> int:
+        head = JSON_HEAD | {b"content-length": b"%d" % announced}
+        async with bodies.read(head, slow.receive) as body:
+            await done.wait()
+            return len(body)
+
+    slows = [Slow() for _ in range(5)]
+    tasks = [asyncio.create_task(read(slow)) for slow in slows]
+    await asyncio.sleep(0)
+    assert bodies.free == 1000  # announced alone is nothing
+    for slow in slows[:4]:
+        slow.come(240)
+    await asyncio.sleep(0)
+    assert bodies.free == 40
+    with pytest.raises(TooMany):  # before anything of it is read
+        await read(Slow(), announced=41)
+    slows[4].come(41)
+    with pytest.raises(TooMany) as refused:
+        await tasks[4]
+    assert refused.value.headers["Connection"] == "close"
+    slows[0].come(61)  # beyond its own limit: not kept, but what was there is
+    slows[1].leave()
+    slows[2].come(10, more=False)
+    with pytest.raises(ClientGone):
+        await tasks[1]
+    slows[0].come(0, more=False)
+    with pytest.raises(ApiError, match="longer than 300 bytes"):
+        await tasks[0]
+    tasks[3].cancel()
+    done.set()
+    assert await tasks[2] == 250
+    with suppress(asyncio.CancelledError):
+        await tasks[3]
+    assert bodies.free == 1000
 
 
 def test_accepted() -> None:

@@ -192,6 +192,18 @@ async def test_what_would_miss_its_target_is_refused() -> None:
         assert refused.status_code == 429
         assert "the first token would take" in refused.json()["error"]["message"]
         assert int(refused.headers["retry-after-ms"]) > 0
+        # However a client writes that it can wait.
+        content = json.dumps(ASK | {"slo": {"ttft": 1e6}}).replace('"slo"', '"\\u0073lo"')
+        tasks.append(
+            asyncio.create_task(
+                client.post(
+                    "/v1/completions",
+                    content=content,
+                    headers={"content-type": "application/json"},
+                )
+            )
+        )
+        await until(lambda: engine.stats().waiting == 7)
         slow = await ask(client, slo={"ttft": 1e6, "tpot": 1e-3})
         assert slow.status_code == 429
         assert "the token would take" in slow.json()["error"]["message"]
@@ -475,6 +487,39 @@ async def test_bodies_that_wait_for_a_thread_have_a_bound(
         answer = await client.post(path, json={"prompt": "a"})
         assert answer.status_code == 429
         assert answer.headers["retry-after"] == "1"
+
+
+async def test_texts_that_are_only_tokenized_take_nobodys_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor do those that wait to be generated take theirs; and /ready is of the latter."""
+    going, stuck = threading.Event(), []
+    encode = ByteTokenizer.encode
+
+    def slow(self: ByteTokenizer, text: str, **kwargs: bool) -> list[int]:
+        if text.startswith("slow"):
+            stuck.append(text)
+            going.wait(20)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    async with serving(max_num_seqs=2, max_num_queued_reqs=1) as (client, _, _):
+        tasks = [
+            asyncio.create_task(client.post("/tokenize", json={"prompt": "slow"}))
+            for _ in range(12)
+        ]
+        await until(lambda: bool(stuck))
+        assert (await ask(client, max_tokens=5)).status_code == 200
+        assert (await client.get("/ready")).status_code == 200
+        asked = [ask(client, prompt="slow", max_tokens=5) for _ in range(3)]
+        await until(lambda: len(stuck) == 4)
+        refused = await ask(client, max_tokens=5)
+        assert refused.status_code == 429
+        unready = await client.get("/ready")
+        assert unready.status_code == 503
+        assert unready.json()["error"]["message"] == refused.json()["error"]["message"]
+        going.set()
+        assert {(await task).status_code for task in (*tasks, *asked)} == {200}
 
 
 async def test_a_worker_that_fails_gives_its_place_back() -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
 
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
-from octavo.serve.errors import ApiError
+from octavo.serve.body import unless_gone
+from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import Door
 from octavo.serve.workers import Workers
@@ -61,3 +63,46 @@ async def test_a_refused_body_is_let_go_of_at_once() -> None:
         assert held[0]() is None
     finally:
         gc.enable()
+
+
+async def test_what_waits_for_a_thread_is_let_go_of_when_its_client_leaves() -> None:
+    """Its work is never begun, and its place is free at once."""
+    going, leave = threading.Event(), asyncio.Event()
+    workers, begun = Workers(threads=1), []
+    first = workers.run(lambda _: going.wait(20), b"")
+
+    async def receive() -> Message:
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    gone = [
+        asyncio.create_task(unless_gone(receive, workers.run(begun.append, b""))) for _ in range(3)
+    ]
+    while workers.pending < 4:
+        await asyncio.sleep(0)
+    leave.set()
+    for task in gone:
+        with pytest.raises(ClientGone):
+            await task
+    assert workers.pending == 1
+    going.set()
+    await first
+    assert await workers.run(len, b"123") == 3  # after all others
+    assert begun == []
+
+
+async def test_work_that_comes_to_its_end_and_work_that_is_cancelled() -> None:
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def work(seconds: float) -> int:
+        await asyncio.sleep(seconds)
+        return 5
+
+    assert await unless_gone(receive, asyncio.create_task(work(0))) == 5
+    task = asyncio.create_task(unless_gone(receive, asyncio.create_task(work(20))))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import LatencyTarget
 from octavo.serve import chat, completions, routes
+from octavo.serve.body import Bodies
 from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
@@ -36,11 +37,13 @@ def create_app(
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
     metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
     engine.observe(metrics)
+    bodies = Bodies(config.max_request_bytes)
     workers = Workers()
     models = routes.Models(model)
-    probes = routes.Probes(engine)
-    generate = partial(Generate, engine, config, metrics, workers)
-    worker = partial(routes.Worker, config, workers)
+    probes = routes.Probes(engine, workers)
+    generate = partial(Generate, engine, config, metrics, bodies, workers)
+    # Threads of their own, so that neither takes the other's place.
+    worker = partial(routes.Worker, bodies, Workers(threads=1))
     get, post = ["GET"], ["POST"]
     table = [
         Route("/v1/models", models.list, methods=get),

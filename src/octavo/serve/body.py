@@ -11,8 +11,8 @@ import asyncio
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
 from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, TypeVar
@@ -20,64 +20,125 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from octavo.serve.errors import ApiError, ClientGone
+from octavo.serve.errors import ApiError, ClientGone, TooMany
 
 T = TypeVar("T")
 
 _DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
 _TIMEOUT = 120.0  # seconds for the whole body
+_IN_FLIGHT = 64 << 20  # bytes of all bodies together; or two of the longest
 _CONTAINERS = 1 << 16  # lists and objects in a body at most
 _AT_ONCE = 1 << 16  # of these, or quotation marks, in what C may scan in one go; no more than there
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
 
 
-async def read_body(headers: Mapping[bytes, bytes], receive: Receive, limit: int) -> bytes:
-    """The whole body, at most ``limit`` bytes.
-
-    Raises `ApiError` 408, 413 or 415, `ClientGone`.
+class Bodies:
+    """Reads bodies: each within a limit, and all that are being read or worked on within one of
+    memory. Used on the event loop's thread only.
     """
+
+    def __init__(self, limit: int) -> None:
+        """``limit``: bytes that one body may have."""
+        self._limit = limit
+        self.free = max(_IN_FLIGHT, 2 * limit)  # bytes
+
+    @asynccontextmanager
+    async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
+        """The whole body, which counts until the context is left.
+
+        Raises `ApiError` 408, 413 or 415, `TooMany`, `ClientGone`.
+        """
+        size = _declared(headers)
+        if size > self._limit:
+            if size > _DISCARD or b"expect" in headers:
+                raise _too_long(self._limit)
+        else:
+            # Counted is only what has come: to announce a body is no way to keep others out.
+            self._check(size)
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._check(size)
+            self.free -= size
+            held += size
+
+        try:
+            try:
+                async with asyncio.timeout(_TIMEOUT):
+                    body = await _received(receive, self._limit, hold)
+            except TimeoutError:
+                raise ApiError(
+                    408,
+                    f"the body did not come within {_TIMEOUT:g} s",
+                    headers={"Connection": "close"},
+                ) from None
+            yield body
+        finally:
+            self.free += held
+
+    def _check(self, size: int) -> None:
+        if size > self.free:
+            error = TooMany("too many bytes of request bodies are being read", None, "capacity")
+            error.headers["Connection"] = "close"  # rather than to read away what follows
+            raise error
+
+
+def _declared(headers: Mapping[bytes, bytes]) -> int:
+    """Bytes, by the head; 0 where it does not say. Raises `ApiError` 415."""
     media = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
     # Asking for it by name also keeps out what a browser may post to another origin unasked.
     if media != b"application/json":
         raise ApiError(415, "the Content-Type must be application/json")
-    declared = headers.get(b"content-length", b"")
-    size = int(declared) if declared.isdigit() else 0
-    too_long = ApiError(
+    size = headers.get(b"content-length", b"")
+    return int(size) if size.isdigit() else 0
+
+
+async def _received(receive: Receive, limit: int, hold: Callable[[int], None]) -> bytes:
+    parts: list[bytes] = []
+    read, more = 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        part = message.get("body", b"")
+        more = message.get("more_body", False)
+        read += len(part)
+        if read <= limit:
+            hold(len(part))
+            parts.append(part)
+        elif read > _DISCARD:
+            raise _too_long(limit)
+        else:
+            parts.clear()
+    if read > limit:
+        raise _too_long(limit)
+    return b"".join(parts)
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(
         413, f"the request body is longer than {limit} bytes", headers={"Connection": "close"}
     )
-    if size > limit and (size > _DISCARD or b"expect" in headers):
-        raise too_long
-    parts = []
-    read = 0
-    more = True
+
+
+async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
+    """What comes of ``work``; it is cancelled if the client leaves, which raises `ClientGone`."""
+    watch = Watch(receive, work.cancel)
     try:
-        async with asyncio.timeout(_TIMEOUT):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientGone
-                part = message.get("body", b"")
-                read += len(part)
-                if read <= limit:
-                    parts.append(part)
-                elif read > _DISCARD:
-                    raise too_long
-                else:
-                    parts.clear()
-                more = message.get("more_body", False)
-    except TimeoutError:
-        raise ApiError(
-            408, f"the body did not come within {_TIMEOUT:g} s", headers={"Connection": "close"}
-        ) from None
-    if read > limit:
-        raise too_long
-    return b"".join(parts)
+        return await work
+    except asyncio.CancelledError:
+        if watch.gone:
+            raise ClientGone from None
+        raise
+    finally:
+        await watch.close()
 
 
 class Watch:
     """Notices that the client leaves, in every state of its request."""
 
-    def __init__(self, receive: Receive, on_gone: Callable[[], None]) -> None:
+    def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:
         self.gone = False
         self._receive = receive
         self._on_gone = on_gone

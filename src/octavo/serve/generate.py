@@ -24,7 +24,7 @@ from octavo.schedule.request import (
     Request,
     RequestRecord,
 )
-from octavo.serve.body import Watch, read_body
+from octavo.serve.body import Bodies, Watch, unless_gone
 from octavo.serve.config import ServeConfig
 from octavo.serve.deltas import Gaps, Together
 from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, unavailable
@@ -41,6 +41,8 @@ from octavo.serve.writer import DirectWrite, Writer, keep_alive
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+# What a body has that may have terms of its own; letters may be written as escapes.
+_TERMS = b'"slo"', b'"priority"', rb"\u006", rb"\u007"
 
 
 class Prepared(NamedTuple):
@@ -63,12 +65,14 @@ class Generate:
         engine: AsyncEngine,
         config: ServeConfig,
         metrics: Metrics,
+        bodies: Bodies,
         workers: Workers,
         prepare: Callable[[bytes], Prepared],
     ) -> None:
         self._engine = engine
         self._config = config
         self._metrics = metrics
+        self._bodies = bodies
         self._workers = workers
         self._prepare = prepare
 
@@ -107,15 +111,8 @@ class Generate:
         exchange: Exchange,
         charge: Charge | None,
     ) -> None:
-        body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
         key = None if exchange.account is None else exchange.account.key
-        # Others have come meanwhile; and who asks for nothing of its own is known by now.
-        asks = None
-        if b'"slo"' not in body and b'"priority"' not in body:
-            asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
-            if key is not None:
-                asks.client, asks.priority = key.name, key.priority
-        self._engine.check_room(self._workers.pending, asks)
+        prepared = await self._read(scope, receive, key)
         streams: list[Stream] = []
 
         def abort() -> None:
@@ -124,9 +121,6 @@ class Generate:
 
         watch = Watch(receive, abort)
         try:
-            prepared = await self._workers.run(self._prepare, body)
-            if watch.gone:
-                raise ClientGone
             exchange.answer_id = prepared.reply.id
             exchange.asked = prepared.reply.request
             exchange.model = prepared.reply.model.name
@@ -152,6 +146,17 @@ class Generate:
         finally:
             abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
+
+    async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> Prepared:
+        async with self._bodies.read(headers_of(scope), receive) as body:
+            # Others have come meanwhile; and who asks for nothing of its own is known by now.
+            asks = None
+            if not any(term in body for term in _TERMS):
+                asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
+                if key is not None:
+                    asks.client, asks.priority = key.name, key.priority
+            self._engine.check_room(self._workers.pending, asks)
+            return await unless_gone(receive, self._workers.run(self._prepare, body))
 
     def _on_terms(self, prepared: Prepared, key: ApiKey | None) -> None:
         """Whose requests they are, how urgent, and promised what latency: as they say themselves,

@@ -11,8 +11,7 @@ from starlette.types import Receive, Scope, Send
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import AdmissionError
-from octavo.serve.body import decode_object, read_body
-from octavo.serve.config import ServeConfig
+from octavo.serve.body import Bodies, decode_object, unless_gone
 from octavo.serve.errors import ApiError, unavailable
 from octavo.serve.gate import headers_of, send_json
 from octavo.serve.metrics import Metrics
@@ -59,8 +58,10 @@ class Models:
 class Probes:
     """``/live`` asks: is the process beyond help? ``/ready``: would it take a request now?"""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: AsyncEngine, workers: Workers) -> None:
+        """``workers``: those that read what is to be generated."""
         self._engine = engine
+        self._workers = workers
 
     async def live(self, request: HttpRequest) -> Response:
         if not self._engine.alive:
@@ -71,7 +72,7 @@ class Probes:
         if self._engine.draining:
             raise unavailable("the server is shutting down")
         try:
-            self._engine.check_room()
+            self._engine.check_room(self._workers.pending)
         except AdmissionError as error:
             raise unavailable(str(error)) from None
         return await self.live(request)
@@ -80,17 +81,16 @@ class Probes:
 class Worker:
     """A POST route whose work, from reading the JSON on, is done in a worker thread."""
 
-    def __init__(
-        self, config: ServeConfig, workers: Workers, work: Callable[[bytes], object]
-    ) -> None:
-        self._config = config
+    def __init__(self, bodies: Bodies, workers: Workers, work: Callable[[bytes], object]) -> None:
+        self._bodies = bodies
         self._workers = workers
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(headers_of(scope), receive, self._config.max_request_bytes)
-        body = await self._workers.run(lambda body: json.encode(self._work(body)), body)
-        await send_json(send, 200, body)
+        async with self._bodies.read(headers_of(scope), receive) as body:
+            work = self._workers.run(lambda body: json.encode(self._work(body)), body)
+            answer = await unless_gone(receive, work)
+        await send_json(send, 200, answer)
 
 
 def tokenize(model: ServedModel, body: bytes) -> Tokenized:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -26,28 +25,34 @@ class Workers:
     threads' later use; it is told to give it back.
     """
 
-    def __init__(self) -> None:
-        self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="octavo-prompt")
+    def __init__(self, threads: int = _THREADS) -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="octavo-prompt")
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
         self._planned = False
         self.pending = 0  # bodies being worked on, or waiting for a thread
 
-    async def run(self, work: Callable[[bytes], T], body: bytes) -> T:
-        """Raises `TooMany` when too many others wait for a thread."""
+    def run(self, work: Callable[[bytes], T], body: bytes) -> asyncio.Future[T]:
+        """Counts as pending at once. What is cancelled before a thread has begun with it is never
+        begun. Raises `TooMany` when too many others wait for a thread.
+        """
         if self.pending >= _MOST:
             raise TooMany(f"{self.pending} requests are being read", None, "capacity")
-        loop = asyncio.get_running_loop()
+        held = [body]  # not in the threads' queue, which keeps what is cancelled until its turn
+        large = len(body) >= _LARGE
         self.pending += 1
-        try:
-            return await loop.run_in_executor(self._threads, work, body)
-        finally:
+        future = asyncio.wrap_future(self._threads.submit(lambda: work(held.pop())))
+
+        def ended(_: object) -> None:
+            held.clear()
             self.pending -= 1
-            if len(body) >= _LARGE and not self._planned:
+            if large and not self._planned:
                 self._planned = True
-                loop.call_later(_PAUSE, self._threads.submit, self._give_back)
+                future.get_loop().call_later(_PAUSE, self._threads.submit, self._give_back)
+
+        future.add_done_callback(ended)
+        return future
 
     def _give_back(self) -> None:
         self._planned = False
-        gc.collect()
         if self._trim is not None:
             self._trim(0)

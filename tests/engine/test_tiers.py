@@ -416,6 +416,65 @@ def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
         assert worth or not engine.stats().swapped_tokens
 
 
+def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
+    """What is read ahead is for those who come next, and leaves room for others."""
+    disk = whole()
+    engine, tiers = made(disk=disk, blocks=200)
+    for number in range(20):
+        ask(engine, f"first {number}", text(number, 34))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk, blocks=8, host=64, seconds_per_token=10.0)
+    again = [ask(engine, f"again {number}", text(number, 34)) for number in range(20)]
+    assert len(engine.scheduler.fetching) == 8
+    tiers.settle()
+    assert tiers.memory.num_pinned == 16
+    for _ in range(10_000):
+        if not engine.has_work():
+            break
+        engine.step()
+        assert len(engine.scheduler.fetching) <= 16
+        assert tiers.memory.num_pinned <= 32
+    assert not engine.has_work()
+    assert [record.cached_tokens for record in again] == [32] * 20
+
+
+def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk, blocks=30, length=300)
+    ask(engine, "first", text(1, 290))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk, blocks=30, length=300, host=8)
+    again = ask(engine, "again", text(1, 290))
+    other = ask(engine, "other", text(1, 290), "another salt")
+    assert len(tiers._reading) == 4
+    run(engine)
+    assert (again.cached_tokens, other.cached_tokens) == (64, 0)
+
+
+def test_a_request_that_is_refused_on_its_way_into_the_queue_pins_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk)
+
+    def full(state: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.scheduler.shedding, "add", full)
+        with pytest.raises(MemoryError):
+            ask(engine, "refused", text(1))
+    tiers.settle()
+    assert not tiers.memory.num_pins
+    engine.check_integrity()
+
+
 def test_prompt_logprobs_are_computed_whole() -> None:
     disk = whole()
     engine, tiers = made(disk=disk)

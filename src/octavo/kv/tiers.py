@@ -44,6 +44,8 @@ _SLICE_BYTES = 16 << 20  # copied out in one piece
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
+_AHEAD = 0.75  # of host memory is for what was read ahead and waits for its request, at most,
+_AHEAD_FOR_ONE = 0.5  # and so much of it for one
 _REST = 60.0  # seconds for which nothing is loaded, when copying in has failed
 
 
@@ -399,22 +401,44 @@ class Tiers:
 
     # Reading ahead
 
+    @property
+    def may_read_ahead(self) -> bool:
+        """Whether host memory has room for what is read for those who wait."""
+        return self.disk is not None and self._room_ahead > 0
+
+    @property
+    def _room_ahead(self) -> int:
+        """Slots: some are left to what is spilled."""
+        most = max(1, int(self.memory.num_slots * _AHEAD))
+        held = self.memory.num_pinned + len(self._reading)
+        return min(most - held, self.memory.num_takeable)
+
     def read_ahead(
         self, keys: Sequence[Key], start: int, num_tokens: int, now: float
     ) -> ReadAhead | None:
-        """Begin to read ``keys``, in the order they are needed in, for a request that would else
-        compute ``num_tokens`` from ``start`` on; None if that would be quicker or host memory has
-        no room.
+        """Begin to read ``keys``, in the order they are needed in and as far as there is room, for
+        a request that would else compute ``num_tokens`` from ``start`` on; None if that would be
+        quicker.
         """
         assert self._reader is not None
-        unread = sum(key not in self._reading for key in keys)
+        room = min(self._room_ahead, max(1, int(self.memory.num_slots * _AHEAD_FOR_ONE)))
+        chosen: list[Key] = []
+        unread = 0
+        for key in keys:
+            unread += key not in self._reading
+            if unread > room:
+                unread = room
+                break
+            chosen.append(key)
+        if not chosen:
+            return None
+        num_tokens = num_tokens * len(chosen) // len(keys)
+        keys = chosen
         blocks = len(self._reading) + unread
         loading = len(keys) * self._loading_takes.seconds
         computing = self._computing.seconds(start, num_tokens)
         if blocks * self._reading_takes.seconds + loading >= computing:
             self._stats.not_worth_loading += 1
-            return None
-        if unread > self.memory.num_takeable:
             return None
         ahead = ReadAhead(now + computing - loading, len(keys))
         try:

@@ -34,6 +34,7 @@ from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
 
+_READ_FOR = 8  # of those who wait, from disk, so that it is there when they are let in
 _LOOKED_AT = 32  # of those who wait, for prompts shorter than one under way
 
 
@@ -149,11 +150,10 @@ class Scheduler:
         state.num_unfinished = len(state.sequences)
         record.finish_reasons = [None] * len(state.sequences)
         first = state.sequences[0]
-        if not first.owner.scores_prompt:
-            since = record.arrival if now is None else now
-            first.ahead = self.kv.read_ahead(prompt, request.cache_salt, since)
         self.shedding.add(state)
         try:
+            if self.num_waiting < _READ_FOR:
+                self._read_ahead(first, record.arrival if now is None else now)
             self._queue(first, record.arrival)
         except BaseException:  # it is queued whole or not at all
             waiting = [seq for seq in self.policy if seq is not first]
@@ -181,11 +181,33 @@ class Scheduler:
             self.fetching.append(seq)
         self.waiting_tokens = tokens
 
+    def _read_ahead(self, seq: Sequence, now: float) -> None:
+        """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
+        pool, and go to host memory from there.
+        """
+        tiers = self.kv.tiers
+        if tiers is None or seq.sought or not tiers.may_read_ahead:
+            return
+        seq.sought = True
+        if not seq.owner.scores_prompt:
+            seq.ahead = self.kv.read_ahead(seq.token_ids, seq.owner.request.cache_salt, now)
+
     def _fetched(self) -> None:
-        """Queue those for whom all has been read, or reading takes longer than computing would."""
+        """Queue those for whom all has been read, or reading takes longer than computing would; and
+        begin with whoever has come near the queue's head.
+        """
         tiers = self.kv.tiers
         if tiers is None:
             return
+        if (head := self.policy.head()) is not None and not self._suspects:
+            for seq in [head, *islice(self.policy, _READ_FOR)]:
+                if seq.sought:
+                    continue
+                self._read_ahead(seq, self.policy.now)
+                if seq.ahead is not None:
+                    self.policy.remove(seq)
+                    seq.status = Status.FETCHING
+                    self.fetching.append(seq)
         tiers.poll()
         for seq in self.fetching[:]:
             if seq.ahead is None or tiers.is_ready(seq.ahead, self.policy.now):

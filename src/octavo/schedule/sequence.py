@@ -36,6 +36,7 @@ class Sequence:
     queued: float = 0.0  # clock seconds when it joined the queue last
     stood: float = 0.0  # seconds that it stood at the head of its line: the policy's
     ahead: ReadAhead | None = None  # what is read for it, until it is let in
+    sought: bool = False  # on disk
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 
     @property

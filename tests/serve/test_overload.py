@@ -247,11 +247,10 @@ async def test_one_key_does_not_fill_the_queue_where_shares_are_fair(engine: Fak
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
 
-        def of(name: str) -> asyncio.Task[httpx.Response]:
+        def of(name: str, prompts: int = 1) -> asyncio.Task[httpx.Response]:
             headers = {"authorization": f"Bearer {name}"}
-            return asyncio.create_task(
-                client.post("/v1/completions", json=ASK | {"max_tokens": 1}, headers=headers)
-            )
+            body = ASK | {"max_tokens": 1, "prompt": ["hello"] * prompts}
+            return asyncio.create_task(client.post("/v1/completions", json=body, headers=headers))
 
         served = [of("a") for _ in range(4)]
         await until(lambda: len(engine.streams) == 4)
@@ -265,10 +264,23 @@ async def test_one_key_does_not_fill_the_queue_where_shares_are_fair(engine: Fak
         await until(lambda: len(engine.streams) == 7)
         engine.step()
         assert {(await task).status_code for task in served} == {200}
-        last = of("a")  # nobody waits any more
-        await until(lambda: len(engine.streams) == 1)
+        # Nobody waits any more. One body may have many prompts, and each of them waits.
+        refused = await of("a", prompts=5)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == "prompt"
+        assert "5 prompts, more than the 4 requests that a key may have waiting" in refused.text
+        last = [of("a", prompts=3)]
+        await until(lambda: len(engine.streams) == 3)
+        refused = await of("a", prompts=2)
+        assert refused.status_code == 429
+        assert "3 requests of the key 'a' wait, of at most 4" in refused.text
+        last.append(of("a"))
+        await until(lambda: len(engine.streams) == 4)
+        assert (await of("b", prompts=3)).status_code == 429
+        last.append(of("b", prompts=2))
+        await until(lambda: len(engine.streams) == 6)
         engine.step()
-        assert (await last).status_code == 200
+        assert {(await task).status_code for task in last} == {200}
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -53,7 +53,7 @@ def test_requests_a_minute(clock: Clock) -> None:
 def test_what_is_generated_is_charged_as_it_comes(clock: Clock) -> None:
     key = Quota("k", requests=None, tokens=600)  # ten a second
     charge = key.open()
-    charge.prompt(100)
+    charge.prompts([100])
     live = record(100)
     charge.of([live])
     assert dict(key.headers())[b"x-ratelimit-remaining-tokens"] == b"500"
@@ -67,13 +67,13 @@ def test_what_is_generated_is_charged_as_it_comes(clock: Clock) -> None:
     clock.now = 5.0
     assert dict(key.headers())[b"x-ratelimit-remaining-tokens"] == b"0"
     clock.now = 5.1
-    key.open().prompt(1)
+    key.open().prompts([1])
 
 
 def test_a_prompt_waits_until_there_is_enough_or_the_bucket_is_full(clock: Clock) -> None:
     key = Quota("k", requests=None, tokens=60)
     first = key.open()
-    first.prompt(200)  # more than ever fits: from a full bucket
+    first.prompts([200])  # more than ever fits: from a full bucket
     first.of([record(200, outcome=Outcome.ABORTED)])
     first.close()
     with pytest.raises(TooMany) as refused:
@@ -82,7 +82,7 @@ def test_a_prompt_waits_until_there_is_enough_or_the_bucket_is_full(clock: Clock
     clock.now = 141.0
     second = key.open()
     with pytest.raises(TooMany) as refused:
-        second.prompt(30)
+        second.prompts([30])
     assert refused.value.headers["Retry-After"] == "29"
 
 
@@ -91,18 +91,49 @@ def test_what_is_refused_costs_nothing(clock: Clock) -> None:
     before = key.headers()
     for records in ([], [record(40, outcome=Outcome.REJECTED)]):
         charge = key.open()
-        charge.prompt(40)
+        charge.prompts([40])
         charge.of(records)
         charge.close()
         assert key.headers() == before
     charge = key.open()
-    charge.prompt(80)  # one prompt of two was shed
+    charge.prompts([80])  # one prompt of two was shed
     ran = record(40, outcome=Outcome.FINISHED, completion_tokens=7)
     charge.of([record(40, outcome=Outcome.REJECTED), ran])
     charge.close()
     after = dict(key.headers())
     assert after[b"x-ratelimit-remaining-requests"] == b"1"
     assert after[b"x-ratelimit-remaining-tokens"] == b"53"
+
+
+def test_a_wait_of_hours_is_told_as_it_is(clock: Clock) -> None:
+    """Who comes back when told to is let in."""
+    key = Quota("k", requests=None, tokens=1)
+    charge = key.open()
+    charge.prompts([1])
+    charge.of([record(1, completion_tokens=180, outcome=Outcome.FINISHED)])
+    charge.close()
+    with pytest.raises(TooMany) as refused:
+        key.open()
+    assert refused.value.headers == {"Retry-After": "10860", "retry-after-ms": "10860000"}
+    clock.now = 10860.0
+    key.open()
+    assert TooMany("", 1e9, "capacity").headers["Retry-After"] == "3600"
+
+
+def test_all_prompts_of_a_body_wait() -> None:
+    key = Quota("k", requests=None, tokens=None)
+    charge = key.open()
+    assert key.waiting == 1  # one at least, before it is read
+    charge.prompts([5, 6, 7])
+    assert key.waiting == 3
+    records = [record(5), record(6), record(7)]
+    charge.of(records)
+    assert key.waiting == 3
+    records[1].scheduled = 1.0
+    records[2].outcome = Outcome.REJECTED
+    assert key.waiting == 1
+    charge.close()
+    assert key.waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -148,7 +179,7 @@ def test_no_more_is_served_than_the_time_allows(
                 charge = None
                 try:
                     charge = key.open()
-                    charge.prompt(prompt)
+                    charge.prompts([prompt])
                     break
                 except TooMany as refused:
                     if charge is not None:

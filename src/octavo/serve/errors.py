@@ -34,7 +34,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request
-_LONGEST_WAIT = 3600.0  # seconds that a client is ever told to wait
+_LONGEST_WAIT = 3600.0  # seconds that a client is told to wait, by prediction
 
 
 class ApiError(Exception):
@@ -80,7 +80,9 @@ class TooMany(ApiError):
     """
 
     def __init__(self, message: str, wait: float | None, reason: str) -> None:
-        wait = min(max(0.001, 1.0 if wait is None else wait), _LONGEST_WAIT)
+        wait = max(0.001, 1.0 if wait is None else wait)
+        if reason != "quota":  # whose time is no prediction
+            wait = min(wait, _LONGEST_WAIT)
         headers = {
             "Retry-After": str(math.ceil(wait)),
             "retry-after-ms": str(math.ceil(wait * 1000)),

@@ -131,7 +131,7 @@ class Generate:
             }
             self._on_terms(prepared, key)
             if charge is not None:
-                charge.prompt(sum(map(_prompt_tokens, prepared.requests)))
+                charge.prompts([len(each.prompt_token_ids) for each in prepared.requests])
             await self._submit(prepared, streams)
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
@@ -298,7 +298,3 @@ class Generate:
             log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")
         return None
-
-
-def _prompt_tokens(request: Request) -> int:
-    return len(request.prompt_token_ids)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,8 +158,12 @@ class Account(Quota):
         self._ring = ring
 
     def open(self) -> Charge:
-        self._ring.check_share(self)
+        self._ring.check_share(self, self.waiting, 1)
         return super().open()
+
+    def check_prompts(self, waiting: int, prompts: Sequence[int]) -> None:
+        self._ring.check_share(self, waiting, len(prompts))
+        super().check_prompts(waiting, prompts)
 
 
 class Keyring:
@@ -177,21 +181,28 @@ class Keyring:
     def find(self, key: bytes) -> Account | None:
         return self._accounts.get(digest(key))
 
-    def check_share(self, account: Account) -> None:
+    def check_share(self, account: Account, own: int, more: int) -> None:
         """One key alone fills no more than half of the queue, and of several each its part, so that
-        there is room for the next. Raises `TooMany`.
+        there is room for the next: may ``more`` come to its ``own`` that wait? Raises `TooMany`, or
+        `ApiError` 400 for more at once than it may ever have waiting.
         """
         if self._queue is None:
             return
-        own = account.waiting
-        if not own:
-            return
+        ever = max(1, self._queue // 2)
+        if more > ever:
+            raise ApiError(
+                400,
+                f"prompt has {more} prompts, more than the {ever} requests that a key may have "
+                "waiting",
+                "prompt",
+            )
         others = sum(each is not account and each.waiting > 0 for each in self._accounts.values())
         most = max(1, self._queue // (others + 2))
-        if own >= most:
+        if own + more > most:
+            come = "" if more == 1 else f"; with {more} more that is too many"
             raise TooMany(
                 f"{own} requests of the key {account.key.name!r} wait, of at most {most} while "
-                f"{others} other keys wait",
+                f"{others} other keys wait{come}",
                 None,
                 "capacity",
             )

@@ -73,8 +73,8 @@ class Quota:
 
     @property
     def waiting(self) -> int:
-        """Requests that have not begun to run."""
-        return sum(charge.waits for charge in self._open)
+        """Requests, of which one body may have several, that have not begun to run."""
+        return sum(charge.waiting for charge in self._open)
 
     def settle(self) -> None:
         """Take what has been generated since."""
@@ -109,9 +109,10 @@ class Quota:
                 "quota",
             )
 
-    def check_tokens(self, amount: int) -> None:
+    def check_prompts(self, waiting: int, prompts: Sequence[int]) -> None:
+        """Whether ``prompts`` of so many tokens each may come to the ``waiting`` ones."""
         self.settle()
-        self._check("tokens", self.tokens, amount)
+        self._check("tokens", self.tokens, sum(prompts))
 
     def close(self, charge: Charge) -> None:
         self._open.discard(charge)
@@ -123,23 +124,27 @@ class Charge:
     def __init__(self, quota: Quota) -> None:
         self._quota = quota
         self._records: Sequence[RequestRecord] = ()
+        self._prompts = 1  # at least, before it is read
         self._taken = 0  # tokens
 
-    def prompt(self, tokens: int) -> None:
-        """The prompts' tokens are known and taken. Raises `TooMany` if there are not enough."""
-        self._quota.check_tokens(tokens)
-        self._take(tokens)
+    def prompts(self, lengths: Sequence[int]) -> None:
+        """The prompts' tokens are known and taken. Raises `TooMany` if there are not enough, and
+        what else `Quota.check_prompts` refuses.
+        """
+        self._quota.check_prompts(self._quota.waiting - self.waiting, lengths)
+        self._prompts = len(lengths)
+        self._take(sum(lengths))
 
     def of(self, records: Sequence[RequestRecord]) -> None:
         """What has been submitted: from now on these say what it costs."""
         self._records = records
 
     @property
-    def waits(self) -> bool:
-        """Whether it is still being read, or has a part in the queue."""
+    def waiting(self) -> int:
+        """How many of its requests are still being read, or in the queue."""
         if not self._records:
-            return True
-        return any(each.scheduled is None and each.outcome is None for each in self._records)
+            return self._prompts
+        return sum(each.scheduled is None and each.outcome is None for each in self._records)
 
     def settle(self) -> None:
         if self._records:

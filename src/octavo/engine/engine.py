@@ -417,8 +417,7 @@ class Engine:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         if self.speculator is not None:
             self.speculator.learn(scheduled, result, drawn.runs, now - began)
-        if scheduled.chunks:
-            self.scheduler.shedding.took(scheduled.batch.num_tokens, now - began)
+        self.scheduler.took(scheduled, now - began)
         self.scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         if tiers is not None:

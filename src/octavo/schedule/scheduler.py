@@ -603,6 +603,13 @@ class Scheduler:
 
     # After a step
 
+    def took(self, scheduled: Scheduled, seconds: float) -> None:
+        """What the step has taken: those who look ahead learn what prompts take."""
+        if scheduled.chunks:
+            num_tokens = scheduled.batch.num_tokens
+            self.shedding.took(num_tokens, seconds)
+            self.policy.took(num_tokens, seconds)
+
     def commit(self, scheduled: Scheduled, runs: Items[Items[int]]) -> None:
         """The step has been computed; ``runs`` are the tokens that each of its ``samples`` drew:
         one, and with drafts as many more as were right.

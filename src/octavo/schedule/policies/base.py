@@ -81,6 +81,9 @@ class Policy(Collection[Sequence]):
     def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:
         """Sequences that run have drawn so many tokens each."""
 
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """A step with prompts in it, of so many tokens in all."""
+
 
 class Queue:
     """A line in order of arrival, and for how long its first has stood there, so that it comes to

@@ -4,8 +4,11 @@ A request's target (`LatencyTarget`) gives each of its tokens a deadline: the fi
 after arrival, the n-th after it n × ``tpot`` after the first, and all of them ``e2el`` after
 arrival; whichever of these comes first. Then:
 
-- Next is who is due first; and it takes the place of whoever is due last, if that one has a second
-  more to spare, for one that is ahead of its deadlines loses nothing by waiting.
+- Next is who is due first. When somebody would be late if it went on waiting, it takes the place
+  of whoever is due last: one that is ahead of its deadlines loses nothing by waiting, if it is far
+  enough ahead for its tokens to be computed again. An exchange costs that, and the newcomer's
+  prompt; to be worth it, it needs several times as much to spare. So two cannot take turns in
+  pushing each other aside: between two exchanges, most of the time is spent on new tokens.
 - Requests without a target stand in a line of their own, in order of arrival, and with them those
   that have missed theirs for good: being in time for another is worth more than being less late.
   The first of the line is due when it has stood there for ``best_effort`` seconds, and who was let
@@ -17,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from itertools import islice
 from math import inf
 from typing import Any
 
@@ -24,7 +28,11 @@ from octavo.schedule.policies.base import Line, Policy, Queue
 from octavo.schedule.request import RequestRecord
 from octavo.schedule.sequence import Sequence
 
-_SPARE = 1.0  # seconds, that who is displaced has more
+_CARE = 2.0  # times what it is predicted to take to be in time, that is kept for it
+_WORTH = 4.0  # times what an exchange costs, that who is displaced has to spare
+_LOOKED_AT = 32  # of those who wait, for one that would be late
+_KEEP = 0.98  # what a step with prompts keeps of its weight at the next
+_FAR = 4.0  # times as long as predicted; what takes longer, a stall, counts as if it took so
 
 
 def deadline(seq: Sequence) -> float:
@@ -70,12 +78,14 @@ class Deadline(Policy):
         self._best_effort = best_effort
         self._in_time = Line(lambda seq: (deadline(seq), seq.order))
         self._others = Queue()
+        # Of steps with prompts, as of late: how many, their tokens and seconds.
+        self._steps = self._tokens = self._seconds = 0.0
 
     def push(self, seq: Sequence) -> None:
-        if deadline(seq) == inf or is_missed(seq.owner.record, self.now):
-            self._others.push(seq, self.now)
-        else:
+        if self._is_in_time(seq):
             self._in_time.push(seq)
+        else:
+            self._others.push(seq, self.now)
 
     def remove(self, seq: Sequence) -> None:
         if not self._in_time.remove(seq):
@@ -86,13 +96,17 @@ class Deadline(Policy):
         self._others.clear()
 
     def head(self) -> Sequence | None:
-        first, other = self.challenger(), self._others.first
+        first, other = self._first_in_time(), self._others.first
         if first is None or other is None:
             return first or other
         due = self._others.began + self._best_effort
         return first if deadline(first) <= due else other
 
     def challenger(self) -> Sequence | None:
+        first = self._first_in_time()
+        return first if self._presses() else None
+
+    def _first_in_time(self) -> Sequence | None:
         line = self._in_time
         while (first := line.first) is not None and is_missed(first.owner.record, self.now):
             line.remove(first)
@@ -123,8 +137,37 @@ class Deadline(Policy):
             else:
                 other = next(others, None)
 
+    def _presses(self) -> bool:
+        """Whether somebody may be late unless the line moves now: its prompts, one after the other,
+        take up the time that is left.
+        """
+        each = self._seconds / (self._steps or 1.0)
+        tokens = 0
+        for seq in islice(self._in_time, _LOOKED_AT):
+            tokens += len(seq.token_ids)
+            if deadline(seq) - self.now <= _CARE * (each + self._predicted(tokens)):
+                return True
+        return False
+
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
-        return deadline(challenger) + _SPARE < self._due(running)
+        due = self._due(running)
+        if due <= deadline(challenger):
+            return False
+        if not self._is_in_time(running):
+            return True
+        tokens = len(running.token_ids) + len(challenger.token_ids)
+        return due - self.now > _WORTH * self._predicted(tokens)
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        if predicted := self._predicted(num_tokens):
+            seconds = min(seconds, _FAR * predicted)
+        self._steps = _KEEP * self._steps + 1
+        self._tokens = _KEEP * self._tokens + num_tokens
+        self._seconds = _KEEP * self._seconds + max(0.0, seconds)
+
+    def _predicted(self, num_tokens: int) -> float:
+        """Seconds to compute so many tokens of prompts."""
+        return num_tokens * self._seconds / self._tokens if self._tokens else 0.0
 
     def rank(self, seq: Sequence) -> Any:
         return self._due(seq), seq.order
@@ -153,7 +196,10 @@ class Deadline(Policy):
 
     def _due(self, seq: Sequence) -> float:
         """When one that runs is due."""
-        due = deadline(seq)
-        if due == inf or is_missed(seq.owner.record, self.now):
-            return self.now + self._best_effort - seq.stood
-        return due
+        if self._is_in_time(seq):
+            return deadline(seq)
+        return self.now + self._best_effort - seq.stood
+
+    def _is_in_time(self, seq: Sequence) -> bool:
+        """Whether it has a target that can still be met."""
+        return deadline(seq) < inf and not is_missed(seq.owner.record, self.now)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+import tempfile
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 from octavo.engine.clock import VirtualClock
+from octavo.kv import disk, ledger
 from octavo.kv.digest import Key
-from octavo.kv.disk import Bytes, Disk
+from octavo.kv.disk import HEADER_BYTES, Bytes, Disk
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
 from octavo.kv.tiers import Tiers
@@ -70,6 +78,71 @@ class FakeDisk(Disk):
             self.bytes_written += self.block_bytes
 
 
+class FaultyOs:
+    """`os`, whose calls fail now and then, do less than they were asked to, or read wrong bits."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in ("open", "rename", "unlink", "lstat", "listdir", "utime"):
+            return real
+
+        def call(*given: Any, **more: Any) -> Any:
+            self._fail(errno.EMFILE, errno.ENOMEM, errno.EIO, errno.ENOENT, errno.EACCES)
+            return real(*given, **more)
+
+        return call
+
+    def readv(self, file: int, parts: list[Any]) -> int:
+        self._fail(errno.EIO, errno.ENOMEM)
+        count = os.readv(file, self._some(parts))
+        if count and self._rng.random() < 0.03:
+            parts[0][0] ^= 1
+        return count
+
+    def writev(self, file: int, parts: list[Any]) -> int:
+        self._fail(errno.ENOSPC, errno.EIO)
+        return os.writev(file, self._some(parts))
+
+    def _fail(self, *errors: int) -> None:
+        if self._rng.random() < 0.03:
+            raise OSError(self._rng.choice(errors), "injected")
+
+    def _some(self, parts: list[Any]) -> list[Any]:
+        return [parts[0][: 1 + len(parts[0]) // 2]] if self._rng.random() < 0.2 else parts
+
+
+class FaultyDisk(Disk):
+    """The tier on a real disk, with a system that has faults: for one thread."""
+
+    def __init__(self, block_bytes: int, budget: int, now: Callable[[], float]) -> None:
+        self._own = tempfile.TemporaryDirectory()
+        super().__init__(Path(self._own.name), b"engine", block_bytes, budget, now=now)
+        self._rng = random.Random(block_bytes)
+
+    @contextmanager
+    def _faults(self) -> Iterator[None]:
+        faulty = FaultyOs(self._rng)
+        disk.os = ledger.os = faulty  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            disk.os = ledger.os = os
+
+    def read(self, key: Key, into: Bytes) -> bool:
+        into[:] = 255
+        with self._faults():
+            return super().read(key, into)
+
+    def write(self, key: Key, data: Bytes) -> None:
+        if self._rng.random() < 0.5:
+            self._paused_until = -float("inf")
+        with self._faults():
+            super().write(key, data)
+
+
 class PerToken:
     """Every token takes as long."""
 
@@ -129,7 +202,7 @@ def slow_tiers(
     tiers = ToldTiers(
         b"engine",
         HostMemory(host_blocks, block_bytes),
-        FakeDisk(block_bytes) if disk else None,
+        FaultyDisk(block_bytes, 40 * (HEADER_BYTES + block_bytes), clock.now) if disk else None,
         reader=workers[0],
         writer=workers[1],
         tokens_per_block=layout.block_size / len(layout.groups),

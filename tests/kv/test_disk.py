@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.tiering import FaultyDisk
 from octavo.kv import ledger
 from octavo.kv.digest import Key, after, root
 from octavo.kv.disk import HEADER_BYTES, Bytes, Disk
@@ -491,6 +492,28 @@ def test_what_comes_in_pieces_is_put_together(
     assert found is not None
     assert (found == block(1)).all()
     assert not disk.failed_writes
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_system_full_of_faults(tmp_path: Path, seed: int) -> None:
+    """Nothing is raised, nothing wrong is read, and files and bytes add up."""
+    rng = random.Random(seed)
+    budget = 40 * FILE
+    disk = FaultyDisk(SIZE, budget, time.monotonic)
+    hits = 0
+    for _ in range(1500):
+        number = rng.randrange(60)
+        if rng.random() < 0.5:
+            disk.write(name(number), block(number))
+        else:
+            found = content(disk, name(number))
+            hits += found is not None
+            assert found is None or (found == block(number)).all()
+        disk._ledger.check()
+    assert hits > 100
+    assert disk.corrupted
+    assert disk.failed_reads
+    assert disk.failed_writes
 
 
 def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> None:

@@ -46,7 +46,10 @@ class Ledger:
         self._told: deque[tuple[str, bool]] = deque(maxlen=_TOLD)
         self._unlisted: list[str] = []  # folders of this round
         self._due = 0.0  # folders to be listed by now
-        there = (path for folder in self._list() for path in _paths(folder))
+        there: list[str] = []
+        for folder in self._list():
+            with suppress(OSError):
+                there += _paths(folder)
         for used, size, path in sorted(self._read(there)):
             self._enter(path, size, used)
 
@@ -116,7 +119,12 @@ class Ledger:
 
     def _compare(self, folder: str) -> None:
         known = self._folders.get(folder, set())
-        there = {*_paths(folder)}
+        try:
+            there = {*_paths(folder)}
+        except FileNotFoundError:
+            there = set()
+        except OSError:  # nobody knows
+            return
         for path in known - there:
             self._remove(path)
             self._lost(path)
@@ -172,9 +180,9 @@ class Ledger:
             raise RuntimeError("a file of the disk tier is in no folder")
 
 
-def _paths(folder: str) -> Iterator[str]:
-    """Of whatever is named as our files are."""
-    return (f"{folder}/{name}" for name in _names(folder) if _OURS.fullmatch(name))
+def _paths(folder: str) -> list[str]:
+    """Of whatever is named as our files are. Raises `OSError`."""
+    return [f"{folder}/{name}" for name in os.listdir(folder) if _OURS.fullmatch(name)]
 
 
 def _names(folder: str) -> list[str]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
 from serving import real_engine, started
 
 from octavo.engine.engine import EngineStats
@@ -118,7 +121,7 @@ def test_clients_cannot_make_series_without_end(limits: list[float]) -> None:
     (family,) = (f for f in slo.registry.collect() if f.name == "octavo:slo_requests")
     samples = [sample for sample in family.samples if sample.name.endswith("_total")]
     assert sum(sample.value for sample in samples) == len(limits)
-    classes = {sample.labels["slo_class"] for sample in samples}
+    classes = {sample.labels["slo_class"] for sample in samples} - {""}
     own = {class_of(LatencyTarget(ttft=limit)) for limit in limits}
     assert len(classes) == min(len(own), 17)
     assert ("other" in classes) == (len(own) > 16)
@@ -191,7 +194,8 @@ def test_usage_of_a_client() -> None:
         assert value(counted, "client_requests_total", client="ann", outcome=outcome) == 1
     assert value(counted, "client_prompt_tokens_total", client="ann") == 10
     assert value(counted, "client_generation_tokens_total", client="ann") == 14
-    assert value(counted, "client_requests_total", client="", outcome="finished") is None
+    assert value(counted, "client_requests_total", client="", outcome="finished") == 1
+    assert value(counted, "client_requests_total", client="", outcome="rejected") == 1
     assert value(counted, "admission_rejections_total", reason="quota") == 2
     shed = {"outcome": Outcome.REJECTED, "finish_reasons": [FinishReason.SHED]}
     counted.on_end(record(client="ann", **shed))
@@ -237,7 +241,8 @@ def test_sources_add_up() -> None:
         for reason in ("capacity", "deferred")
     ]
     assert waiting == [3, 2]
-    assert value(metrics(), "external_prefix_cache_hits_total") is None
+    assert value(metrics(), "external_prefix_cache_hits_total") == 0
+    assert value(metrics(), "external_prefix_cache_queries_total") == 0
 
 
 async def test_phases_add_up_to_the_steps() -> None:
@@ -275,3 +280,16 @@ def test_scrapes_while_requests_end() -> None:
             assert counted.exposition(accept)[0]
     thread.join()
     assert value(counted, "request_success_total", finished_reason="stop") == 2000
+
+
+def test_a_server_that_was_asked_for_nothing_has_every_name_of_the_dashboard() -> None:
+    asked = metrics()
+    asked.http("/ready", "GET", 200)
+    text = asked.exposition("")[0].decode()
+    there = {
+        sample.name for family in text_string_to_metric_families(text) for sample in family.samples
+    }
+    dashboard = (Path(__file__).parents[2] / "docs" / "grafana.json").read_text()
+    names = set(re.findall(r"octavo:\w+", dashboard))
+    assert len(names) > 50
+    assert names <= there

@@ -10,6 +10,7 @@ docs/metrics.md lists them all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from math import nan
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
@@ -54,6 +55,18 @@ class Metrics:
         self._step_tokens = families.histogram(
             "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
         )
+        # Empty until steps are predicted.
+        self._predicted = families.histogram(
+            "predicted_step_time_seconds", "A step's time, as the cost model has it.", _STEP_TIME
+        )
+        self._actual = families.histogram(
+            "step_time_seconds", "A step's time, from scheduling to delivery.", _STEP_TIME
+        )
+        self._ratio = families.gauge(
+            "step_time_ratio",
+            "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
+        )
+        self._ratio.set(nan)
 
     def expect(self, targets: Iterable[LatencyTarget], priorities: Iterable[int]) -> None:
         """What the server and its keys promise and give, without a client's asking: these have
@@ -77,23 +90,14 @@ class Metrics:
         ).set(1)
 
     def predicting(self, ratio: Callable[[], float]) -> Callable[[float, float], None]:
-        """Step times beside a calibrated cost model's; returns what is to be told each step's
+        """Steps are predicted by a calibrated cost model; returns what is to be told each step's
         seconds, predicted and actual. ``ratio``, of actual to predicted of late, is read on scrape.
         """
-        predicted = self._families.histogram(
-            "predicted_step_time_seconds", "A step's time, as the cost model has it.", _STEP_TIME
-        )
-        actual = self._families.histogram(
-            "step_time_seconds", "A step's time, from scheduling to delivery.", _STEP_TIME
-        )
-        self._families.gauge(
-            "step_time_ratio",
-            "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
-        ).set_function(ratio)
+        self._ratio.set_function(ratio)
 
         def tell(predicted_seconds: float, actual_seconds: float) -> None:
-            predicted.observe(predicted_seconds)
-            actual.observe(actual_seconds)
+            self._predicted.observe(predicted_seconds)
+            self._actual.observe(actual_seconds)
 
         return tell
 

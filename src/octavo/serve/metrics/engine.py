@@ -141,7 +141,7 @@ COUNTERS_BY = (
         "spec_decode_num_accepted_tokens_per_pos",
         "Draft tokens that became output, by their place in the draft.",
         "position",
-        lambda s: {str(at): count for at, count in enumerate(s.accepted_per_position)},
+        lambda s: {str(at): count for at, count in enumerate(s.accepted_per_position or [0])},
     ),
     _Readings(
         "step_phase_seconds",
@@ -157,7 +157,7 @@ COUNTERS_BY = (
 )
 
 
-# Of steps with a target (--itl-target).
+# Of steps with a target (--itl-target); without one there are none.
 
 PACE_GAUGES = (
     _Reading(
@@ -187,13 +187,13 @@ PACE_COUNTERS = (
     ),
 )
 
-# Of the tiers of the prefix cache beyond the pool, where there are any.
+# Of the tiers of the prefix cache beyond the pool; all nought where there are none.
 
 TIER_COUNTERS = (
     _Reading(
         "external_prefix_cache_queries",
         "Prompt tokens looked up in other tiers, those that the pool's blocks do not hold.",
-        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s),
+        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.tiers else 0,
     ),
     _Reading(
         "external_prefix_cache_hits", "Prompt tokens found there.", lambda s: _external_hits(s)
@@ -273,9 +273,15 @@ TIER_COUNTERS_BY = (
 )
 
 
+# At every server, whatever it was asked to do: a dashboard finds each name, and a zero.
+ALL_GAUGES = (*GAUGES, *GAUGES_BY, *PACE_GAUGES, *TIER_GAUGES_BY)
+ALL_COUNTERS = (*COUNTERS, *COUNTERS_BY, *PACE_COUNTERS, *TIER_COUNTERS, *TIER_COUNTERS_BY)
+
+_NO_TIERS = TierStats()
+
+
 def _tiers(stats: EngineStats) -> TierStats:
-    assert stats.tiers is not None
-    return stats.tiers
+    return stats.tiers or _NO_TIERS
 
 
 class EngineCollector(Collector):
@@ -285,14 +291,8 @@ class EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats()
-        yield from self._filled(GaugeMetricFamily, (*GAUGES, *GAUGES_BY), stats)
-        yield from self._filled(CounterMetricFamily, (*COUNTERS, *COUNTERS_BY), stats)
-        if stats.itl_target is not None:
-            yield from self._filled(GaugeMetricFamily, PACE_GAUGES, stats)
-            yield from self._filled(CounterMetricFamily, PACE_COUNTERS, stats)
-        if stats.tiers is not None:
-            yield from self._filled(GaugeMetricFamily, TIER_GAUGES_BY, stats)
-            yield from self._filled(CounterMetricFamily, (*TIER_COUNTERS, *TIER_COUNTERS_BY), stats)
+        yield from self._filled(GaugeMetricFamily, ALL_GAUGES, stats)
+        yield from self._filled(CounterMetricFamily, ALL_COUNTERS, stats)
 
     def _filled(
         self,

@@ -91,39 +91,51 @@ class RequestMetrics:
         )
         self._requests_of_client = families.open_counter(
             "client_requests",
-            "Requests that have ended or were refused, of each named API key.",
+            "Requests that have ended or were refused, of each named API key and, with an empty "
+            "name, of all others.",
             "client",
             "outcome",
             most=_CLIENTS,
         )
         self._prompt_tokens_of_client = families.open_counter(
             "client_prompt_tokens",
-            "Prompt tokens of requests that have ended, of each named API key.",
+            "Prompt tokens of requests that have ended, likewise.",
             "client",
             most=_CLIENTS,
         )
         self._generation_tokens_of_client = families.open_counter(
             "client_generation_tokens",
-            "Tokens generated for requests that have ended, of each named API key.",
+            "Tokens generated for requests that have ended, likewise.",
             "client",
             most=_CLIENTS,
         )
+        self._open_client("")
+        self.expect_priority(0)
+
+    def _open_client(self, client: str) -> None:
+        self._requests_of_client.reserve(client)
+        self._prompt_tokens_of_client.reserve(client)
+        self._generation_tokens_of_client.reserve(client)
+        for outcome in Outcome:
+            self._requests_of_client(client, outcome.value)
+        self._prompt_tokens_of_client(client)
+        self._generation_tokens_of_client(client)
 
     def expect_priority(self, priority: int) -> None:
         """One that the server itself gives to requests."""
         self._queue_of_priority.reserve(str(priority))
+        self._queue_of_priority(str(priority))
 
     def refuse(self, reason: str, client: str) -> None:
         self._rejected[reason].inc()
-        if client:
-            self._requests_of_client(client, Outcome.REJECTED.value).inc()
+        self._requests_of_client(client, Outcome.REJECTED.value).inc()
 
     def on_end(self, record: RequestRecord) -> None:
         if record.outcome is Outcome.REJECTED:
             if FinishReason.SHED in record.finish_reasons:
                 self.refuse("shed", record.client)
             return
-        if record.client and record.outcome is not None:
+        if record.outcome is not None:
             self._requests_of_client(record.client, record.outcome.value).inc()
             if record.scheduled is not None:
                 self._prompt_tokens_of_client(record.client).inc(record.prompt_tokens)

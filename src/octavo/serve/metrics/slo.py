@@ -50,6 +50,7 @@ class SloMetrics:
             "result",
             most=_CLASSES,
         )
+        self.expect(LatencyTarget())  # a class without a name, for there to be one
         families.gauge(
             "slo_attainment_perc",
             "Share of the requests with a latency target that met it, 0 to 1, of those that ended "

@@ -45,6 +45,7 @@ from octavo.workload.metrics import parse_slo
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the saturating rate
 AT_ONCE = 24  # requests under way when the saturating rate is measured
 POLITE, FLOODING = 2, 50  # requests that a key keeps under way
+FEWEST = 60  # requests at twice the saturating rate
 ENOUGH = 300  # refusals, for a p99 of them
 PATIENCE = 120.0  # seconds for a server to start or end, and for a request
 
@@ -150,7 +151,8 @@ def overload(given: argparse.Namespace, shape: Shape, options: Sequence[str]) ->
 
     def counts(rate: float, refusals: int) -> dict[float, int]:
         found = {share: max(1, round(share * rate * given.seconds)) for share in SHARES}
-        found[SHARES[-1]] = max(found[SHARES[-1]], 2 * refusals)  # half of them are too many
+        # Half of them are too many; and a queue must have time to grow where nothing is refused.
+        found[SHARES[-1]] = max(found[SHARES[-1]], 2 * refusals, FEWEST)
         return found
 
     with octavo(given.model, *options) as url:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import httpx
@@ -9,6 +10,8 @@ from serve_fakes import ByteTokenizer, FakeEngine, events, served_model
 
 from octavo.schedule.request import FinishReason, Outcome
 from octavo.serve.completions import CompletionReply
+from octavo.serve.reply import Output
+from octavo.serve.responses import Usage
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -90,6 +93,70 @@ async def test_usage_chunks(client: httpx.AsyncClient) -> None:
     )
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
     assert last["usage"]["total_tokens"] == 5
+
+
+async def test_usage_so_far_of_many_prompts(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It grows to the whole, and no chunk adds all the prompts up."""
+    added_up = 0
+    of = Usage.of
+
+    def counted(*args: Any, **kwargs: Any) -> Usage:
+        nonlocal added_up
+        added_up += 1
+        return of(*args, **kwargs)
+
+    monkeypatch.setattr(Usage, "of", counted)
+    *chunks, last = await stream(
+        client,
+        prompt=["a", "bc", "def"],
+        n=2,
+        max_tokens=4,
+        stream_options={"include_usage": True, "continuous_usage_stats": True},
+        return_prediction_details=True,
+    )
+    assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == list(range(1, 25))
+    assert chunks[-1]["usage"] == last["usage"]
+    assert last["usage"]["prompt_tokens"] == 6
+    assert added_up == 1
+
+
+@pytest.mark.parametrize("large", [False, True])
+async def test_a_large_answer_is_written_in_a_thread(
+    make_client: Any, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """So that it holds up nobody's tokens."""
+    threads = []
+    whole = CompletionReply.whole
+
+    def noted(self: CompletionReply, outputs: list[Output]) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(self, outputs)
+
+    monkeypatch.setattr(CompletionReply, "whole", noted)
+    answer = await complete(
+        make_client(), max_tokens=50, logprobs=5, n=8 if large else 2, prompt="hi"
+    )
+    assert len(answer["choices"]) == (8 if large else 2)
+    assert (threads[0] is threading.main_thread()) != large
+
+
+@pytest.mark.parametrize("name", ["slo", "\\u0073lo", "priority", "prio\\u0072ity"])
+async def test_a_wish_is_seen_however_it_is_spelled(
+    client: httpx.AsyncClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Who has one is not judged as if it had none before its body is read."""
+    asked = []
+    monkeypatch.setattr(engine, "check_room", lambda pending=0, asks=None: asked.append(asks))
+    headers = {"content-type": "application/json"}
+    for wish in (f'"{name}": null, ', ""):
+        body = f'{{{wish}"prompt": "a", "max_tokens": 1}}'
+        response = await client.post("/v1/completions", content=body, headers=headers)
+        assert response.status_code == 200
+        # Before the body, after it, and when it is submitted.
+        assert (asked[1] is None) == bool(wish)
+        asked.clear()
 
 
 async def test_echo_and_logprobs(client: httpx.AsyncClient) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, served_model
 
 import octavo
+from octavo.engine.async_engine import AsyncEngine
+from octavo.sample.params import SamplingParams
+from octavo.schedule.request import Request
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.gate import PROBES, Gate
@@ -18,6 +21,8 @@ from octavo.serve.protocol import (
     ChatRequest,
     CompletionRequest,
 )
+from octavo.serve.quota import Quota
+from octavo.serve.server import _drain
 
 
 async def test_models(client: httpx.AsyncClient) -> None:
@@ -145,8 +150,33 @@ async def test_other_origins(make_client: Any) -> None:
     response = await opened.post("/v1/completions", headers=asking, json={})
     assert response.status_code == 401
     assert response.headers["access-control-allow-origin"] == "http://a.example"
+    exposed = response.headers["access-control-expose-headers"].lower().split(", ")
+    limits = {name.decode() for name, _ in Quota("key", 1, 1).headers()}
+    assert limits | {"x-request-id", "retry-after"} <= set(exposed)
     response = await opened.get("/health", headers={"origin": "http://b.example"})
     assert "access-control-allow-origin" not in response.headers
+
+
+@pytest.mark.parametrize(
+    ("alive", "left", "said"),
+    [
+        (True, False, "all requests have ended"),
+        (True, True, "timeout: the rest was aborted"),
+        (False, True, "the engine is dead or hangs: what was left has failed"),
+    ],
+)
+async def test_how_a_drain_ended(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture, alive: bool, left: bool, said: str
+) -> None:
+    engine.auto = False
+    if left:
+        engine.submit(
+            Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(max_tokens=5))
+        )
+    engine.alive = alive
+    with caplog.at_level(logging.INFO, "octavo.serve"):
+        await _drain(cast(AsyncEngine, engine), 0.01)
+    assert [record.getMessage() for record in caplog.records] == [said]
 
 
 async def test_request_ids(client: httpx.AsyncClient) -> None:

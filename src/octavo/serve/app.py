@@ -24,6 +24,18 @@ from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.workers import Workers
 
+# What a page of another origin may read of an answer's headers.
+_EXPOSED = (
+    "X-Request-Id",
+    "Retry-After",
+    "retry-after-ms",
+    *(
+        f"x-ratelimit-{what}-{bucket}"
+        for what in ("limit", "remaining", "reset")
+        for bucket in ("requests", "tokens")
+    ),
+)
+
 
 def create_app(
     engine: AsyncEngine,
@@ -84,7 +96,7 @@ def create_app(
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After", "retry-after-ms"],
+            expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
     return Gate(app, metrics.http, paths, access_log=config.access_log, trace=trace)

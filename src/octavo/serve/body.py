@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, TypeVar
@@ -155,8 +155,7 @@ class Watch:
 
     async def close(self) -> None:
         self._task.cancel()
-        with suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])  # which, if its own task is cancelled, is cancelled too
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = _header(scope, b"x-request-id")
+        given = headers_of(scope).get(b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
         exchange = Exchange(
             given.decode() if given and valid else uuid.uuid4().hex,
@@ -82,8 +82,8 @@ class Gate:
                 exchange.error_type = refusal.type
                 await send_json(tell, refusal.status, refusal.body())
         finally:
-            if not complete:
-                exchange.client_gone = True
+            if not complete:  # whatever its head said
+                exchange.status = 500
             self._finish(exchange, scope)
 
     def _finish(self, exchange: Exchange, scope: Scope) -> None:
@@ -129,7 +129,7 @@ class Door:
     def _check_key(self, scope: Scope, exchange: Exchange) -> None:
         if not self._keys or exchange.path in PROBES:
             return
-        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        scheme, _, key = headers_of(scope).get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             exchange.account = self._keys.find(key.strip())
         if exchange.account is None:
@@ -166,8 +166,3 @@ async def send_json(
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
     return dict(scope["headers"])
-
-
-def _header(scope: Scope, name: bytes) -> bytes | None:
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    return next((value for key, value in headers if key == name), None)

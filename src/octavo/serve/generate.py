@@ -6,6 +6,7 @@ between is here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable
@@ -40,6 +41,8 @@ from octavo.serve.writer import DirectWrite, Writer, keep_alive
 
 log = logging.getLogger(__name__)
 
+# Of an answer, beyond which it would hold up others' tokens to write it in one go.
+_LARGE = 2000
 DONE = b"data: [DONE]\n\n"
 # What a body has that may have terms of its own; letters may be written as escapes.
 _TERMS = b'"slo"', b'"priority"', rb"\u006", rb"\u007"
@@ -207,7 +210,9 @@ class Generate:
             raise ClientGone
         if failure is not None:
             raise failure
-        await send_json(send, 200, reply.whole(outputs))
+        large = sum(output.size for output in outputs) > _LARGE
+        body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
+        await send_json(send, 200, body)
 
     async def _stream(
         self, reply: Reply, streams: list[Stream], watch: Watch, writer: Writer
@@ -220,7 +225,7 @@ class Generate:
             """What most deltas need, where nobody has to wait for anything."""
             if delta.finish_reason is not None or watch.gone or not writer.ready:
                 return False
-            reply.count(delta)
+            reply.count(index, delta)
             chunk = reply.chunk(index, delta)
             if chunk:
                 writer.write_now(chunk)
@@ -236,7 +241,7 @@ class Generate:
                         stream.at_once = None
                         stream.abort()
                     continue
-                reply.count(delta)
+                reply.count(index, delta)
                 chunk = reply.chunk(index, delta)
                 if chunk:
                     await writer.write(chunk)

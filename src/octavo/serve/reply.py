@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Literal
 
 from octavo.engine.outputs import Delta, TokenLogprobs
@@ -13,7 +14,13 @@ from octavo.serve.errors import ApiError
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt
 from octavo.serve.protocol import GenerateRequest
-from octavo.serve.responses import TokenShower, Usage, json
+from octavo.serve.responses import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    TokenShower,
+    Usage,
+    json,
+)
 
 
 class Output:
@@ -39,6 +46,17 @@ class Output:
         if delta.finish_reason is not None:
             self.finish_reason = delta.finish_reason
             self.stop_reason = delta.stop_reason
+
+    @property
+    def size(self) -> int:
+        """About how much there is to write: what takes time is each token's text, and each of its
+        alternatives'.
+        """
+        size = len(self.text)
+        for entries in (self.logprobs, self.prompt_logprobs or ()):
+            if entries:
+                size += len(entries) * (2 + len(entries[-1].top if entries[-1] else ()))
+        return size
 
     @property
     def finish(self) -> Literal["stop", "length"] | None:
@@ -94,7 +112,6 @@ class Reply(ABC):
             }
         )
         self._head = b"data: " + head[:-1] + b',"choices":['
-        self._sent_tokens = 0
 
     @property
     def num_choices(self) -> int:
@@ -115,7 +132,7 @@ class Reply(ABC):
     def usage_member(self) -> bytes:
         """The usage every chunk carries: so far, null, or none, as was asked."""
         if self.continuous_usage:
-            return b',"usage":' + json.encode(self._usage_so_far())
+            return b',"usage":' + json.encode(self._so_far.usage())
         return b',"usage":null' if self.include_usage else b""
 
     def usage_event(self) -> bytes:
@@ -124,11 +141,44 @@ class Reply(ABC):
     def usage(self) -> Usage:
         return Usage.of(self.records, predictions=self.request.return_prediction_details)
 
-    def count(self, delta: Delta) -> None:
-        self._sent_tokens += len(delta.token_ids)
+    def count(self, index: int, delta: Delta) -> None:
+        if self.continuous_usage:
+            self._so_far.count(index // self.n, len(delta.token_ids))
 
-    def _usage_so_far(self) -> Usage:
-        usage = self.usage()
-        usage.completion_tokens = self._sent_tokens  # the engine may be ahead of what is sent
-        usage.total_tokens = usage.prompt_tokens + self._sent_tokens
+    @cached_property
+    def _so_far(self) -> UsageSoFar:
+        return UsageSoFar(self.records, predictions=bool(self.request.return_prediction_details))
+
+
+class UsageSoFar:
+    """The usage of an answer that is being sent. What a delta adds is what has changed of its own
+    prompt, so that it costs the same however many prompts there are.
+    """
+
+    def __init__(self, records: list[RequestRecord], *, predictions: bool) -> None:
+        self._records = records
+        self._predictions = predictions
+        self._prompt = sum(record.prompt_tokens for record in records)
+        self._sent = 0  # the engine may be ahead of what is sent
+        self._counted = [(0, 0, 0)] * len(records)  # of each: cached, drafted, accepted
+        self._cached = self._drafted = self._accepted = 0
+
+    def count(self, prompt: int, tokens: int) -> None:
+        self._sent += tokens
+        record, before = self._records[prompt], self._counted[prompt]
+        now = (record.cached_tokens, record.draft_tokens, record.accepted_tokens)
+        if now != before:
+            self._counted[prompt] = now
+            self._cached += now[0] - before[0]
+            self._drafted += now[1] - before[1]
+            self._accepted += now[2] - before[2]
+
+    def usage(self) -> Usage:
+        usage = Usage(
+            self._prompt, self._sent, self._prompt + self._sent, PromptTokensDetails(self._cached)
+        )
+        if self._predictions:
+            usage.completion_tokens_details = CompletionTokensDetails(
+                self._accepted, self._drafted - self._accepted
+            )
         return usage

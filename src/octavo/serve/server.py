@@ -222,8 +222,7 @@ async def serve(
     draining: asyncio.Task[None] | None = None
 
     async def drain() -> None:
-        done = await engine.drain(config.shutdown_timeout)
-        log.info("all requests have ended" if done else "timeout: the rest was aborted")
+        await _drain(engine, config.shutdown_timeout)
         server.should_exit = True
 
     def on_signal(which: signal.Signals) -> None:
@@ -243,6 +242,15 @@ async def serve(
     finally:
         for which in _SIGNALS:
             loop.remove_signal_handler(which)
+
+
+async def _drain(engine: AsyncEngine, timeout: float) -> None:
+    if await engine.drain(timeout):
+        log.info("all requests have ended")
+    elif engine.alive:
+        log.info("timeout: the rest was aborted")
+    else:
+        log.error("the engine is dead or hangs: what was left has failed")
 
 
 def bind(config: ServeConfig) -> socket.socket:

@@ -173,6 +173,43 @@ def test_people_see_what_was_assumed_and_what_came_of_it(azure: Path) -> None:
         assert part in shown, shown
 
 
+CLASSES = (
+    "--num-prompts", "120", "--input-len", "100", "--output-len", "30", "--request-rate", "60",
+    "--max-num-seqs", "4", "--class", "chat:share=1,ttft=300,tpot=50",
+    "--class", "bulk:share=3,priority=5,weight=0.5,slo=none",
+)  # fmt: skip
+
+
+def test_classes_have_what_the_policy_gives_them() -> None:
+    found = {
+        policy: figures(*CLASSES, "--scheduling-policy", policy)
+        for policy in ("fcfs", "priority", "fair", "deadline")
+    }
+    for policy, result in found.items():
+        classes, settings = result["classes"], result["settings"]
+        assert settings["scheduling_policy"] == policy
+        assert sum(each["requests"] for each in classes.values()) == 120
+        assert classes["bulk"]["attainment"] == 1, "it was promised nothing"
+        assert result["good"] == sum(each["good"] for each in classes.values())
+        assert any("priority has no effect" in n for n in result["notices"]) is (
+            policy != "priority"
+        )
+        assert any("weight has no effect" in n for n in result["notices"]) is (policy != "fair")
+    chat = {policy: result["classes"]["chat"] for policy, result in found.items()}
+    assert chat["fcfs"]["attainment"] < 0.7
+    for policy in ("priority", "fair", "deadline"):
+        assert chat[policy]["attainment"] > 0.95, policy
+        assert chat[policy]["ttft_ms"]["p50"] < 0.5 * chat["fcfs"]["ttft_ms"]["p50"]
+
+
+def test_people_see_each_class() -> None:
+    shown = run(*CLASSES).output
+    assert "class          requests" in shown
+    assert "TPOT 50 ms, or its class's own" in shown
+    assert figures("--num-prompts", "2", "--output-len", "3")["classes"] == {}
+    assert "no whole number" in run("--class", "a:clients=x", code=2).output.replace("\n", " ")
+
+
 def test_pictures_and_timelines_are_files(azure: Path, tmp_path: Path) -> None:
     plot, timeline = tmp_path / "p.svg", tmp_path / "t.json"
     run("--trace", str(azure), "--plot", str(plot), "--timeline", str(timeline))

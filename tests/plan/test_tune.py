@@ -608,3 +608,11 @@ def test_the_prediction_is_compared_with_the_live_engine(trace: Path) -> None:
     predicted, measured = confirmed["pairs"]["output_throughput"]
     error = confirmed["error"]["output_throughput"]
     assert error == pytest.approx(predicted / measured - 1)
+
+
+def test_an_slo_is_kept_for_each_class_of_a_load() -> None:
+    slo = Slo({"ttft": 5.0}, 0.9)
+    figures = Figures(100, 100, 99, 1.0, 9, {"ttft": Latency(3.0, 4.0)}, {"few": 0.5, "many": 1.0})
+    assert not met(figures, slo)
+    assert met(replace(figures, classes={"few": 0.9, "many": 1.0}), slo)
+    assert met(replace(figures, classes={}), slo)

@@ -180,6 +180,12 @@ _OF_TEXTS = {
 
 SIMULATED_OPTIONS = [
     option(
+        "classes", list[str], [],
+        "A kind of requests (repeatable): its share of them, clients=N, weight= and priority= of "
+        "each, and its own ttft=, tpot=, e2el= in ms, or slo=none.", TRAFFIC, "--class",
+        metavar="NAME:KEY=VALUE,…", show_default="all are alike",
+    ),
+    option(
         "trace", Path | None, None,
         "Recorded arrivals: an Azure or Mooncake trace, or what octavo bench serve "
         "--save-detailed wrote.", DATASET, metavar="FILE", show_default="synthetic requests",
@@ -200,9 +206,11 @@ SIMULATED_OPTIONS = [
 
 def demand(values: Mapping[str, Any]) -> Demand:
     """What `SIMULATED_OPTIONS` say. Raises `ValueError` for values that do not go together."""
+    from octavo.workload.classes import parse_classes
     from octavo.workload.demand import TEXTS, Demand
 
     given = dict(values) | _OF_TEXTS
+    classes = parse_classes(given.pop("classes"))
     trace = given.pop("trace")
     if trace is not None and given["dataset_path"] is not None:
         raise ValueError("--trace and --dataset-path are two names of one thing: give one")
@@ -214,7 +222,7 @@ def demand(values: Mapping[str, Any]) -> Demand:
             f"--dataset-name {given['dataset_name']} has texts, whose tokens a tokenizer would "
             "have to count: give what octavo bench serve --save-detailed wrote of them as --trace"
         )
-    built = Demand(**demand_settings(given))
+    built = Demand(**demand_settings(given), classes=classes)
     built.check()
     return built
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from inspect import Parameter
 from pathlib import Path
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from octavo.engine.engine import Observer
     from octavo.engine.load import EngineConfig
     from octavo.plan.hardware import Device
+    from octavo.workload.classes import LoadClass
     from octavo.workload.demand import Demand
 
 EXAMPLES = (
@@ -204,6 +205,7 @@ def command(
             check_file(path, suffix)
     asked, notices = samples(load)
     notices += cut_answers([sample.output_len for sample in asked], technique["max_tokens"])
+    notices += without_effect(load.classes, engine.get("scheduling_policy", "fcfs"))
     subject = Subject.find(model)
     config, notes = configure(engine, technique, on, subject.program.config.context_length)
     notices += notes
@@ -255,6 +257,22 @@ def command(
         typer.echo(json_text(result))
     else:
         typer.echo(report.text(result))
+
+
+def without_effect(classes: Sequence[LoadClass], policy: str) -> list[str]:
+    """The notice of what classes have that the policy does not go by, so that one load can be
+    put under several.
+    """
+    ordered = {
+        "priority": any(each.priority for each in classes),
+        "weight": any(each.weight != 1 for each in classes),
+    }
+    needed = {"priority": "priority", "weight": "fair"}
+    return [
+        f"--class: {name} has no effect under --scheduling-policy {policy}"
+        for name, given in ordered.items()
+        if given and policy != needed[name]
+    ]
 
 
 def cut_answers(lengths: list[int], most: int | None) -> list[str]:

@@ -21,7 +21,7 @@ from octavo.cli.options import (
     named_flags,
     takes,
 )
-from octavo.cli.simulate import with_gpu_defaults
+from octavo.cli.simulate import with_gpu_defaults, without_effect
 from octavo.plan.defaults import engine_defaults
 
 if TYPE_CHECKING:
@@ -147,6 +147,7 @@ def command(
     if plot is not None:
         check_file(plot)
     asked, notices = samples(load)
+    notices += without_effect(load.classes, base.scheduling_policy)
     subject = Subject.find(model)
     if confirm and subject.stored is None:
         raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.plan.replay import replay
-from octavo.plan.slo import Figures, Slo
+from octavo.plan.slo import Figures, Slo, promised
 from octavo.workload.datasets import Part, Sample
 
 _WARM_UP = Sample(64, 8, (Part(0, 64),), arrival=0.0)
@@ -47,6 +47,7 @@ def confirmed(
             samples,
             seed=seed,
             max_concurrency=max_concurrency,
+            target=promised(slo.limits),
             progress=lambda ended: report(
                 f"live: {ended} of {count} requests have ended; the last arrives after "
                 f"{seconds:.0f} s"

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import inf
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from octavo.engine.engine import Engine
 from octavo.engine.leap import Leap
+from octavo.plan.slo import promised
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, Request, RequestRecord
 from octavo.workload.datasets import Sample, draws
@@ -66,11 +67,11 @@ def replay(
     leaps: bool = True,
     target: LatencyTarget | None = None,
 ) -> Replay:
-    """Every sample at its ``arrival`` (in order), until all have ended, each promised ``target``,
-    by which a policy may go. Of these at most
-    ``max_concurrency`` are with the engine at a time; others wait to be sent. ``progress`` is told
-    how many have ended. ``leaps``: steps that are foreseen are taken at once (`Engine.leap`), with
-    the same result.
+    """Every sample at its ``arrival`` (in order), until all have ended, each promised ``target`` or
+    what its class is, by which a policy may go. A class's priority and weight count under the
+    policy that has them. Of the requests at most ``max_concurrency`` are with the engine at a
+    time; others wait to be sent. ``progress`` is told how many have ended. ``leaps``: steps that
+    are foreseen are taken at once (`Engine.leap`), with the same result.
     """
     clock = engine.clock
     start = clock.now()
@@ -160,6 +161,17 @@ def _begin(
     target: LatencyTarget | None,
 ) -> Record:
     record = Record(index, False, sent, sample.prompt_len, 0, queue_time=sent - _arrival(sample))
+    terms: dict[str, Any] = {"target": target}
+    if (kind := sample.kind) is not None:
+        record.kind, record.limits = kind.name, kind.limits
+        terms["client"] = f"{kind.name} {sample.client}"
+        if kind.limits is not None:
+            terms["target"] = promised(kind.limits) if kind.limits else None
+        policy = engine.scheduler.config.policy.scheduling_policy
+        if policy == "priority":
+            terms["priority"] = kind.priority
+        elif policy == "fair":
+            terms["weight"] = kind.weight
     params = SamplingParams(temperature=0.0, max_tokens=sample.output_len, ignore_eos=True)
     if sample.max_tokens is not None:  # a scripted sampler stops as soon as it may
         params = replace(
@@ -171,7 +183,7 @@ def _begin(
     prompt: Sequence[int] = range(sample.prompt_len)  # of what is refused for its length alone
     if len(prompt) < engine.scheduler.config.max_model_len:
         prompt = prompt_token_ids(sample, seed, engine.vocab_size)
-    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params, target=target)
+    request = Request(request_id=str(index), prompt_token_ids=prompt, params=params, **terms)
     try:
         engine.add_request(request, start + sent)
     except AdmissionError as error:

@@ -13,7 +13,7 @@ from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
-from octavo.workload.metrics import Record, Totals, is_good, seconds, spread, totals
+from octavo.workload.metrics import Record, Totals, by_class, is_good, seconds, spread, totals
 
 INTERVALS = 100
 PERCENTILES = (50, 90, 95, 99)
@@ -61,6 +61,9 @@ def figures(
         "good": load.good,
         "request_goodput": load.goodput,
         **{name: load.spread(_metric(name), PERCENTILES) for name in LATENCIES},
+        "classes": {
+            name: _class(found) for name, found in by_class(records, duration, goodput).items()
+        },
         "saturated": verdict.saturated,
         "saturation": verdict._asdict(),
         "steps": stats.steps,
@@ -82,6 +85,18 @@ def figures(
         "cost": None if price is None else _cost(price, load),
         "over_time": _over_time(simulation, goodput, INTERVALS),
         "over_tenths": _over_time(simulation, goodput, ROWS),
+    }
+
+
+def _class(load: Totals) -> dict[str, Any]:
+    """Of one class of the load."""
+    return {
+        "requests": load.requests,
+        "completed": load.completed,
+        "good": load.good,
+        "attainment": load.attainment,
+        "output_throughput": load.output_throughput,
+        **{f"{name}_ms": load.spread(name, PERCENTILES) for name in ("ttft", "tpot", "e2el")},
     }
 
 
@@ -108,6 +123,7 @@ def _described(simulation: Simulation) -> dict[str, Any]:
             "max_num_seqs": limits.max_num_seqs,
             "max_num_batched_tokens": limits.max_num_batched_tokens,
             "itl_target": config.itl_target,
+            "scheduling_policy": limits.policy.scheduling_policy,
             "max_num_queued_reqs": limits.max_num_queued_reqs,
             "max_num_queued_tokens": limits.max_num_queued_tokens,
             "enable_prefix_caching": limits.enable_prefix_caching,
@@ -215,6 +231,8 @@ def text(result: Mapping[str, Any]) -> str:
     limits = ", ".join(
         f"{name.removesuffix('_ms').upper()} {limit:g} ms" for name, limit in result["slo"].items()
     )
+    if result["classes"]:
+        limits += ", or its class's own"
     lines = [
         f"{result['model']}: {result['parameters'] / 1e9:.3g} G parameters, "
         f"{result['weight_bytes'] / 1e9:.4g} GB of weights ({result['format']})",
@@ -246,6 +264,7 @@ def text(result: Mapping[str, Any]) -> str:
         short = "" if "queue" in name else name.removesuffix("_ms").upper()
         label = f"{short:<5}{title:<19}" if len(title) < 19 else f"{title:<24}"
         lines.append(label + "".join(f"{_ms(found[each]):>10}" for each in _COLUMNS))
+    lines += _table_of_classes(result["classes"])
     running, waiting, usage = result["running"], result["waiting"], result["kv_usage"]
     lines += [
         "",
@@ -300,6 +319,28 @@ def _techniques(settings: Mapping[str, Any]) -> str:
             else f", speculation right {100 * settings['acceptance']:g} % of the time"
         )
     )
+
+
+def _table_of_classes(classes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    if not classes:
+        return []
+    lines = [
+        "",
+        f"{'class':<14}{'requests':>9}{'served':>8}{'good':>9}{'out tok/s':>11}{'TTFT p50':>10}"
+        f"{'TTFT p99':>10}{'TPOT p50':>10}{'TPOT p99':>10}",
+    ]
+    for name, found in classes.items():
+        times = [
+            "-" if found[metric] is None else _ms(found[metric][percentile])
+            for metric in ("ttft_ms", "tpot_ms")
+            for percentile in ("p50", "p99")
+        ]
+        lines.append(
+            f"{name:<14}{found['requests']:>9,}{found['completed']:>8,}"
+            f"{100 * found['attainment']:>7.1f} %{found['output_throughput']:>11,.1f}"
+            + "".join(f"{each:>10}" for each in times)
+        )
+    return lines
 
 
 def _ms(value: float) -> str:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from octavo.schedule.request import LatencyTarget
 from octavo.workload.metrics import GOODPUT as METRICS
-from octavo.workload.metrics import LONGEST, SHORTEST, Counts, Record, totals
+from octavo.workload.metrics import LONGEST, SHORTEST, Counts, Record, by_class, totals
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,7 @@ class Figures(Counts):
     """What came of a load, without its requests: of each trial they would take too much memory."""
 
     latencies: Mapping[str, Latency]  # of each of METRICS; UNSERVED or NONE where no request has it
+    classes: Mapping[str, float] = field(default_factory=dict)  # attainment of each that there is
 
     @classmethod
     def of(cls, records: Sequence[Record], duration: float, slo: Slo) -> Figures:
@@ -69,6 +70,7 @@ class Figures(Counts):
             found.duration,
             found.output_tokens,
             latencies,
+            {n: t.attainment for n, t in by_class(records, duration, slo.limits).items()},
         )
 
     def pressure(self, slo: Slo) -> float:
@@ -82,6 +84,7 @@ class Figures(Counts):
             "completed": self.completed,
             "good": self.good,
             "attainment": self.attainment,
+            "attainment_by_class": dict(self.classes),
             "request_goodput": self.goodput,
             "request_throughput": self.request_throughput,
             "output_throughput": self.output_throughput,

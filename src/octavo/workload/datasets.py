@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.workload.classes import LoadClass
+
 # Datasets have keys of their own, so that one run leaves nothing in a server's cache for another.
 RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE, RESULT = (kind << 64 for kind in range(1, 7))
 _LONGEST_LINE = 1 << 28  # bytes: one result of octavo bench serve may be a line
@@ -34,7 +36,8 @@ class Sample:
     """One request. ``text`` takes the place of ``parts``; ``arrival`` is in seconds, for traces.
 
     ``max_tokens`` is what the request allows for an answer that ends by itself after ``output_len``
-    tokens; None: just these.
+    tokens; None: just these. ``kind``: its class, where a load has several, and which of that
+    class's clients asks.
     """
 
     prompt_len: int
@@ -43,6 +46,8 @@ class Sample:
     text: str | None = None
     arrival: float | None = None
     max_tokens: int | None = None
+    kind: LoadClass | None = None
+    client: int = 0
 
 
 class DatasetError(ValueError):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from octavo.workload import datasets, traces
 from octavo.workload.arrivals import Ramp, arrival_times
+from octavo.workload.classes import LoadClass, classed
 from octavo.workload.datasets import Sample
 
 SYNTHETIC = ("random", "prefix_repetition")
@@ -49,6 +50,7 @@ class Demand:
     burstiness: float = 1.0
     ramp: Ramp | None = None
     max_concurrency: int | None = None
+    classes: tuple[LoadClass, ...] = ()  # of a simulated load
     seed: int = 0
 
     @property
@@ -129,7 +131,8 @@ class Demand:
     def timed(
         self, count: Callable[[str], int], *, strict: bool = False
     ) -> tuple[list[Sample], list[str]]:
-        """As `samples`, each with its arrival."""
+        """As `samples`, each with its arrival and class."""
         samples, notices = self.samples(count, strict=strict)
+        samples = classed(samples, self.classes, self.seed)
         timed = zip(samples, self.arrivals(samples), strict=True)
         return [replace(sample, arrival=time) for sample, time in timed], notices

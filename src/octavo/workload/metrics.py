@@ -52,6 +52,8 @@ class Record:
     detail: str = ""
     rejected: bool = False  # not served because there was too much to do: 429 or 503
     told: float = 0.0  # seconds until it was told so
+    kind: str = ""  # its class, where a load has several
+    limits: Mapping[str, float] | None = None  # its own, milliseconds by metric; None: the load's
 
     @property
     def tpot(self) -> float:
@@ -185,6 +187,17 @@ def totals(records: Sequence[Record], duration: float, goodput: Mapping[str, flo
     )
 
 
+def by_class(
+    records: Sequence[Record], duration: float, goodput: Mapping[str, float]
+) -> dict[str, Totals]:
+    """`totals` of each class of the load; none where it has none."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record.kind:
+            found.setdefault(record.kind, []).append(record)
+    return {name: totals(each, duration, goodput) for name, each in sorted(found.items())}
+
+
 def seconds(name: str, done: Sequence[Record]) -> Float64:
     """[values] of one of `LATENCIES`, or of ``queue``, the wait in the server's own, over requests
     that were served. TPOT is that of answers with a token after the first: others have none.
@@ -295,9 +308,12 @@ def all_gaps(done: Sequence[Record]) -> Float64:
 
 
 def is_good(record: Record, goodput: Mapping[str, float]) -> bool:
-    """Whether a request that has succeeded is within all limits (in milliseconds)."""
+    """Whether a request that has succeeded is within all limits (in milliseconds): its own, if it
+    has any.
+    """
+    limits = goodput if record.limits is None else record.limits
     measured = {"ttft": record.ttft, "tpot": record.tpot, "e2el": record.latency}
-    return all(measured[name] <= limit / 1000 for name, limit in goodput.items())
+    return all(measured[name] <= limit / 1000 for name, limit in limits.items())
 
 
 def peak_tokens(done: Sequence[Record]) -> float:

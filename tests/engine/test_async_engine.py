@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from typing import Any
 
 import pytest
 
 from engine.checking import CheckingExecutor, build
 from engine.test_engine import request
-from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream, joined
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
-from octavo.schedule.request import AdmissionError, FinishReason, Outcome
+from octavo.engine.stream import EngineDead, Stream, joined
+from octavo.schedule.request import AdmissionError, FinishReason, Outcome, Request
 
 
 async def started(engine: Engine | None = None, **kwargs: float) -> AsyncEngine:
@@ -238,3 +240,115 @@ def test_joined_deltas_keep_order_and_put_the_record_last() -> None:
     assert (last.choice, last.text, last.token_ids, last.record) == (1, "xz", [1, 3], record)
     assert first.prompt_logprobs == [None]
     assert last.prompt_logprobs is None
+
+
+async def test_several_are_submitted_together_or_not_at_all() -> None:
+    inner = build(clock=RealClock(), max_num_seqs=2, max_num_queued_reqs=2)
+    assert isinstance(inner.executor, CheckingExecutor)
+    go = threading.Event()
+    execute = inner.executor.execute
+    inner.executor.execute = lambda batch: (go.wait(20), execute(batch))[1]  # type: ignore
+    engine = await started(inner)
+
+    def several(name: str, count: int) -> list[Request]:
+        return [engine.check(request(f"{name}-{index}", [1])) for index in range(count)]
+
+    running = engine.submit_all(several("runs", 2))
+    while not inner.scheduler.prefilling:
+        await asyncio.sleep(0.001)
+    waiting = engine.submit_all(several("waits", 1))
+    with pytest.raises(AdmissionError, match="2 requests wait") as refused:
+        engine.submit_all(several("refused", 2))  # there is room for one of them
+    assert refused.value.retryable
+    assert engine.stats().waiting == 1
+    with pytest.raises(AdmissionError, match="in use"):
+        engine.submit_all(several("runs", 1))
+    with pytest.raises(AdmissionError, match="in use"):
+        engine.submit_all(several("twice", 1) * 2)
+    with pytest.raises(AdmissionError, match="5 prompts, and no more than 4") as refused:
+        engine.submit_all(several("never", 5))
+    assert not refused.value.retryable  # it would be refused by an idle engine, too
+    waiting += engine.submit_all(several("last", 1))
+    go.set()
+    for deltas in await asyncio.gather(*map(collect, running + waiting)):
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+    assert engine.stats().kv_blocks_used == 0
+    await engine.stop()
+
+
+async def test_a_loop_that_is_late_gets_what_has_come_meanwhile_in_one_piece() -> None:
+    """Without having been woken for each step."""
+    engine = await started()
+    loop = asyncio.get_running_loop()
+    calls = 0
+    call_soon = loop.call_soon_threadsafe
+
+    def counted(callback: Any, *args: Any, context: Any = None) -> Any:
+        nonlocal calls
+        calls += callback.__name__ == "_take"
+        return call_soon(callback, *args, context=context)
+
+    loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
+    sizes: list[int] = []
+
+    def take(delta: Delta) -> bool:
+        sizes.append(len(delta.token_ids))
+        return True
+
+    stream = engine.submit(request("a", [1], max_tokens=200))
+    first = await anext(stream)
+    waits = asyncio.create_task(collect(stream))
+    stream.at_once = take
+    await asyncio.sleep(0)
+    before, calls = stream.record.completion_tokens, 0
+    while stream.record.completion_tokens < before + 50:
+        time.sleep(0.001)  # the loop is held up; the engine is not
+    assert calls <= 2
+    rest = await waits
+    assert len(first.token_ids) + sum(sizes) + sum(len(d.token_ids) for d in rest) == 200
+    assert max([*sizes, *(len(delta.token_ids) for delta in rest)]) >= 45
+    await engine.stop()
+
+
+async def test_deliveries_let_the_loop_do_other_things_in_between() -> None:
+    engine = await started()
+    order: list[str] = []
+
+    def slow(delta: Delta) -> bool:
+        order.append("delta")
+        time.sleep(0.002)
+        return True
+
+    streams = [engine.submit(request(str(i), [1], max_tokens=100)) for i in range(8)]
+    tasks = [asyncio.create_task(collect(stream)) for stream in streams]
+    for stream in streams:
+        stream.at_once = slow
+    stop = False
+
+    async def other() -> None:
+        while not stop:
+            order.append("other")
+            await asyncio.sleep(0)
+
+    beside = asyncio.create_task(other())
+    await asyncio.gather(*tasks)
+    stop = True
+    await beside
+    runs = "".join(each[0] for each in order).split("o")
+    assert max(map(len, runs)) <= 2
+    await engine.stop()
+
+
+async def test_a_delta_says_when_its_token_was_drawn() -> None:
+    """However late it is looked at."""
+    engine = await started()
+    stream = engine.submit(request("a", [1], max_tokens=30))
+    times = []
+    async for delta in stream:
+        times.append(delta.at)
+        if len(times) == 1:
+            assert stream.record.first_token == delta.at or len(delta.token_ids) > 1
+            time.sleep(0.01)
+    assert times == sorted(times)
+    assert times[-1] == stream.record.last_token
+    await engine.stop()

@@ -16,9 +16,10 @@ import pytest
 from engine.checking import CheckingExecutor, Crash, FakeSampler, FakeState, build
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
-from octavo.engine.async_engine import AsyncEngine, EngineDead, Stream
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
+from octavo.engine.stream import EngineDead, Stream
 from octavo.execute.batch import Batch, StepResult
 from octavo.schedule.request import AdmissionError, FinishReason, Outcome, RequestRecord
 
@@ -288,4 +289,94 @@ async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
     assert len(stream._arrived) <= 1900
     (delta,) = await collect(stream)
     assert len(delta.token_ids) == 1900
+    await engine.stop()
+
+
+@pytest.mark.parametrize("end", ["dead", "hung"])
+async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> None:
+    """However full its queue is."""
+    inner = build(clock=RealClock(), max_num_seqs=1, max_num_queued_reqs=1)
+    reached, go = threading.Event(), threading.Event()
+
+    def execute(batch: Batch) -> StepResult:
+        reached.set()
+        go.wait(20)
+        raise SystemExit("injected")
+
+    inner.executor.execute = execute  # type: ignore[method-assign]
+    engine = await started(inner, hang_timeout=0.2)
+    streams = [engine.submit(request("runs", [1]))]
+    while not reached.is_set():
+        await asyncio.sleep(0.001)
+    streams.append(engine.submit(request("waits", [1])))
+    with pytest.raises(AdmissionError):
+        engine.submit(request("refused", [1]))
+    if end == "dead":
+        go.set()
+    for stream in streams:
+        with pytest.raises(EngineDead):
+            await collect(stream)
+    told = Told(inner)
+    for _ in range(2):
+        with pytest.raises(EngineDead):
+            engine.check_room()
+        with pytest.raises(EngineDead):
+            engine.submit(request("late", [1]))
+    assert [record.outcome for record in told.records] == [Outcome.FAILED] * 2
+    go.set()
+    await asyncio.to_thread(engine._thread.join)
+    assert engine.stats().waiting == engine.stats().waiting_tokens == 0
+    assert {stream.record.outcome for stream in streams} == {Outcome.FAILED}
+    await engine.stop()
+
+
+async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None:
+    inner = build(clock=RealClock())
+    told = Told(inner)
+
+    def admit(*_: object) -> None:
+        raise SystemExit("injected")
+
+    inner.admit = admit  # type: ignore[method-assign]
+    engine = AsyncEngine(inner)
+    streams = [engine.submit(request(str(index), [1])) for index in range(3)]
+    await engine.start()
+    for stream in streams:
+        with pytest.raises(EngineDead, match="injected"):
+            await collect(stream)
+    engine._thread.join()
+    assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 3
+    assert len(told.records) == 3
+    await engine.stop()
+
+
+async def test_who_gives_up_looking_at_a_hung_engine_leaves_nothing_behind() -> None:
+    inner = build(clock=RealClock())
+    reached, go = threading.Event(), threading.Event()
+    execute = inner.executor.execute
+
+    def hang(batch: Batch) -> StepResult:
+        reached.set()
+        go.wait(20)
+        return execute(batch)
+
+    inner.executor.execute = hang  # type: ignore[method-assign]
+    engine = await started(inner)
+    stream = engine.submit(request("a", [1]))
+    while not reached.is_set():
+        await asyncio.sleep(0.001)
+    looked = 0
+
+    def look(engine: Engine) -> None:
+        nonlocal looked
+        looked += 1
+
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.inspect(look), 0.005)
+    assert not engine._inspections
+    go.set()
+    await collect(stream)
+    await engine.inspect(look)
+    assert looked == 1
     await engine.stop()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 import pytest
 
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
-from octavo.engine.async_engine import Stream
 from octavo.engine.outputs import Delta
+from octavo.engine.stream import Stream
 
 
 async def taken(stream: Stream, rng: random.Random) -> tuple[dict[int, list[int]], int]:
@@ -80,4 +81,30 @@ async def test_what_it_raises_is_its_own_streams() -> None:
     stream.abort()
     for deltas in await results:
         assert sum(len(delta.token_ids) for delta in deltas) == 80
+    await engine.stop()
+
+
+async def test_nothing_comes_after_what_it_raises() -> None:
+    """Or the output would have a hole."""
+    engine = await started()
+    stream = engine.submit(request("fails", [1], max_tokens=80))
+
+    def fails(delta: Delta) -> bool:
+        raise KeyError("mine")
+
+    await anext(stream)
+    waits = asyncio.create_task(anext(stream))
+    stream.at_once = fails
+    await asyncio.sleep(0)
+    while stream._error is None:
+        await asyncio.sleep(0.001)
+    completion_tokens = stream.record.completion_tokens
+    time.sleep(0.05)  # others come before it is looked at
+    assert stream.record.completion_tokens > completion_tokens or stream.record.outcome
+    stream.push([Delta("fails", 0, "x", [1])])
+    with pytest.raises(KeyError, match="mine"):
+        await waits
+    for _ in range(3):
+        with pytest.raises(KeyError, match="mine"):
+            await anext(stream)
     await engine.stop()

@@ -100,7 +100,7 @@ def check(simulated: Simulated, target: LatencyTarget, forecast: Forecast) -> No
 
 
 def test_before_anything_is_known_nobody_waits() -> None:
-    assert Simulated().waiting.forecast(asks(1000)) == (0.0, 0.0, 0.0)
+    assert Simulated().waiting.forecast(asks(1000)) == (None, 0.0, 0.0)
 
 
 def test_an_idle_engine_lets_in_at_once() -> None:

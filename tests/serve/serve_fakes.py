@@ -6,14 +6,14 @@ import asyncio
 import itertools
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.async_engine import EngineDead
 from octavo.engine.engine import EngineStats, Observer
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.stream import EngineDead
 from octavo.engine.waiting import Forecast
 from octavo.schedule.request import (
     AdmissionError,
@@ -181,6 +181,7 @@ class FakeStream(AsyncIterator[Delta]):
                     finish_reason=reason,
                     prompt_logprobs=prompt_logprobs if choice == 0 else None,
                     record=record if last else None,
+                    at=now,
                 )
             )
         if record.outcome is not None:
@@ -219,11 +220,7 @@ class FakeEngine:
     def forecast(self) -> Forecast:
         return Forecast(2.5, 3.0, 0.1)
 
-    def submit(self, request: Request) -> FakeStream:
-        if not self.alive:
-            raise EngineDead("the engine thread has stopped")
-        if self.draining:
-            raise AdmissionError("the engine is draining", retryable=True)
+    def check(self, request: Request) -> Request:
         request.params.validated(VOCAB)
         prompt, wanted = len(request.prompt_token_ids), request.params.max_tokens or 1
         if prompt + wanted > self.max_model_len:
@@ -232,8 +229,20 @@ class FakeEngine:
                 f"the context of {self.max_model_len}",
                 "max_tokens" if prompt < self.max_model_len else "prompt",
             )
-        self.check_room()
-        self.prompt_tokens += prompt
+        return request
+
+    def reject(self, requests: Sequence[Request], error: ValueError) -> None: ...
+
+    def submit_all(self, requests: Sequence[Request]) -> list[FakeStream]:
+        if not self.alive:
+            raise EngineDead("the engine thread has stopped")
+        if self.draining:
+            raise AdmissionError("the engine is draining", retryable=True)
+        self.check_room(len(requests) - 1)
+        return [self._submit(request) for request in requests]
+
+    def _submit(self, request: Request) -> FakeStream:
+        self.prompt_tokens += len(request.prompt_token_ids)
         stream = FakeStream(self, request)
         self.submitted.append(request)
         self.streams.append(stream)

@@ -13,8 +13,9 @@ import httpx
 import pytest
 from serving import PacedExecutor, listening, real_engine, served_model, started
 
-from octavo.engine.async_engine import AsyncEngine, EngineDead
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.snapshot import EngineSnapshot, PoolSnapshot, RequestSnapshot, snapshot
+from octavo.engine.stream import EngineDead
 from octavo.sample.params import SamplingParams
 from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import LatencyTarget, Request
@@ -298,7 +299,7 @@ async def test_an_engine_that_is_busy_or_dead(monkeypatch: pytest.MonkeyPatch) -
     async with asked(engine) as client:
         assert (await client.get("/requests")).status_code in (500, 503)
     with pytest.raises(EngineDead):
-        await engine.look(lambda engine: 0)
+        await engine.inspect(lambda engine: 0)
 
 
 async def test_a_look_that_fails_is_the_askers_alone() -> None:
@@ -309,8 +310,8 @@ async def test_a_look_that_fails_is_the_askers_alone() -> None:
 
     async with started(engine):
         with pytest.raises(KeyError):
-            await engine.look(fails)
-        assert await engine.look(lambda engine: engine.num_requests) == 0
+            await engine.inspect(fails)
+        assert await engine.inspect(lambda engine: engine.num_requests) == 0
 
 
 def test_snapshots_are_values() -> None:

@@ -170,7 +170,7 @@ async def test_retry_after_is_the_predicted_wait() -> None:
         await asyncio.gather(*(ask(client, max_tokens=30) for _ in range(3)))
         predicted = engine.forecast(pending=10)
         step = engine.stats().step_seconds / engine.stats().steps
-        ends = 10 * engine.waiting.expected_output
+        ends = 10 * engine.admission.waiting.expected_output
         assert 0.5 * step * ends < predicted.wait < 2 * step * ends
         tasks = [ask(client, max_tokens=30) for _ in range(6)]
         refused = [answer for task in tasks if (answer := await task).status_code == 429]
@@ -184,7 +184,7 @@ async def test_what_would_miss_its_target_is_refused() -> None:
     """And nobody else is."""
     config = {"slo": LatencyTarget(ttft=0.2)}
     async with serving(config, max_num_seqs=2, pause=0.002) as (client, engine, _):
-        engine.admit_within_target = True
+        engine.admission.within_target = True
         await asyncio.gather(*(ask(client, max_tokens=200) for _ in range(4)))
         tasks = [ask(client, max_tokens=200, slo={"ttft": 1e6}) for _ in range(8)]
         await until(lambda: engine.stats().waiting == 6)
@@ -217,8 +217,8 @@ async def test_an_idle_server_takes_whom_it_predicts_no_good_for() -> None:
     """Else a step that once was slow would keep everyone out for ever."""
     config = {"slo": LatencyTarget(ttft=0.5, tpot=0.1)}
     async with serving(config) as (client, engine, _):
-        engine.admit_within_target = True
-        engine.waiting.times.learn(1, 5, 100.0)
+        engine.admission.within_target = True
+        engine.admission.waiting.times.learn(1, 5, 100.0)
         assert engine.forecast().tpot > 1.0
         for _ in range(3):
             assert (await ask(client, max_tokens=60)).status_code == 200

@@ -7,134 +7,20 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
+from octavo.engine.admission import Admission
 from octavo.engine.engine import Engine, EngineStats, Observer
 from octavo.engine.outputs import Delta
-from octavo.engine.waiting import Forecast, Waiting
+from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
+from octavo.engine.waiting import Forecast
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-class EngineDead(RuntimeError):
-    """The engine thread has stopped or hangs; nothing will be generated any more."""
-
-
-class Stream(AsyncIterator[Delta]):
-    """A request's deltas. Deltas that pile up while the consumer is away are joined into one per
-    choice, so a slow consumer holds its output once and never slows the engine.
-
-    Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first.
-    Leaving the iteration early does not abort: call `abort`.
-
-    A consumer that waits need not be woken for every token: ``at_once`` is offered each delta but
-    the last as it comes, on the stream's loop, and says whether it took it. What it raises comes
-    out of the iteration.
-    """
-
-    at_once: Callable[[Delta], bool] | None = None
-
-    def __init__(self, engine: AsyncEngine, record: RequestRecord) -> None:
-        self.request_id = record.request_id
-        self.record = record  # the live record; complete when record.outcome is set
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self._arrived: list[Delta] = []
-        self._ready: deque[Delta] = deque()
-        self._wakeup: asyncio.Future[None] | None = None
-        self._error: Exception | None = None
-        self._over = False  # nothing more will arrive
-
-    def __aiter__(self) -> Stream:
-        return self
-
-    async def __anext__(self) -> Delta:
-        while not self._ready:
-            if self._arrived:
-                self._ready.extend(joined(self._arrived))
-                self._arrived = []
-            elif self._error is not None:
-                raise self._error
-            elif self._over:
-                raise StopAsyncIteration
-            else:
-                self._wakeup = self._loop.create_future()
-                try:
-                    await self._wakeup
-                finally:
-                    self._wakeup = None
-        return self._ready.popleft()
-
-    def abort(self) -> None:
-        """Ask the engine to end the request; returns at once. No-op when it has ended."""
-        if not self._over:
-            self._engine.abort(self.request_id)
-
-    # On the stream's own loop
-
-    def _push(self, delta: Delta) -> None:
-        if self._over or (self.at_once is not None and self._take_at_once(delta)):
-            return
-        self._arrived.append(delta)
-        self._over = delta.record is not None
-        self._wake()
-
-    def _take_at_once(self, delta: Delta) -> bool:
-        """Only where nothing before it is still to be consumed, so that order is kept."""
-        waits = self._wakeup is not None and not self._wakeup.done()
-        if not waits or delta.record is not None:
-            return False
-        assert self.at_once is not None
-        try:
-            return self.at_once(delta)
-        except Exception as error:  # of this stream only: others are in the same delivery
-            self.at_once = None
-            self._error = error
-            self._wake()
-            return True
-
-    def _fail(self, error: EngineDead) -> None:
-        if not self._over:
-            self._over = True
-            self._error = error
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._wakeup is not None and not self._wakeup.done():
-            self._wakeup.set_result(None)
-
-
-def joined(deltas: list[Delta]) -> list[Delta]:
-    """Consecutive deltas of one request as one for each choice, the one with the record last."""
-    if len(deltas) == 1:
-        return deltas
-    choices: dict[int, list[Delta]] = {}
-    for delta in deltas:
-        choices.setdefault(delta.choice, []).append(delta)
-    merged = [_join(parts) if len(parts) > 1 else parts[0] for parts in choices.values()]
-    merged.sort(key=lambda delta: delta.record is not None)
-    for index, delta in enumerate(merged):
-        if index and delta.prompt_logprobs is not None:  # they come with the request's first delta
-            merged[index] = delta._replace(prompt_logprobs=None)
-            merged[0] = merged[0]._replace(prompt_logprobs=delta.prompt_logprobs)
-    return merged
-
-
-def _join(parts: list[Delta]) -> Delta:
-    logprobs = None
-    if any(part.logprobs is not None for part in parts):
-        logprobs = [entry for part in parts for entry in part.logprobs or ()]
-    return parts[-1]._replace(
-        text="".join(part.text for part in parts),
-        token_ids=[token_id for part in parts for token_id in part.token_ids],
-        logprobs=logprobs,
-        prompt_logprobs=parts[0].prompt_logprobs,
-    )
 
 
 class AsyncEngine:
@@ -153,92 +39,119 @@ class AsyncEngine:
         """
         self.engine = engine
         self.hang_timeout = hang_timeout
-        self.admit_within_target = admit_within_target
-        self.waiting = Waiting(engine)
-        engine.observers.append(self.waiting)
+        self.admission = Admission(engine, within_target=admit_within_target)
         self._condition = threading.Condition()
         # Guarded by the condition:
-        self._inbox: list[tuple[Request, RequestRecord]] = []
+        self._inbox: deque[tuple[Request, RequestRecord]] = deque()
         self._inbox_tokens = 0
         self._aborts: list[str] = []
         self._streams: dict[str, Stream] = {}
-        self._looks: list[_Look] = []
+        self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
+        self._inspections: list[_Inspection] = []
         self._draining = False
         self._stopping = False
         self._error: EngineDead | None = None
         self._busy_since: float | None = None  # start of the current step; None while asleep
         self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
-        self._watch: asyncio.TimerHandle | None = None
-        self._watching: asyncio.AbstractEventLoop | None = None  # the loop of the watch
+        self._watchdog: asyncio.TimerHandle | None = None
+        self._watchdog_loop: asyncio.AbstractEventLoop | None = None
+        # The thread's own: taken from the inbox and not yet admitted
+        self._taken: deque[tuple[Request, RequestRecord]] = deque()
 
     async def start(self) -> None:
         self._thread.start()
 
-    def submit(self, request: Request) -> Stream:
-        """Queue a request. Raises `AdmissionError` (retryable when the queue is full or the
-        engine drains; it says when to come back), `InvalidParameter` or `EngineDead` at once.
+    def check(self, request: Request) -> Request:
+        """The request as `submit_all` takes it. From any thread: a long prompt takes a while.
+        Raises `AdmissionError` or `InvalidParameter` if it can never run; tell `reject` then.
         """
-        record = self.engine.new_record(request)
+        return self.engine.check(request)
+
+    def reject(self, requests: Sequence[Request], error: ValueError) -> None:
+        """They came and are refused: for those who count."""
+        for request in requests:
+            self.engine.reject(self.engine.new_record(request), error)
+
+    def submit(self, request: Request) -> Stream:
+        """`check` and `submit_all` for one."""
         try:
-            request = self.engine.check(request)
+            checked = self.check(request)
+        except ValueError as error:
+            self.reject([request], error)
+            raise
+        return self.submit_all([checked])[0]
+
+    def submit_all(self, requests: Sequence[Request]) -> list[Stream]:
+        """Queue requests that have passed `check`: all of them or, when one is refused, none.
+        Raises `AdmissionError` (retryable when the queue is full or the engine drains; it says
+        when to come back) or `EngineDead` at once.
+        """
+        records = [self.engine.new_record(request) for request in requests]
+        try:
+            self._check_life()
+            self.admission.check_forecast(records, len(self._inbox), self._inbox_tokens)
             with self._condition:
-                if self._error is not None:
-                    raise self._error
+                self._check_life()
                 if self._draining or self._stopping:
                     raise AdmissionError("the server is shutting down", retryable=True)
-                if request.request_id in self._streams:
-                    raise AdmissionError(
-                        f"request id {request.request_id!r} is in use", "request_id"
-                    )
-                self._check_room(0, record)
-                stream = self._streams[request.request_id] = Stream(self, record)
-                self._inbox.append((request, record))
-                self._inbox_tokens += record.prompt_tokens
+                for index, request in enumerate(requests):
+                    name = request.request_id
+                    if name in self._streams or name in (r.request_id for r in requests[:index]):
+                        raise AdmissionError(f"request id {name!r} is in use", "request_id")
+                self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
+                mailbox = self._mailbox(asyncio.get_running_loop())
+                streams = [Stream(record, mailbox, self.abort) for record in records]
+                for request, stream in zip(requests, streams, strict=True):
+                    self._streams[request.request_id] = stream
+                    self._inbox.append((request, stream.record))
+                    self._inbox_tokens += stream.record.prompt_tokens
                 self._condition.notify()
-        except ValueError as error:
-            self.engine.reject(record, error)
+        except (ValueError, EngineDead) as error:
+            for record in records:
+                if isinstance(error, EngineDead):
+                    self.engine.refuse(record, error)
+                else:
+                    self.engine.reject(record, error)
             raise
-        self._arm_watch()
-        return stream
+        self._arm_watchdog()
+        return streams
 
     def check_room(self, pending: int = 0, asks: RequestRecord | None = None) -> None:
         """Refuse for now what `submit` would not take, with ``pending`` requests on their way to
         the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing.
+        Raises as `submit_all` does. Waits for nothing.
         """
-        with self._condition:
-            self._check_room(pending, asks)
+        self._check_life()
+        asking = [] if asks is None else [asks]
+        queued, tokens = len(self._inbox) + pending, self._inbox_tokens
+        self.admission.check_queue(asking, queued, tokens)
+        self.admission.check_forecast(asking, queued, tokens)
 
-    def _check_room(self, pending: int, asks: RequestRecord | None) -> None:
-        scheduler = self.engine.scheduler
-        queued = len(self._inbox) + pending
-        # Who finds a free seat at the next step does not wait in a queue.
-        seats = 0 if scheduler.num_waiting else scheduler.kv.num_free_slots
-        tokens = 0 if asks is None else asks.prompt_tokens
-        try:
-            scheduler.check_queue(tokens, max(0, queued - seats), self._inbox_tokens)
-        except AdmissionError as error:
-            error.retry_after = self.forecast(pending=pending).wait
-            raise
-        # An idle engine takes anybody: waiting makes nothing better, and what steps take is only
-        # learned from steps.
-        busy = queued or scheduler.num_waiting or scheduler.decoding or scheduler.prefilling
-        if asks is not None and busy:
-            forecast = self.forecast(asks, pending)
-            self.waiting.check(asks, forecast, target=self.admit_within_target)
+    def _check_life(self) -> None:
+        """To come back later helps nobody where the engine is dead, however full its queue is."""
+        if self._error is not None:
+            raise self._error
+        if self._hangs:
+            raise self._hung()
+
+    def _mailbox(self, loop: asyncio.AbstractEventLoop) -> Mailbox:
+        if loop not in self._mailboxes:
+            for other in [other for other in self._mailboxes if other.is_closed()]:
+                del self._mailboxes[other]
+            self._mailboxes[loop] = Mailbox(loop)
+        return self._mailboxes[loop]
 
     @property
     def fair_queue(self) -> int | None:
         """How many requests may wait, where clients have fair shares; else None."""
-        config = self.engine.scheduler.config
-        fair = config.policy.scheduling_policy == "fair"
-        return config.max_num_queued_reqs if fair else None
+        return self.admission.fair_queue
 
     def forecast(self, asks: RequestRecord | None = None, pending: int = 0) -> Forecast:
         """How a request that came now would fare (engine/waiting.py), with ``pending`` others on
         their way to the queue; None: one that is behind all others.
         """
         queued = len(self._inbox) + pending
-        return self.waiting.forecast(asks, queued, self._inbox_tokens)
+        return self.admission.waiting.forecast(asks, queued, self._inbox_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ask for a request's end; returns at once. Unknown and ended ones are ignored."""
@@ -251,18 +164,23 @@ class AsyncEngine:
         """Tell ``observer`` of every step and outcome from now on; see `Observer`."""
         self.engine.observers.append(observer)
 
-    async def look(self, at: Callable[[Engine], T]) -> T:
+    async def inspect(self, at: Callable[[Engine], T]) -> T:
         """What ``at`` makes of the engine between two steps, on the engine's thread, which waits
         for it: it must be quick and leave all as it is. Raises `EngineDead`, and what it raises.
         """
         loop = asyncio.get_running_loop()
         seen: asyncio.Future[T] = loop.create_future()
+        inspection = _Inspection(at, loop, seen)
         with self._condition:
             if self._error is not None or self._stopping:
                 raise self._error or EngineDead("the engine was stopped")
-            self._looks.append(_Look(at, loop, seen))
+            self._inspections.append(inspection)
             self._condition.notify()
-        return await seen
+        try:
+            return await seen
+        finally:  # whoever asked may have gone, and the engine may hang
+            with self._condition, suppress(ValueError):
+                self._inspections.remove(inspection)
 
     def stats(self) -> EngineStats:
         stats = self.engine.stats()
@@ -273,11 +191,14 @@ class AsyncEngine:
     @property
     def alive(self) -> bool:
         """The thread runs, and its current step started less than ``hang_timeout`` ago."""
-        return (
-            self._error is None
-            and self._thread.is_alive()
-            and time.monotonic() - self.last_tick < self.hang_timeout
-        )
+        return self._error is None and self._thread.is_alive() and not self._hangs
+
+    @property
+    def _hangs(self) -> bool:
+        return time.monotonic() - self.last_tick >= self.hang_timeout
+
+    def _hung(self) -> EngineDead:
+        return EngineDead(f"the engine has not moved for {self.hang_timeout:g} seconds")
 
     @property
     def last_tick(self) -> float:
@@ -316,8 +237,8 @@ class AsyncEngine:
             await self._emptied(self.hang_timeout)
             await asyncio.to_thread(self._thread.join, self.hang_timeout)
         self._fail_streams(EngineDead("the engine was stopped"))
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
 
     async def _emptied(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
@@ -334,19 +255,20 @@ class AsyncEngine:
         except BaseException as error:
             logger.critical("the engine thread died", exc_info=True)
             self._fail_streams(EngineDead(f"the engine died: {error!r}"))
-            with self._condition:
-                never, self._inbox, self._inbox_tokens = self._inbox, [], 0
-            for _, record in never:
-                self.engine.refuse(record, EngineDead(str(error)))
             self.engine.give_up(str(self._error))
+            with self._condition:
+                never, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
+            for _, record in (*self._taken, *never):
+                if record.outcome is None:
+                    self.engine.refuse(record, EngineDead(str(error)))
 
     def _turn(self) -> bool:
         """Sleep until there is work, take what has arrived, run one step."""
         with self._condition:
-            if not (self._inbox or self._aborts or self._looks or self.engine.has_work()):
+            if not (self._called_for or self.engine.has_work()):
                 self._busy_since = None
                 self._check_idle()
-                while not (self._inbox or self._aborts or self._looks or self._stopping):
+                while not (self._called_for or self._stopping):
                     self._condition.wait()
             self._busy_since = time.monotonic()
             if self._error is not None:  # given up on in the last step, which took too long
@@ -354,21 +276,27 @@ class AsyncEngine:
             if self._stopping and not (self._inbox or self._aborts or self.engine.has_work()):
                 self._busy_since = None
                 return False
-            arrived, self._inbox, self._inbox_tokens = self._inbox, [], 0
+            self._taken, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             aborts, self._aborts = self._aborts, []
-            looks, self._looks = self._looks, []
-        for request, record in arrived:
+            inspections, self._inspections = self._inspections, []
+        while self._taken:
+            request, record = self._taken[0]
             try:
                 self.engine.admit(request, record)
             except Exception as error:
                 logger.exception("request %r was not taken", request.request_id)
                 self._deliver([self.engine.refuse(record, error)])
+            self._taken.popleft()
         for request_id in aborts:
             self.engine.abort(request_id)
-        for look in looks:
-            look.take(self.engine)
+        for inspection in inspections:
+            inspection.take(self.engine)
         self._deliver(self.engine.step())
         return True
+
+    @property
+    def _called_for(self) -> bool:
+        return bool(self._inbox or self._aborts or self._inspections)
 
     def _check_idle(self) -> None:
         """A leak makes the cache smaller but no answer wrong: say so, and serve on."""
@@ -378,59 +306,61 @@ class AsyncEngine:
             logger.critical("the idle engine holds blocks", exc_info=True)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        """One wake-up for each event loop that has a stream in this step."""
-        by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, Delta]]] = {}
+        deliveries = []
         with self._condition:
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)
                 if stream is None:  # given up on when the engine seemed dead
                     continue
-                by_loop.setdefault(stream._loop, []).append((stream, delta))
+                deliveries.append(Delivery(stream, delta))
                 if delta.record is not None:
                     del self._streams[delta.request_id]
-        for loop, deliveries in by_loop.items():
+        self._post(deliveries)
+
+    def _post(self, deliveries: list[Delivery]) -> None:
+        mailboxes: dict[Mailbox, list[Delivery]] = {}
+        for delivery in deliveries:
+            mailboxes.setdefault(delivery.stream.mailbox, []).append(delivery)
+        for mailbox, its_own in mailboxes.items():
             try:
-                loop.call_soon_threadsafe(_push_all, deliveries)
+                mailbox.post(its_own)
             except RuntimeError:  # the loop is closed: nobody listens any more
-                for stream, _ in deliveries:
+                for stream, _ in its_own:
                     self.abort(stream.request_id)
 
     def _fail_streams(self, error: EngineDead) -> None:
         with self._condition:
             self._error = self._error or error
             streams, self._streams = list(self._streams.values()), {}
-            looks, self._looks = self._looks, []
-        for look in looks:
-            look.end(look.seen.set_exception, error)
-        for stream in streams:
-            try:
-                stream._loop.call_soon_threadsafe(stream._fail, error)
-            except RuntimeError:
-                continue
+            inspections, self._inspections = self._inspections, []
+        for inspection in inspections:
+            inspection.end(inspection.seen.set_exception, error)
+        self._post([Delivery(stream, error) for stream in streams])
 
     # Liveness: armed while a stream is open
 
-    def _arm_watch(self) -> None:
-        if self._watch is None or self._watching is None or self._watching.is_closed():
-            self._watching = asyncio.get_running_loop()
-            self._watch = self._watching.call_later(self.hang_timeout / 4, self._look)
+    def _arm_watchdog(self) -> None:
+        loop = self._watchdog_loop
+        if self._watchdog is None or loop is None or loop.is_closed():
+            loop = self._watchdog_loop = asyncio.get_running_loop()
+            self._watchdog = loop.call_later(self.hang_timeout / 4, self._check_alive)
 
-    def _look(self) -> None:
-        self._watch = None
+    def _check_alive(self) -> None:
+        self._watchdog = None
         if not self.alive and self._error is None:
-            self._fail_streams(
-                EngineDead(f"the engine has not moved for {self.hang_timeout:g} seconds")
-            )
+            self._fail_streams(self._hung())
         elif self._streams:
-            self._arm_watch()
+            self._arm_watchdog()
 
 
-class _Look(NamedTuple):
+class _Inspection(NamedTuple):
     at: Callable[[Engine], Any]
     loop: asyncio.AbstractEventLoop
     seen: asyncio.Future[Any]
 
     def take(self, engine: Engine) -> None:
+        if self.seen.cancelled():
+            return
         try:
             self.end(self.seen.set_result, self.at(engine))
         except Exception as error:
@@ -443,8 +373,3 @@ class _Look(NamedTuple):
 
         with suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(told)
-
-
-def _push_all(deliveries: list[tuple[Stream, Delta]]) -> None:
-    for stream, delta in deliveries:
-        stream._push(delta)

@@ -552,6 +552,7 @@ class Engine:
                     stop_reason,
                     output.prompt_logprobs,
                     record if last else None,
+                    now,
                 )
             )
             # Delivered: what fails from here on changes nothing of it.
@@ -663,6 +664,7 @@ class Engine:
                 state.record.error = error
                 self._close(state.record, Outcome.FAILED)
         self._requests.clear()
+        self.scheduler.clear_queue()
 
     # What is going on
 

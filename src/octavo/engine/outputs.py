@@ -14,7 +14,8 @@ class Delta(NamedTuple):
     ``text`` never ends inside a character or inside what may still become a stop string.
     ``finish_reason`` is None until the sequence's last delta. ``record`` is set on the request's
     very last delta only, and the record is then complete. ``prompt_logprobs`` (None for the first
-    token) comes with the request's first delta when asked for.
+    token) comes with the request's first delta when asked for. ``at`` is when its last token was
+    drawn, in clock seconds.
     """
 
     request_id: str
@@ -26,3 +27,4 @@ class Delta(NamedTuple):
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     record: RequestRecord | None = None
+    at: float = 0.0

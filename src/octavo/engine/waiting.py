@@ -90,18 +90,30 @@ class StepTimes:
 
 
 class Forecast(NamedTuple):
-    """Of a request, in seconds; no figure is above `LONGEST`."""
+    """Of a request, in seconds; no figure is above `LONGEST`. Nothing is known before the first
+    step: ``wait`` is None then, and the others are 0, for which nobody is refused.
+    """
 
-    wait: float  # until it is let in
+    wait: float | None  # until it is let in
     ttft: float  # until its first token
     tpot: float  # per token after it, of its own and of all who run beside it
+
+
+class _Running(NamedTuple):
+    """What a forecast takes of those who run. The first three tell whether it still holds."""
+
+    step: int
+    decoding: int
+    prefilling: int
+    ends: list[float]  # tokens until each of them ends, the first to end first
+    tokens: int  # of their prompts, not read yet
 
 
 class Waiting:
     """Observes an engine, and says how a newcomer would fare.
 
     `forecast` may be called from any thread: it reads what the engine's thread changes, so that a
-    figure may be a step old.
+    figure may be a step old. Those who run are looked at once a step, however many ask.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -112,6 +124,8 @@ class Waiting:
         self._ends = _OUTPUT_WEIGHT
         self.prompt_tokens = 0.0  # computed for an answer, as of late
         self._run = 1.0  # tokens that a sequence draws in a step
+        self._steps = 0
+        self._seen: _Running | None = None
 
     # Observer, on the engine's thread
 
@@ -120,6 +134,7 @@ class Waiting:
         decoding = len(scheduled.decodes)
         prompt = sum(chunk.size for chunk in scheduled.chunks)
         self.times.learn(decoding, prompt, step.ended - step.started)
+        self._steps += 1
         if decoding:
             drawn = sum(map(len, islice(step.drawn.runs, decoding)))
             self._run += 0.05 * (drawn / decoding - self._run)
@@ -146,28 +161,21 @@ class Waiting:
         on their way to the queue, and their prompt tokens.
         """
         scheduler = self._engine.scheduler
-        decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
         waiting, tokens = scheduler.num_waiting, scheduler.waiting_tokens
         if asks is not None and waiting:
             waiting, tokens = self._ahead(asks)
-        if asks is not None and self._policy.scheduling_policy == "priority":
-            # Who runs and is less urgent gives way.
-            decoding = [seq for seq in decoding if seq.owner.request.priority <= asks.priority]
-            prefilling = [seq for seq in prefilling if seq.owner.request.priority <= asks.priority]
-        waiting += pending
-        tokens += pending_tokens
-        running = len(decoding) + len(prefilling)
-        num_tokens = scheduler.kv.num_tokens
-        tokens += sum(max(0, len(seq.token_ids) - int(num_tokens[seq.slot])) for seq in prefilling)
         expected = self.expected_output
+        runs = self._running(asks, expected)
+        running = len(runs.ends)
+        waiting += pending
+        tokens += pending_tokens + runs.tokens
         seats = self._seats(running, waiting, tokens)
         steps = 0.0
         needed = running + waiting + 1 - seats  # ends, before it has a seat
         if needed > 0:
-            ends = sorted(self._to_come(seq, expected) for seq in (*decoding, *prefilling))
-            ends += [expected] * (seats - len(ends))
             rounds, place = divmod(needed - 1, seats)
-            steps = (ends[place] + rounds * expected) / self._run
+            end = runs.ends[place] if place < running else expected
+            steps = (end + rounds * expected) / self._run
         crowd = min(seats, running + waiting)
         wait = self._seconds(steps, crowd, tokens)
         ttft = self._seconds(steps, crowd, tokens + (asks.prompt_tokens if asks else 0))
@@ -176,7 +184,31 @@ class Waiting:
         each, sequence, token = self.times.fitted
         read = beside * self.prompt_tokens / max(expected, 1.0)
         step = each + (beside + 1) * sequence + read * token
-        return Forecast(*(min(seconds, LONGEST) for seconds in (wait, ttft, step / self._run)))
+        return Forecast(
+            min(wait, LONGEST) if each or sequence or token else None,
+            min(ttft, LONGEST),
+            min(step / self._run, LONGEST),
+        )
+
+    def _running(self, asks: RequestRecord | None, expected: float) -> _Running:
+        scheduler = self._engine.scheduler
+        decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
+        now = self._steps, len(decoding), len(prefilling)
+        if asks is not None and self._policy.scheduling_policy == "priority":
+            # Who runs and is less urgent gives way.
+            decoding = [seq for seq in decoding if seq.owner.request.priority <= asks.priority]
+            prefilling = [seq for seq in prefilling if seq.owner.request.priority <= asks.priority]
+        elif (seen := self._seen) is not None and seen[:3] == now:
+            return seen
+        read = scheduler.kv.num_tokens
+        runs = _Running(
+            *now,
+            sorted(self._to_come(seq, expected) for seq in (*decoding, *prefilling)),
+            sum(max(0, len(seq.token_ids) - int(read[seq.slot])) for seq in prefilling),
+        )
+        if len(runs.ends) == now[1] + now[2]:  # all of them
+            self._seen = runs
+        return runs
 
     def _ahead(self, asks: RequestRecord) -> tuple[int, int]:
         """Sequences that wait and come before a request, by the policy, and their tokens."""
@@ -212,7 +244,7 @@ class Waiting:
         anybody may or, with ``target``, would miss its own.
         """
         most = self._policy.max_queue_time
-        if most is not None and forecast.wait > most:
+        if most is not None and forecast.wait is not None and forecast.wait > most:
             raise AdmissionError(
                 f"it would wait {forecast.wait:.3g} s by prediction, and {most:g} s is the most",
                 retryable=True,

@@ -785,9 +785,7 @@ class Scheduler:
         self.decoding, self.prefilling = [], []
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
-        self.policy.clear()
-        self.fetching.clear()
-        self.waiting_tokens = 0
+        self.clear_queue()
         suspects = []
         for state in states:
             unfinished = [seq for seq in state.sequences if seq.status is not Status.FINISHED]
@@ -805,6 +803,12 @@ class Scheduler:
             suspects = [first.owner]
         self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
         return alone
+
+    def clear_queue(self) -> None:
+        """Nobody waits any more."""
+        self.policy.clear()
+        self.fetching.clear()
+        self.waiting_tokens = 0
 
     def _clear_suspect(self, state: RequestState) -> None:
         """It drew a token alone, so it is not at fault: back to its place in the queue."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 
-from octavo.engine.async_engine import Stream
 from octavo.engine.outputs import Delta
+from octavo.engine.stream import Stream
 from octavo.schedule.request import RequestRecord
 
 
@@ -68,7 +68,7 @@ class Gaps:
         gaps = len(delta.token_ids)
         if not gaps:
             return
-        now, before = record.last_token or 0.0, self._last.get(index)
+        now, before = delta.at, self._last.get(index)
         self._last[index] = now
         if before is None:
             before, gaps = record.first_token or now, gaps - 1

@@ -13,7 +13,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.async_engine import EngineDead
+from octavo.engine.stream import EngineDead
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import AdmissionError
 

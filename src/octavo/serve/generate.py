@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope, Send
 
-from octavo.engine.async_engine import AsyncEngine, Stream
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
+from octavo.engine.stream import Stream
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import (
     AdmissionError,
@@ -56,6 +57,9 @@ class Prepared(NamedTuple):
     requests: list[Request]
     reply: Reply
     aliases: dict[str, str]
+
+
+_Read = tuple[Prepared, ApiError | ValueError | None]  # and why it is refused, if it is
 
 
 class Generate:
@@ -115,7 +119,7 @@ class Generate:
         charge: Charge | None,
     ) -> None:
         key = None if exchange.account is None else exchange.account.key
-        prepared = await self._read(scope, receive, key)
+        prepared, refused = await self._read(scope, receive, key)
         streams: list[Stream] = []
 
         def abort() -> None:
@@ -132,10 +136,9 @@ class Generate:
                 for name in LABELS
                 if (value := getattr(prepared.reply.request, name)) is not None
             }
-            self._on_terms(prepared, key)
-            if charge is not None:
+            if charge is not None and refused is None:
                 charge.prompts([len(each.prompt_token_ids) for each in prepared.requests])
-            await self._submit(prepared, streams)
+            streams += self._submit(prepared, refused)
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
             if charge is not None:
@@ -150,7 +153,7 @@ class Generate:
             abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
 
-    async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> Prepared:
+    async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> _Read:
         async with self._bodies.read(headers_of(scope), receive) as body:
             # Others have come meanwhile; and who asks for nothing of its own is known by now.
             asks = None
@@ -159,7 +162,17 @@ class Generate:
                 if key is not None:
                     asks.client, asks.priority = key.name, key.priority
             self._engine.check_room(self._workers.pending, asks)
-            return await unless_gone(receive, self._workers.run(self._prepare, body))
+            return await unless_gone(receive, self._workers.run(partial(self._checked, key), body))
+
+    def _checked(self, key: ApiKey | None, body: bytes) -> _Read:
+        """In a worker thread: what is asked, and why it can never be answered where that is so."""
+        prepared = self._prepare(body)
+        try:
+            self._on_terms(prepared, key)
+            requests = [self._engine.check(request) for request in prepared.requests]
+        except (ApiError, InvalidParameter, AdmissionError) as error:
+            return prepared, error
+        return prepared._replace(requests=requests), None
 
     def _on_terms(self, prepared: Prepared, key: ApiKey | None) -> None:
         """Whose requests they are, how urgent, and promised what latency: as they say themselves,
@@ -181,16 +194,15 @@ class Generate:
             target = target.otherwise(other)
         return target if target != LatencyTarget() else None
 
-    async def _submit(self, prepared: Prepared, streams: list[Stream]) -> None:
+    def _submit(self, prepared: Prepared, refused: ApiError | ValueError | None) -> list[Stream]:
         """All of an answer's requests or, when one is refused, none."""
         try:
-            for request in prepared.requests:
-                streams.append(self._engine.submit(request))
+            if refused is not None:
+                if not isinstance(refused, ApiError):
+                    self._engine.reject(prepared.requests, refused)
+                raise refused
+            return self._engine.submit_all(prepared.requests)
         except (InvalidParameter, AdmissionError) as error:
-            for stream in streams:
-                stream.abort()
-            async for _ in self._deltas(streams, prepared.reply.n):
-                pass
             if self._engine.draining:
                 raise self._draining(prepared.requests[0].client) from None
             error.param = prepared.aliases.get(error.param or "", error.param)

@@ -64,7 +64,7 @@ class Inspection:
         async with self._turn:
             if self._seen is None or self._began < asked or self._limit != limit:
                 self._began, self._limit = time.monotonic(), limit
-                self._seen = await self._engine.look(partial(snapshot, limit=limit))
+                self._seen = await self._engine.inspect(partial(snapshot, limit=limit))
             return self._seen
 
 

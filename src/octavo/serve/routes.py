@@ -71,11 +71,12 @@ class Probes:
     async def ready(self, request: HttpRequest) -> Response:
         if self._engine.draining:
             raise unavailable("the server is shutting down")
+        answer = await self.live(request)
         try:
             self._engine.check_room(self._workers.pending)
         except AdmissionError as error:
             raise unavailable(str(error)) from None
-        return await self.live(request)
+        return answer
 
 
 class Worker:

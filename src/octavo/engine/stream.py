@@ -1,0 +1,191 @@
+"""A request's output on its way from the engine's thread to whoever awaits it on an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import NamedTuple
+
+from octavo.engine.outputs import Delta
+from octavo.schedule.request import RequestRecord
+
+_SLICE = 0.001  # seconds that deliveries may hold up a loop's other work
+
+
+class EngineDead(RuntimeError):
+    """The engine thread has stopped or hangs; nothing will be generated any more."""
+
+
+class Stream(AsyncIterator[Delta]):
+    """A request's deltas. Deltas that pile up while the consumer is away are joined into one per
+    choice, so a slow consumer holds its output once and never slows the engine.
+
+    Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first.
+    Leaving the iteration early does not abort: call `abort`.
+
+    A consumer that waits need not be woken for every token: ``at_once`` is offered each delta but
+    the last as it comes, on the stream's loop, and says whether it took it. What it raises comes
+    out of the iteration next, and nothing after it.
+    """
+
+    at_once: Callable[[Delta], bool] | None = None
+
+    def __init__(self, record: RequestRecord, mailbox: Mailbox, abort: Callable[[str], None]):
+        self.request_id = record.request_id
+        self.record = record  # the live record; complete when record.outcome is set
+        self.mailbox = mailbox
+        self._abort = abort
+        self._arrived: list[Delta] = []
+        self._ready: deque[Delta] = deque()
+        self._wakeup: asyncio.Future[None] | None = None
+        self._error: Exception | None = None
+        self._over = False  # nothing more will arrive
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> Delta:
+        while not self._ready:
+            if self._arrived:
+                self._ready.extend(joined(self._arrived))
+                self._arrived = []
+            elif self._error is not None:
+                raise self._error
+            elif self._over:
+                raise StopAsyncIteration
+            else:
+                self._wakeup = self.mailbox.loop.create_future()
+                try:
+                    await self._wakeup
+                finally:
+                    self._wakeup = None
+        return self._ready.popleft()
+
+    def abort(self) -> None:
+        """Ask the engine to end the request; returns at once. No-op when it has ended."""
+        if not self._over:
+            self._abort(self.request_id)
+
+    # On the stream's own loop
+
+    def push(self, deltas: list[Delta]) -> None:
+        """Take what has come, in its order."""
+        if self._over:
+            return
+        self._over = deltas[-1].record is not None
+        for delta in joined(deltas):
+            if self._error is not None:  # what `at_once` raised leaves a gap before all others
+                return
+            if self.at_once is None or not self._take_at_once(delta):
+                self._arrived.append(delta)
+                self._wake()
+
+    def fail(self, error: EngineDead) -> None:
+        if not self._over:
+            self._over = True
+            self._error = self._error or error
+            self._wake()
+
+    def _take_at_once(self, delta: Delta) -> bool:
+        """Only where nothing before it is still to be consumed, so that order is kept."""
+        waits = self._wakeup is not None and not self._wakeup.done()
+        if not waits or delta.record is not None:
+            return False
+        assert self.at_once is not None
+        try:
+            return self.at_once(delta)
+        except Exception as error:  # of this stream only: others are in the same delivery
+            self.at_once = None
+            self._error = error
+            self._wake()
+            return True
+
+    def _wake(self) -> None:
+        if self._wakeup is not None and not self._wakeup.done():
+            self._wakeup.set_result(None)
+
+
+class Delivery(NamedTuple):
+    stream: Stream
+    what: Delta | EngineDead
+
+
+class Mailbox:
+    """What the engine has for the streams of one event loop.
+
+    A loop that is late is woken once however many steps have ended, and gets what they brought
+    joined: it does not fall behind for having been late. It takes a thousandth of a second's worth
+    at a time, and runs what else is due in between.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._lock = threading.Lock()
+        # Guarded by the lock:
+        self._posted: list[Delivery] = []
+        self._called = False  # the loop will take what is posted
+        # On the loop: what is to be pushed, those who have waited longest first
+        self._due: dict[Stream, list[Delta]] = {}
+
+    def post(self, deliveries: Iterable[Delivery]) -> None:
+        """From any thread. Raises `RuntimeError` when the loop is closed."""
+        with self._lock:
+            if self.loop.is_closed():
+                raise RuntimeError("the event loop is closed")
+            self._posted += deliveries
+            called, self._called = self._called, True
+        if not called:
+            self.loop.call_soon_threadsafe(self._take)
+
+    def _take(self) -> None:
+        with self._lock:
+            posted, self._posted = self._posted, []
+        failed = []
+        for stream, what in posted:
+            if isinstance(what, EngineDead):
+                failed.append((stream, what))
+            else:
+                self._due.setdefault(stream, []).append(what)
+        end = time.perf_counter() + _SLICE
+        try:
+            while self._due and (failed or time.perf_counter() < end):
+                stream = next(iter(self._due))
+                stream.push(self._due.pop(stream))
+            for stream, error in failed:
+                stream.fail(error)
+        finally:
+            with self._lock:
+                self._called = bool(self._due or self._posted)
+            if self._called:
+                self.loop.call_soon(self._take)
+
+
+def joined(deltas: list[Delta]) -> list[Delta]:
+    """Consecutive deltas of one request as one for each choice, the one with the record last."""
+    if len(deltas) == 1:
+        return deltas
+    choices: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        choices.setdefault(delta.choice, []).append(delta)
+    merged = [_join(parts) if len(parts) > 1 else parts[0] for parts in choices.values()]
+    merged.sort(key=lambda delta: delta.record is not None)
+    for index, delta in enumerate(merged):
+        if index and delta.prompt_logprobs is not None:  # they come with the request's first delta
+            merged[index] = delta._replace(prompt_logprobs=None)
+            merged[0] = merged[0]._replace(prompt_logprobs=delta.prompt_logprobs)
+    return merged
+
+
+def _join(parts: list[Delta]) -> Delta:
+    logprobs = None
+    if any(part.logprobs is not None for part in parts):
+        logprobs = [entry for part in parts for entry in part.logprobs or ()]
+    return parts[-1]._replace(
+        text="".join(part.text for part in parts),
+        token_ids=[token_id for part in parts for token_id in part.token_ids],
+        logprobs=logprobs,
+        prompt_logprobs=parts[0].prompt_logprobs,
+    )

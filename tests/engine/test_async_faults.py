@@ -228,7 +228,8 @@ def test_a_process_whose_engine_hangs_can_end() -> None:
 import asyncio, threading
 from engine.checking import build
 from engine.test_engine import request
-from octavo.engine.async_engine import AsyncEngine, EngineDead
+from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.stream import EngineDead
 from octavo.engine.clock import RealClock
 
 async def main():

@@ -177,7 +177,7 @@ async def test_unexpected_errors_are_not_described(
     def broken(request: object) -> object:
         raise RuntimeError("at 0x7f00, in /home/me")
 
-    monkeypatch.setattr(engine, "submit", broken)
+    monkeypatch.setattr(engine, "submit_all", broken)
     response = await client.post("/v1/completions", json={"prompt": "a"})
     error = error_of(response, 500)
     assert "/home" not in error["message"]

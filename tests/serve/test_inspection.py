@@ -266,14 +266,14 @@ async def test_other_methods_and_paths() -> None:
 async def test_many_askers_share_one_look() -> None:
     engine, _executor = real_engine(pause=0.02)
     looks = 0
-    real = engine.look
+    real = engine.inspect
 
     async def counted(at: Any) -> Any:
         nonlocal looks
         looks += 1
         return await real(at)
 
-    engine.look = counted  # type: ignore[method-assign]
+    engine.inspect = counted  # type: ignore[method-assign]
     async with started(engine), asked(engine) as client:
         engine.submit(request("one"))
         answers = await asyncio.gather(*(client.get("/requests") for _ in range(50)))

@@ -47,7 +47,8 @@ AT_ONCE = 24  # requests under way when the saturating rate is measured
 POLITE, FLOODING = 2, 50  # requests that a key keeps under way
 FEWEST = 60  # requests at twice the saturating rate
 ENOUGH = 300  # refusals, for a p99 of them
-PATIENCE = 120.0  # seconds for a server to start or end, and for a request
+PATIENCE = 120.0  # seconds for a server to start, and for a request
+LAST_WORDS = 60.0  # seconds for a server to end
 
 
 @contextmanager
@@ -69,7 +70,7 @@ def running(command: Sequence[str], port: int, ready: str) -> Iterator[str]:
     finally:
         process.send_signal(signal.SIGTERM)
         try:
-            process.wait(PATIENCE)
+            process.wait(LAST_WORDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -38,6 +38,21 @@ async def test_memory_is_given_back_after_large_bodies(monkeypatch: pytest.Monke
         trims.clear()
 
 
+def test_memory_is_given_back_without_a_collection() -> None:
+    """Which would hold up everyone, as often as any client likes."""
+    workers, collections, trims = Workers(), [], []
+    workers._trim = trims.append
+    note = lambda phase, _: collections.append(phase)  # noqa: E731
+    gc.callbacks.append(note)
+    gc.disable()
+    try:
+        workers._give_back()
+    finally:
+        gc.enable()
+        gc.callbacks.remove(note)
+    assert (trims, collections) == ([0], [])
+
+
 async def test_a_refused_body_is_let_go_of_at_once() -> None:
     class Body:
         pass

@@ -79,9 +79,7 @@ class Bodies:
 
     def _check(self, size: int) -> None:
         if size > self.free:
-            error = TooMany("too many bytes of request bodies are being read", None, "capacity")
-            error.headers["Connection"] = "close"  # rather than to read away what follows
-            raise error
+            raise TooMany("too many bytes of request bodies are being read", None, "capacity")
 
 
 def _declared(headers: Mapping[bytes, bytes]) -> int:

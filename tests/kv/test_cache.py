@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.checking import layout
-from octavo.kv.cache import NO_HIT, KvCache, peak_blocks
+from octavo.kv.cache import KvCache, peak_blocks
+from octavo.kv.finding import NO_HIT
 
 
 def cache(

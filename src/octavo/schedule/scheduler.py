@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from octavo.kv.cache import NO_HIT, Hit, Int32, KvCache
+from octavo.kv.cache import Int32, KvCache
+from octavo.kv.finding import NO_HIT, Hit
 from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Hash, chain_hash
 from octavo.schedule import admission

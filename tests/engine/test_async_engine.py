@@ -42,7 +42,7 @@ async def test_streams_end_once_with_all_tokens() -> None:
         assert deltas[-1].record is streams[i].record
         assert streams[i].record.outcome is Outcome.FINISHED
     await engine.stop()
-    assert not engine._thread.is_alive()
+    assert not engine.thread.is_alive()
 
 
 async def test_admission_errors_are_raised_at_once() -> None:
@@ -121,7 +121,7 @@ async def test_when_the_thread_dies_every_stream_gets_an_error() -> None:
     for stream in streams:
         with pytest.raises(EngineDead, match="injected"):
             await collect(stream)
-    engine._thread.join()
+    engine.thread.join()
     assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 3
     assert not engine.alive
     assert not await engine.drain(1)

@@ -189,7 +189,7 @@ async def test_when_the_thread_ends_so_does_every_request(error: BaseException) 
     for stream in streams:
         with pytest.raises(EngineDead):
             await collect(stream)
-    engine._thread.join(20)
+    engine.thread.join(20)
     assert not engine.alive
     assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 7
     assert len(told.records) == 7
@@ -217,7 +217,7 @@ async def test_a_step_that_comes_back_after_it_was_given_up_on_is_the_last() -> 
         with pytest.raises(EngineDead, match="not moved"):
             await collect(stream)
     release.set()
-    await asyncio.to_thread(engine._thread.join, 20)
+    await asyncio.to_thread(engine.thread.join, 20)
     assert executor.steps == 1
     assert [record.outcome for record in told.records] == [Outcome.FAILED] * 3
     await engine.stop()
@@ -325,7 +325,7 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
             engine.submit(request("late", [1]))
     assert [record.outcome for record in told.records] == [Outcome.FAILED] * 2
     go.set()
-    await asyncio.to_thread(engine._thread.join)
+    await asyncio.to_thread(engine.thread.join)
     assert engine.stats().waiting == engine.stats().waiting_tokens == 0
     assert {stream.record.outcome for stream in streams} == {Outcome.FAILED}
     await engine.stop()
@@ -345,7 +345,7 @@ async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None
     for stream in streams:
         with pytest.raises(EngineDead, match="injected"):
             await collect(stream)
-    engine._thread.join()
+    engine.thread.join()
     assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 3
     assert len(told.records) == 3
     await engine.stop()

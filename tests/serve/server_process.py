@@ -21,6 +21,7 @@ class StartingEngine(serve_fakes.FakeEngine):
 
     def __init__(self, *_: object, **__: object) -> None:
         super().__init__(pause=settings.get("pause", 0.0))
+        self.thread = threading.Thread()
 
     async def start(self) -> None: ...
 

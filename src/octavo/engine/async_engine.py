@@ -52,14 +52,14 @@ class AsyncEngine:
         self._stopping = False
         self._error: EngineDead | None = None
         self._busy_since: float | None = None  # start of the current step; None while asleep
-        self._thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="octavo-engine", daemon=True)
         self._watchdog: asyncio.TimerHandle | None = None
         self._watchdog_loop: asyncio.AbstractEventLoop | None = None
         # The thread's own: taken from the inbox and not yet admitted
         self._taken: deque[tuple[Request, RequestRecord]] = deque()
 
     async def start(self) -> None:
-        self._thread.start()
+        self.thread.start()
 
     def check(self, request: Request) -> Request:
         """The request as `submit_all` takes it. From any thread: a long prompt takes a while.
@@ -191,7 +191,7 @@ class AsyncEngine:
     @property
     def alive(self) -> bool:
         """The thread runs, and its current step started less than ``hang_timeout`` ago."""
-        return self._error is None and self._thread.is_alive() and not self._hangs
+        return self._error is None and self.thread.is_alive() and not self._hangs
 
     @property
     def _hangs(self) -> bool:
@@ -233,9 +233,9 @@ class AsyncEngine:
             self._stopping = True
             self._aborts += self._streams
             self._condition.notify()
-        if self._thread.is_alive():
+        if self.thread.is_alive():
             await self._emptied(self.hang_timeout)
-            await asyncio.to_thread(self._thread.join, self.hang_timeout)
+            await asyncio.to_thread(self.thread.join, self.hang_timeout)
         self._fail_streams(EngineDead("the engine was stopped"))
         if self._watchdog is not None:
             self._watchdog.cancel()

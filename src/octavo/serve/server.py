@@ -35,6 +35,7 @@ from octavo.serve.keys import ApiKey
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
+from octavo.serve.niceness import give_way
 
 if TYPE_CHECKING:
     from octavo.serve.tracing import Tracer
@@ -182,6 +183,7 @@ async def _serve(
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
     await engine.start()
+    give_way(engine.thread)
     try:
         app = create_app(engine, served, config, metrics, trace)
         await serve(app, engine, config, listener)

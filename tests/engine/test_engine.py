@@ -247,3 +247,76 @@ def test_a_request_without_a_seed_gets_one_from_the_engines() -> None:
         return [token for delta in run(engine) for token in delta.token_ids]
 
     assert tokens(7) == tokens(7) != tokens(8)
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, of: object, name: str) -> None:
+    """The method's next call fails before it has done anything."""
+
+    def failing(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(of, name, failing)
+
+
+def three_suspects(engine: Engine) -> list[RequestRecord]:
+    assert isinstance(engine.executor, CheckingExecutor)
+    records = [engine.add_request(request(name, [index] * 5)) for index, name in enumerate("abc")]
+    engine.step()
+    engine.executor.crashes.append("half")
+    engine.step()
+    assert engine.scheduler.alone is not None
+    return records
+
+
+def test_a_failure_in_an_abort_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    a, b, c = three_suspects(engine)
+    fail_once(monkeypatch, engine.scheduler, "end")
+    engine.abort("c")
+    run(engine)
+    assert [each.outcome for each in (a, b, c)] == [Outcome.FINISHED] * 2 + [Outcome.ABORTED]
+
+
+def test_who_had_not_run_is_not_at_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A suspect's step is computed, so that another is the next to be tried, and then fails."""
+    engine = build()
+    a, b, c = three_suspects(engine)
+    fail_once(monkeypatch, engine, "_deliver")
+    run(engine)
+    assert [each.outcome for each in (a, b, c)] == [Outcome.FAILED] + [Outcome.FINISHED] * 2
+
+
+def test_who_is_left_of_a_step_that_failed_was_not_alone_in_it() -> None:
+    engine = build()
+    assert isinstance(engine.executor, CheckingExecutor)
+    record = engine.add_request(request("a", [1] * 5, max_tokens=4))
+    engine.add_request(request("b", [2] * 5, max_tokens=4))
+    engine.executor.during = lambda: engine.abort("b") and None
+    engine.executor.crashes.append("after")
+    run(engine)
+    assert record.outcome is Outcome.FINISHED
+
+
+def test_nobody_runs_whom_the_engine_does_not_know() -> None:
+    class Full(dict[str, Any]):
+        def __setitem__(self, key: str, value: object) -> None:
+            raise MemoryError("injected")
+
+    engine = build()
+    engine._requests = Full()
+    with pytest.raises(MemoryError):
+        engine.add_request(request("a", [1] * 5))
+    assert not engine.scheduler.has_work()
+    engine._requests = {}
+    assert engine.add_request(request("a", [1] * 5, max_tokens=3)).outcome is None
+    run(engine)
+
+
+def test_a_request_that_cannot_be_watched_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    fail_once(monkeypatch, engine.scheduler.shedding, "add")
+    with pytest.raises(MemoryError):
+        engine.add_request(request("a", [1] * 5))
+    assert not engine.has_work()
+    engine.check_integrity()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from collections.abc import Sequence as Items
 from typing import Any
 
 import pytest
@@ -588,6 +589,52 @@ def test_a_step_that_fails_with_drafts_is_tried_without() -> None:
     assert record.outcome is Outcome.FINISHED
     assert record.finish_reasons == [FinishReason.LENGTH]
     assert record.completion_tokens == 20
+
+
+def test_a_start_over_ends_no_answer_and_teaches_nothing_undelivered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step's tokens are drawn and not delivered: they were never there."""
+    texts: dict[int, list[int]] = {}
+    told: list[int] = []  # lengths at the ends
+
+    class Telling:
+        def start(self, sequence: int, token_ids: Items[int], cache_salt: str | None) -> None:
+            texts[sequence] = list(token_ids)
+
+        def extend(self, sequence: int, token_ids: Items[int]) -> None:
+            texts[sequence] += token_ids
+
+        def propose(self, sequences: Items[int], counts: Items[int]) -> list[Draft]:
+            return [Draft(texts[sequence][-1:]) for sequence in sequences]
+
+        def end(self, sequence: int) -> None:
+            told.append(len(texts.pop(sequence)))
+
+    engine = build()
+    engine.speculator = Speculator(Telling(), 64, 2)
+    record = engine.add_request(
+        Request(
+            request_id="a",
+            prompt_token_ids=[1] * 5,
+            params=SamplingParams(max_tokens=20, ignore_eos=True, seed=1),
+        )
+    )
+    for _ in range(4):
+        engine.step()
+    assert texts
+
+    def failing(*_: object) -> None:
+        monkeypatch.undo()
+        raise MemoryError("injected")
+
+    monkeypatch.setattr(engine, "_deliver", failing)
+    delivered = 5 + record.completion_tokens
+    engine.step()
+    assert told == [delivered]
+    while engine.has_work():
+        engine.step()
+    assert record.outcome is Outcome.FINISHED
 
 
 class Excessive(Speculator):

@@ -8,14 +8,15 @@ world is a list of actions that can be done again (engine/recipe.py).
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build, layout
 from engine.drafting import Branching, Oracle
-from engine.shooting import shooting
+from engine.shooting import Shot, shooting
 from engine.tiering import slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import Released
@@ -294,8 +295,9 @@ class World:
         self.count = 0
         self.steps = 0
         self.ran: list[Any] = []  # sequences, after the last step
-        self.crashes = 0  # faults that may cost a request, each one at most
-        self.victims = 0  # requests that failed and not by themselves
+        self.crashes = 0  # faults that were set up
+        self.struck = 0  # of them, those that struck since the last step's end: each may cost
+        self.victims = 0  # one request that fails, and not by itself; so many since then
         self.aim: tuple[int, str] | None = None  # for the next action: `Shot`
         self.shots = 0  # that hit
         self.sizes: list[int] = []  # the longest run of tokens of each step
@@ -390,7 +392,7 @@ class World:
             ended = [record.outcome for record in self.outcomes[before:]]
             assert ended in ([Outcome.FAILED], [])
             self.count -= not ended  # there was no record yet
-            self.victims += 1
+            self.fail()
         else:
             self.lives[record.request_id] = Life(record, request.params, prompt)
             return
@@ -469,10 +471,36 @@ class World:
         """Memory runs out in the next action, in the so-many-th call of function ``since``."""
         self.aim = line, since
 
-    def shot(self) -> Any:
+    @property
+    def armed(self) -> int:
+        """Faults that have been set up and have not struck."""
+        return (
+            len(self.executor.crashes)
+            + bool(self.executor.fail_transfer)
+            + self.executor.fail_logits
+            + (self.sampler.fail_after is not None)
+            + self.sampler.fail_state
+            + Words.fail
+        )
+
+    @contextmanager
+    def shot(self) -> Iterator[Shot | None]:
+        """Around what may fail."""
         aim, self.aim = self.aim, None
         self.crashes += aim is not None
-        return shooting(aim)
+        armed = self.armed
+        shot = None
+        try:
+            with shooting(aim) as shot:
+                yield shot
+        finally:
+            self.struck += max(0, armed - self.armed)
+            self.struck += shot is not None and shot.hit is not None
+
+    def fail(self) -> None:
+        """A request failed, and not by itself."""
+        self.victims += 1
+        assert self.victims <= self.struck, "a request failed for another's fault"
 
     @action
     def step(self) -> None:
@@ -481,6 +509,7 @@ class World:
         self.shots += shot is not None and shot.hit is not None
         for delta in deltas:
             self.deliver(delta)
+        self.struck = self.victims = 0  # what it did not cost by now it does not cost any more
         scheduler = self.engine.scheduler
         scheduler.check_integrity()
         for seq in scheduler.decoding:
@@ -556,8 +585,8 @@ class World:
             stopped = FinishReason.STOP in life.reasons.values()
             if life.params.seed == LATE_SEED and not (poisoned or stopped or self.crashes):
                 assert max(map(len, life.texts.values())) == 3
-            self.victims += not (broken or poisoned)
-            assert self.victims <= self.crashes, "a request failed for another's fault"
+            if not (broken or poisoned):
+                self.fail()
         del self.lives[record.request_id]
 
     def finish(self) -> None:

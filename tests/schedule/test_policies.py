@@ -414,6 +414,28 @@ def test_who_is_in_time_is_not_shed() -> None:
     assert record.outcome is Outcome.FINISHED, "its first token was in time, though not its last"
 
 
+def test_who_is_cached_is_in_time_for_longer() -> None:
+    """Of its 160 tokens 16 are to be computed: a millisecond, and not ten."""
+    engine = made("fcfs", max_num_seqs=1, max_num_batched_tokens=16, shed_late=True)
+    engine.add_request(request("before", [2] * 160, max_tokens=1))
+    run(engine)
+    engine.add_request(request("first", [1] * 16, max_tokens=30))
+    engine.step()
+    target = LatencyTarget(ttft=0.035)
+    record = engine.add_request(request("cached", [2] * 160, max_tokens=4, target=target))
+    run(engine)
+    assert target.met_by(record)
+
+
+def test_what_has_ended_is_not_kept_until_its_time_would_have_come() -> None:
+    engine = made("fcfs", max_queue_time=3600.0, shed_late=True)
+    target = LatencyTarget(ttft=3600.0)
+    for index in range(500):
+        engine.add_request(request(str(index), [1], max_tokens=1, target=target))
+        engine.step()
+    assert len(engine.scheduler.shedding._entries) < 150
+
+
 # Fair shares
 
 
@@ -790,3 +812,12 @@ def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: in
             queue.begins(seq.owner, len(seq.owner.request.prompt_token_ids))
             seq.owner.record.scheduled = queue.now
     assert queue.head() is None
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_to_remove_whom_nobody_queued_is_an_error(policy: str) -> None:
+    engine = made(policy, max_num_seqs=1)
+    engine.add_request(request("a", [1] * 5))
+    engine.step()
+    with pytest.raises(KeyError):
+        engine.scheduler.policy.remove(engine.scheduler.decoding[0])

@@ -220,6 +220,7 @@ class Engine:
         self._requests: dict[str, RequestState] = {}
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
         self._starts = 0  # how often all was started over
+        self._alone: RequestState | None = None  # who alone could make the step fail
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
         if scheduler.kv.tiers is not None:
@@ -329,9 +330,13 @@ class Engine:
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
         record.max_tokens = max_tokens
-        self._requests[request.request_id] = self.scheduler.add(
-            request, record, outputs, self.clock.now()
-        )
+        state = self.scheduler.new_state(request, record, max_tokens, outputs)
+        self._requests[request.request_id] = state  # first: nobody runs whom we do not know
+        try:
+            self.scheduler.add(state, self.clock.now())
+        except BaseException:
+            del self._requests[request.request_id]
+            raise
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta
@@ -343,7 +348,7 @@ class Engine:
         try:
             self._end(state, FinishReason.ABORT, self._ended)
         except Exception as error:
-            self._start_over(error, self._ended)
+            self._start_over(error, self._ended, guilty=None)
             self._end(state, FinishReason.ABORT, self._ended)
         return True
 
@@ -358,10 +363,11 @@ class Engine:
         fault: a failed request's last Delta has finish_reason ERROR and the record its message.
         """
         deltas, self._ended = self._ended, []
+        self._alone = None
         try:
             self._step(deltas)
         except Exception as error:
-            self._start_over(error, deltas)
+            self._start_over(error, deltas, guilty=self._alone)
         return deltas
 
     def _step(self, deltas: list[Delta]) -> None:
@@ -370,6 +376,7 @@ class Engine:
             self.pace.settle(started)
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
+        self._alone = self.scheduler.alone
         scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
         tiers, copying = self.scheduler.kv.tiers, 0.0
         if tiers is not None:
@@ -420,6 +427,7 @@ class Engine:
         self.scheduler.took(scheduled, now - began)
         self.scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
+        self._alone = None
         if tiers is not None:
             tiers.after_step()
         stats = self._stats
@@ -476,12 +484,14 @@ class Engine:
             output: _Output = seq.output
             output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
 
-    def _start_over(self, error: Exception, deltas: list[Delta]) -> None:
+    def _start_over(
+        self, error: Exception, deltas: list[Delta], *, guilty: RequestState | None
+    ) -> None:
         """After a failure outside of the step's computation, which may have left anything half
         done (memory can run out anywhere): what was delivered counts and nothing else. The cache
         is emptied and everything not delivered is computed again, by requests that run alone at
         first, as after a failed step. Failed are those of which it is not certain what was
-        delivered, and one that ran alone.
+        delivered, and the one that is ``guilty``, as it was alone in the step that failed.
         """
         logger.exception("the engine starts over", exc_info=error)
         self._starts += 1
@@ -489,8 +499,8 @@ class Engine:
         for request_id, state in self._requests.items():
             for seq in state.sequences:
                 output: _Output = seq.output
-                self._leave(seq)
                 if output.reason is not None:
+                    self._forget(seq)
                     state.record.finish_reasons[seq.choice] = output.reason
                     seq.status = Status.FINISHED
                     if _OUTCOMES[output.reason] is not Outcome.FINISHED:
@@ -498,11 +508,12 @@ class Engine:
                     continue
                 self._rewind([seq])
                 del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
+                self._forget(seq)
                 if output.prompt_logprobs is not None:
                     seq.num_scored = len(output.prompt_logprobs) - 1
                 if output.num_pushed != output.num_tokens:
                     cut_off.setdefault(request_id, FinishReason.ERROR)
-        guilty = self.scheduler.start_over(self._requests.values())
+        self.scheduler.start_over(self._requests.values())
         for request_id, state in [*self._requests.items()]:
             if state.num_unfinished == 0:
                 if state.record.outcome is None:
@@ -596,6 +607,11 @@ class Engine:
         if self.speculator is not None:
             self.speculator.end(seq, beyond)
 
+    def _forget(self, seq: Sequence) -> None:
+        """The sequence has not ended, but nothing of it is computed any more."""
+        if self.speculator is not None:
+            self.speculator.forget(seq)
+
     def _end(
         self,
         state: RequestState,
@@ -683,7 +699,7 @@ class Engine:
         return replace(
             self._stats,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
-            waiting=len(scheduler.waiting),
+            waiting=scheduler.num_waiting,
             waiting_deferred=len(scheduler.fetching),
             waiting_tokens=scheduler.waiting_tokens,
             kv_blocks_used=pool.num_used,

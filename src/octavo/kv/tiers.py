@@ -105,6 +105,7 @@ class ReadAhead:
 
     deadline: float  # clock seconds: by then computing would have been as quick
     remaining: int  # blocks
+    num_tokens: int  # of the prompt, that will be cached when all have been read
     pinned: list[Key] = field(default_factory=list)  # read, and kept until the request is let in
     over: bool = False  # nobody waits any more
 
@@ -440,7 +441,7 @@ class Tiers:
         if blocks * self._reading_takes.seconds + loading >= computing:
             self._stats.not_worth_loading += 1
             return None
-        ahead = ReadAhead(now + computing - loading, len(keys))
+        ahead = ReadAhead(now + computing - loading, len(keys), start + num_tokens)
         try:
             for key in keys:
                 if key not in self._reading:

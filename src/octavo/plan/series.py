@@ -155,7 +155,7 @@ def _state(engine: Engine, ended: int) -> _State:
     used = scheduler.kv.pool.num_used
     return _State(
         len(scheduler.decoding) + len(scheduler.prefilling) + ended,
-        len(scheduler.waiting),
+        scheduler.num_waiting,
         used,
         scheduler.kv.waste() * used,
     )

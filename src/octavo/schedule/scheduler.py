@@ -130,17 +130,17 @@ class Scheduler:
             num_prompt_tokens,
         )
 
-    def add(
+    def new_state(
         self,
         request: Request,
         record: RequestRecord,
+        max_tokens: int,
         outputs: Items[Any] | None = None,
-        now: float | None = None,
     ) -> RequestState:
-        """Queue a request; it joins the next step if there is room. ``outputs``: of each of its
-        sequences. ``now``: clock seconds, where that is later than its arrival.
+        """A request that is not queued yet, of which nothing is held. ``max_tokens``: as `check`
+        says. ``outputs``: of each of its sequences.
         """
-        state = RequestState(request, record, self.check(request))
+        state = RequestState(request, record, max_tokens)
         self._arrivals += 1
         prompt = array("i", request.prompt_token_ids)
         for choice in range(request.params.n):
@@ -150,13 +150,19 @@ class Scheduler:
             state.sequences.append(seq)
         state.num_unfinished = len(state.sequences)
         record.finish_reasons = [None] * len(state.sequences)
+        return state
+
+    def add(self, state: RequestState, now: float) -> None:
+        """Queue a request; it joins the next step if there is room. If this fails, nothing of it is
+        left.
+        """
         first = state.sequences[0]
         self.shedding.add(state)
         try:
             if self.num_waiting < _READ_FOR:
-                self._read_ahead(first, record.arrival if now is None else now)
-            self._queue(first, record.arrival)
-        except BaseException:  # it is queued whole or not at all
+                self._read_ahead(first, now)
+            self._queue(first, state.record.arrival)
+        except BaseException:
             waiting = [seq for seq in self.policy if seq is not first]
             self.policy.clear()
             for seq in waiting:
@@ -164,13 +170,16 @@ class Scheduler:
             self.fetching = [seq for seq in self.fetching if seq is not first]
             self._end_ahead(first)
             raise
-        return state
 
     def _missing_tokens(self, state: RequestState) -> int:
         """Tokens to be computed before a request's first."""
         seq = state.sequences[0]
-        computed = int(self.kv.num_tokens[seq.slot]) if seq.slot >= 0 else 0
-        return len(seq.token_ids) - computed
+        if seq.slot >= 0:
+            return self._missing(seq)
+        cached = self._lookup(seq).num_tokens
+        if seq.status is Status.FETCHING and seq.ahead is not None:
+            cached = max(cached, seq.ahead.num_tokens)  # it is on its way
+        return len(seq.token_ids) - cached
 
     def _queue(self, seq: Sequence, now: float) -> None:
         tokens = self.waiting_tokens + len(seq.token_ids)
@@ -557,12 +566,10 @@ class Scheduler:
 
     def _next_waiting(self) -> Sequence | None:
         """The queue's head; while a suspect must run alone, only its own."""
-        while self._suspects and self._suspects[0].num_unfinished == 0:
-            self._suspects.popleft()
-        if not self._suspects:
+        alone = self.alone
+        if alone is None:
             return self.policy.head()
-        alone = self._suspects[0].sequences
-        return next((seq for seq in alone if seq.status is Status.WAITING), None)
+        return next((seq for seq in alone.sequences if seq.status is Status.WAITING), None)
 
     def _last(self) -> Sequence:
         """Who gives way: the running sequence of the highest rank, without those that have their
@@ -764,7 +771,7 @@ class Scheduler:
         False if one request was so alone in the step: then it is that one's fault.
         """
         self._scheduled = None
-        owners = {id(seq.owner): seq.owner for seq in scheduled.sequences if seq.slot >= 0}
+        owners = {id(seq.owner): seq.owner for seq in scheduled.sequences}
         if len(owners) < 2 and scheduled.drafts is None:
             return False
         for seq in self.decoding + self.prefilling:
@@ -772,16 +779,21 @@ class Scheduler:
         self._suspects = deque(sorted(owners.values(), key=lambda state: state.sequences[0].order))
         return True
 
-    def start_over(self, states: Iterable[RequestState]) -> RequestState | None:
+    @property
+    def alone(self) -> RequestState | None:
+        """Who is to run alone in the next step, to show that it is not at fault."""
+        while self._suspects and self._suspects[0].num_unfinished == 0:
+            self._suspects.popleft()
+        return self._suspects[0] if self._suspects else None
+
+    def start_over(self, states: Iterable[RequestState]) -> None:
         """After a failure that may have left queue and cache half done: both are made anew. Of
         ``states``, all requests there are, every sequence that has not ended waits with its
-        tokens as they are, and those who ran will run alone as after `retry_alone`. The one that
-        ran so already is returned: it is that one's fault.
+        tokens as they are, and those who ran will run alone as after `retry_alone`.
         """
         if self._scheduled is not None:
             self._scheduled.stale = True
         self._scheduled = self._blocked = self._short = None
-        alone = self._suspects[0] if self._suspects else None
         self.kv.clear()
         self.decoding, self.prefilling = [], []
         self._decodes_changed = True
@@ -803,7 +815,6 @@ class Scheduler:
         if not suspects and (first := self.policy.head()) is not None:
             suspects = [first.owner]
         self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
-        return alone
 
     def clear_queue(self) -> None:
         """Nobody waits any more."""

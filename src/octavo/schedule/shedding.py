@@ -5,7 +5,7 @@ asked, whoever can no longer be in time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from octavo.schedule.policies.deadline import first_due
@@ -14,11 +14,21 @@ from octavo.schedule.sequence import RequestState
 _FORGETTING = 0.999  # of the fastest rate seen, with each step
 
 
+_FEW = 64  # entries that may be over
+
+
 class _Entry(NamedTuple):
-    at: float  # clock seconds when it is looked at again; never too late, for who is still to come
+    at: float  # clock seconds when it is looked at again
     serial: int
     state: RequestState
     late: bool  # by its target; else by its time in the queue
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the request has come in time, or has ended."""
+        record = self.state.record
+        came = record.first_token if self.late else record.scheduled
+        return came is not None or record.outcome is not None
 
 
 class Shedding:
@@ -33,12 +43,13 @@ class Shedding:
         missing: Callable[[RequestState], int],
     ) -> None:
         """``max_queue_time``: seconds in the queue. ``missing``: how many tokens are still to be
-        computed before a request's first.
+        computed before a request's first, as the cache is now.
         """
         self._max_queue_time = max_queue_time
         self._shed_late = shed_late
         self._missing = missing
         self._entries: list[_Entry] = []
+        self._alive = 0  # of these, when they were counted last
         self._serial = 0
         self._rate = 0.0  # the fastest of late that prompts were computed at; 0: unknown
 
@@ -51,11 +62,16 @@ class Shedding:
         if self._max_queue_time is not None:
             self._push(record.arrival + self._max_queue_time, state, late=False)
         if self._shed_late and (due := first_due(record)) is not None:
-            self._push(due - self._seconds(state), state, late=True)
+            # What the cache has of it is looked up then: it may be another by that time.
+            self._push(due - self._seconds(record.prompt_tokens), state, late=True)
 
     def _push(self, at: float, state: RequestState, *, late: bool) -> None:
         self._serial += 1
         heappush(self._entries, _Entry(at, self._serial, state, late))
+        if len(self._entries) > 2 * self._alive + _FEW:
+            self._entries = [entry for entry in self._entries if not entry.is_over]
+            heapify(self._entries)
+            self._alive = len(self._entries)
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step with prompts in it."""
@@ -70,20 +86,20 @@ class Shedding:
         while self._entries and self._entries[0].at < now:
             entry = self._entries[0]
             state, record = entry.state, entry.state.record
-            over = record.first_token if entry.late else record.scheduled
-            if over is not None or record.outcome is not None or id(state) in gone:
+            if entry.is_over or id(state) in gone:
                 heappop(self._entries)
                 continue
             if entry.late:
                 due = first_due(record)
                 assert due is not None
-                at = due - self._seconds(state)
-                if at >= now:  # it has been computed in part
+                missing = self._missing(state)
+                at = due - self._seconds(missing)
+                if at >= now:  # it has been computed in part, or is cached
                     heapreplace(self._entries, entry._replace(at=at))
                     continue
                 why = (
                     f"its first token was due {due - record.arrival:.3g} s after arrival, and "
-                    f"{self._missing(state)} tokens are still to be computed "
+                    f"{missing} tokens are still to be computed "
                     f"{now - record.arrival:.3g} s after it"
                 )
             else:
@@ -96,6 +112,6 @@ class Shedding:
             found.append((state, f"shed: {why}"))
         return found
 
-    def _seconds(self, state: RequestState) -> float:
-        """What it takes at least to the first token."""
-        return self._missing(state) / self._rate if self._rate else 0.0
+    def _seconds(self, num_tokens: int) -> float:
+        """What it takes at least to compute so many."""
+        return num_tokens / self._rate if self._rate else 0.0

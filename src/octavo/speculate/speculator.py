@@ -372,7 +372,15 @@ class Speculator:
             if self._checked is not None:
                 kept = self._checked.num_drawn - beyond
                 self._checked = self._checked._replace(num_drawn=kept)
-        length = len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens
+        self._let_go(seq, len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens, beyond)
+
+    def forget(self, seq: Seq) -> None:
+        """A sequence will begin anew. It is no answer, and its tokens in the step that failed were
+        never drawn.
+        """
+        self._let_go(seq, 0, 0)
+
+    def _let_go(self, seq: Seq, length: int, beyond: int) -> None:
         if self._planner is not None:
             self._planner.end(seq, length)
         self._own.pop(seq, None)

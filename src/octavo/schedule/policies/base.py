@@ -33,7 +33,9 @@ class Policy(Collection[Sequence]):
 
     @abstractmethod
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out of the queue: it has ended, or will run."""
+        """Take a sequence out of the queue: it has ended, or will run. `KeyError` if it is not in
+        it.
+        """
 
     @abstractmethod
     def clear(self) -> None:
@@ -101,12 +103,10 @@ class Queue:
         self._line.push(seq)
         self._moved(before, now)
 
-    def remove(self, seq: Sequence, now: float) -> bool:
-        """False if it does not stand in the line."""
+    def remove(self, seq: Sequence, now: float) -> None:
         before = self._line.first
-        found = self._line.remove(seq)
+        self._line.remove(seq)
         self._moved(before, now)
-        return found
 
     def clear(self) -> None:
         self._line.clear()
@@ -166,13 +166,10 @@ class Line:
         self._seqs.insert(index, seq)
         self._keys.insert(index, key)
 
-    def remove(self, seq: Sequence) -> bool:
-        """False if it does not stand in the line."""
-        if seq not in self._known:
-            return False
+    def remove(self, seq: Sequence) -> None:
+        """`KeyError` if it does not stand in the line."""
         index = bisect_left(self._keys, self._known[seq])
         del self._known[seq], self._seqs[index], self._keys[index]
-        return True
 
     def clear(self) -> None:
         self._seqs.clear()
@@ -185,6 +182,9 @@ class Line:
 
     def __len__(self) -> int:
         return len(self._seqs)
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self._known
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._seqs)

@@ -88,7 +88,9 @@ class Deadline(Policy):
             self._others.push(seq, self.now)
 
     def remove(self, seq: Sequence) -> None:
-        if not self._in_time.remove(seq):
+        if seq in self._in_time:
+            self._in_time.remove(seq)
+        else:
             self._others.remove(seq, self.now)
 
     def clear(self) -> None:

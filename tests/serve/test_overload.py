@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
 import json
 import threading
@@ -598,7 +599,7 @@ async def test_a_flood_is_told(engine: FakeEngine) -> None:
     engine.queue_full = 0
     async with listening(engine) as url:
         place = urlsplit(url)
-        content = b'{"prompt": "' + b"x" * 20_000 + b'"}'
+        content = b'{"prompt": "' + b"x" * 200_000 + b'"}'
         request = (
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(content)
@@ -611,7 +612,19 @@ async def test_a_flood_is_told(engine: FakeEngine) -> None:
             writer.close()
             return head
 
-        for _ in range(3):
+        async def flood() -> int:
+            """Bytes that are allocated when it is over."""
             heads = await asyncio.gather(*(one() for _ in range(100)))
             assert {head.split()[1] for head in heads} == {b"429"}
+            await asyncio.sleep(0.1)  # for the connections to be closed
+            gc.collect()
+            return tracemalloc.get_traced_memory()[0]
+
+        await flood()  # what is made once
+        tracemalloc.start()
+        try:
+            kept = [await flood() for _ in range(3)]
+        finally:
+            tracemalloc.stop()
+        assert max(kept) < 20 * len(content)  # of a hundred bodies each time
     assert engine.submitted == []

@@ -170,8 +170,8 @@ async def test_how_a_drain_ended(
 ) -> None:
     engine.auto = False
     if left:
-        engine.submit(
-            Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(max_tokens=5))
+        engine.submit_all(
+            [Request(request_id="a", prompt_token_ids=[1], params=SamplingParams(max_tokens=5))]
         )
     engine.alive = alive
     with caplog.at_level(logging.INFO, "octavo.serve"):

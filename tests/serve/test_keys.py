@@ -259,3 +259,13 @@ async def test_what_was_shed_is_not_charged(make_client: MakeClient, engine: Fak
             await asyncio.sleep(0.001)
         engine.streams[0].end(FinishReason.SHED, Outcome.REJECTED)
         assert (await task).status_code == 429
+
+
+async def test_what_the_server_promises_has_its_series_from_the_start(make_client: Any) -> None:
+    """So that clients cannot take its place with promises they make up."""
+    named = (key("a", target=LatencyTarget(ttft=0.5), priority=40), key("b"))
+    client = make_client(named_keys=named, slo=LatencyTarget(ttft=2.0, tpot=0.05))
+    page = (await client.get("/metrics", headers=bearer("b"))).text
+    labels = 'engine="0",model_name="tiny",result="met",slo_class='
+    for slo_class in ("ttft:500 tpot:50", "ttft:2000 tpot:50"):  # a key's limits come first
+        assert f'octavo:slo_requests_total{{{labels}"{slo_class}"}} 0.0' in page

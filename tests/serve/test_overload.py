@@ -166,6 +166,19 @@ async def test_ready_while_there_is_room() -> None:
         assert (await client.get("/ready")).status_code == 200
 
 
+async def test_before_anything_is_known_a_second_is_told() -> None:
+    """Of the wait in a queue that a cold engine has never been seen to move."""
+    limits = {"max_num_seqs": 1, "max_num_queued_reqs": 1}
+    async with serving(**limits) as (client, engine, executor):
+        executor.hang = True
+        tasks = await full(client, engine)
+        refused = await ask(client)
+        assert refused.status_code == 429
+        assert refused.headers["retry-after-ms"] == "1000"
+        executor.hang = False
+        assert {(await task).status_code for task in tasks} == {200}
+
+
 async def test_retry_after_is_the_predicted_wait() -> None:
     """Which is that of all who are ahead: steps, as many as their answers have tokens."""
     async with serving(max_num_seqs=1, max_num_queued_reqs=3, pause=0.002) as (client, engine, _):

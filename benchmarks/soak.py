@@ -10,6 +10,7 @@ prompts, several choices, logprobs, stop strings and invalid bodies, streamed or
 another; an abort is a connection that is dropped before the answer or in the middle of it. At the
 end all has to be idle, and then:
 
+- samples: they were taken until the end;
 - memory: the server's resident memory, a mean over the last minute against one after minute five
   (of a short run: a third), within 2 %;
 - throughput: tokens a second of the last third against the third before it, within 10 %;
@@ -36,7 +37,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -44,6 +45,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 
 SEED = 11
+EVERY = 5.0  # seconds between samples
 BASELINE = 300.0  # seconds after which memory is taken as what the server needs
 MEMORY_BAR = 0.02
 THROUGHPUT_BAR = 0.10
@@ -62,12 +64,14 @@ class Counts:
     sent: int = 0
     finished: int = 0
     aborted: int = 0
+    begun: int = 0  # of these, those that had been answered in part
     invalid: int = 0
     refused: int = 0  # 429 and 503
     wrong: list[str] = field(default_factory=list)  # what should not have been
     prompt_tokens: int = 0  # of those finished
     completion_tokens: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0  # that all of it took
 
 
 @dataclass
@@ -177,7 +181,8 @@ class Client:
                 if self._rng.random() < 0.5:
                     await asyncio.sleep(self._rng.expovariate(10))
                 else:
-                    await reader.read(self._rng.randrange(1, 4000))
+                    part = await reader.read(self._rng.randrange(100, 4000))
+                    self._counts.begun += part.startswith(b"HTTP/1.1 200 ")
                 return None
             head, _, rest = (await reader.read()).partition(b"\r\n\r\n")
         finally:
@@ -326,7 +331,7 @@ async def soak(
                     now["generation_tokens_total"],
                 )
             )
-            await asyncio.sleep(min(5.0, minutes))
+            await asyncio.sleep(min(EVERY, minutes))
 
     watching = asyncio.create_task(watch())
     await asyncio.gather(
@@ -335,7 +340,10 @@ async def soak(
             for at in range(clients)
         )
     )
+    counts.seconds = time.monotonic() - begin
     watching.cancel()
+    with suppress(asyncio.CancelledError):
+        await watching  # what it died of, if it did
     for _ in range(200):  # what was dropped last
         last = await asyncio.to_thread(server.metrics)
         if not last["num_requests_running"] + last["num_requests_waiting"]:
@@ -377,9 +385,15 @@ def checks(
     left, failed = delta(f"{success}:abort"), delta(f"{success}:error")
     generated, of_records = delta("generation_tokens_total"), delta("request_generation_tokens_sum")
     prompts, prompts_of_records = delta("prompt_tokens_total"), delta("request_prompt_tokens_sum")
-    asked, answered = counts.finished + counts.aborted, done + left
+    admitted, ended = delta("requests_admitted_total"), done + left + failed
     idle = [last[name] for name in ("num_requests_running", "num_requests_waiting")]
+    age = counts.seconds - end
     return [
+        Check(
+            "samples",
+            f"{len(samples)}, the last of them {age:.1f} s before the end",
+            age <= 4 * EVERY,
+        ),
         Check(
             "memory",
             f"{before / 2**20:.1f} MiB after {since:.0f} s, {after / 2**20:.1f} MiB at the end "
@@ -401,9 +415,11 @@ def checks(
         # Who leaves may have been answered already, or may not have been read yet.
         Check(
             "outcomes",
-            f"{counts.finished} answers read, {counts.aborted} dropped; the server: {done} "
-            f"finished, {left} aborted, {failed} failed",
-            counts.finished <= done and answered <= asked and not failed,
+            f"{counts.finished} answers read, {counts.aborted} dropped, {counts.begun} of them in "
+            f"the middle; the server: {done} finished, {left} aborted, {failed} failed",
+            counts.finished <= done
+            and counts.finished + counts.begun <= done + left <= counts.finished + counts.aborted
+            and not failed,
         ),
         Check(
             "generated tokens",
@@ -417,8 +433,9 @@ def checks(
         ),
         Check(
             "records",
-            f"{delta('request_prompt_tokens_count')} for {answered + failed} outcomes",
-            delta("request_prompt_tokens_count") == answered + failed,
+            f"{admitted} requests admitted by the engine, {ended} outcomes, "
+            f"{delta('request_prompt_tokens_count')} records",
+            admitted == ended == delta("request_prompt_tokens_count"),
         ),
         Check(
             "answers",

@@ -22,6 +22,7 @@ ENDED = {
     "request_success_total:length": 20.0,
     "request_success_total:abort": 8.0,
     "request_success_total:error": 0.0,
+    "requests_admitted_total": 38.0,
     "request_prompt_tokens_count": 38.0,
     "request_prompt_tokens_sum": 500.0,
     "prompt_tokens_total": 480.0,
@@ -31,7 +32,15 @@ ENDED = {
     "num_requests_waiting": 0.0,
     "kv_cache_usage_perc": 0.0,
 }
-READ = Counts(sent=40, finished=29, aborted=10, prompt_tokens=400, completion_tokens=800)
+READ = Counts(
+    sent=40,
+    finished=29,
+    aborted=10,
+    begun=5,
+    prompt_tokens=400,
+    completion_tokens=800,
+    seconds=1802.0,
+)
 
 
 def samples(growth: float = 0.0, slowing: float = 0.0) -> list[Sample]:
@@ -65,6 +74,9 @@ def test_nothing_is_wrong() -> None:
         (None, {"request_generation_tokens_sum": 899.0}, ["generated tokens"]),
         (None, {"prompt_tokens_total": 501.0}, ["prompt tokens"]),
         (None, {"request_prompt_tokens_count": 37.0}, ["records"]),
+        (None, {"requests_admitted_total": 39.0}, ["records"]),
+        (None, {"request_success_total:abort": 3.0}, ["outcomes", "records"]),
+        (samples()[:-10], {}, ["samples"]),
         (None, {"request_success_total:error": 1.0}, ["outcomes", "records"]),
     ],
 )
@@ -98,6 +110,18 @@ def test_a_stream_is_read_whatever_its_chunks() -> None:
     assert soak.Client._parsed({"stream": True}, whole) == ("a\0bc", ["stop", "length"], usage)
 
 
+def test_who_watches_does_not_die_in_silence() -> None:
+    class Gone(soak.Server):
+        def model(self) -> str:
+            return "m"
+
+        def metrics(self) -> dict[str, float]:
+            raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(soak.soak(Gone("http://127.0.0.1:9"), 0.001, 0, 0.0, 0.0))
+
+
 @pytest.mark.timeout(120)
 def test_on_a_small_server(tmp_path: Path) -> None:
     pytest.importorskip("octavo._native")
@@ -108,6 +132,7 @@ def test_on_a_small_server(tmp_path: Path) -> None:
     assert counts.sent > 0
     assert len(seen) > 2
     good = {check.what: check.good for check in soak.checks(counts, seen, first, last)}
+    assert good["samples"]
     assert good["blocks"]
     assert good["outcomes"]
     assert good["generated tokens"]

@@ -55,6 +55,7 @@ class EngineStats:
     kv_evictions: int = 0  # of these, those that were handed out again
     kv_waste: float = 0.0  # allocated but unfilled slots ÷ allocated slots
     steps: int = 0
+    admitted: int = 0  # requests, whatever became of them
     prompt_tokens: int = 0  # of requests that were scheduled
     generation_tokens: int = 0
     computed_tokens: int = 0  # put through the model, recomputation included
@@ -337,6 +338,7 @@ class Engine:
         except BaseException:
             del self._requests[request.request_id]
             raise
+        self._stats.admitted += 1
 
     def abort(self, request_id: str) -> bool:
         """End a request now, whatever its state; its blocks are free on return. Its last Delta

@@ -63,6 +63,7 @@ COUNTERS = (
         lambda s: s.prefix_hits - _external_hits(s),
     ),
     _Reading("num_preemptions", "Preemptions.", lambda s: s.preemptions),
+    _Reading("requests_admitted", "Requests that were queued.", lambda s: s.admitted),
     _Reading(
         "kv_cache_evictions",
         "Cached blocks overwritten, whose prompts would have to be computed again.",

@@ -342,6 +342,19 @@ def test_steps_that_were_held_up_do_not_mislead_it() -> None:
     assert 0.03 < engine.pace.spread < 0.3
 
 
+@pytest.mark.parametrize("noise", [0.03, 0.1])
+def test_a_simulated_margin_is_what_a_real_engines_comes_to(noise: float) -> None:
+    """Steps that are as noisy as a calibration found them."""
+    engine, seen = build(begins=RATES)
+    machine = engine.executor
+    assert isinstance(machine, Machine)
+    machine.spread = noise
+    errors(engine, seen, 40)
+    assert engine.pace is not None
+    simulated = Pace(machine.costs, RATES, noise=noise, learns=False)
+    assert simulated.margin == pytest.approx(engine.pace.margin, abs=0.025)
+
+
 def test_no_figure_of_a_clock_breaks_it() -> None:
     engine, _ = build(begins=RATES)
     pace = engine.pace

@@ -429,6 +429,9 @@ def test_the_simulator_takes_what_is_stored() -> None:
     calibration(key()).save()
     assert rates(setup()) == TRUE
     assert "3.0%" in setup().basis()
+    paced = simulated_engine(replace(setup(), config=replace(setup().config, itl_target=0.05)))
+    assert paced.pace is not None
+    assert paced.pace.spread == pytest.approx(0.03 / 0.6745)
     assert setup().basis().endswith("at the speed that the machine had then")
     moment = Moment(1.25, 0.9, "2026-02-03T04:05:06+00:00", 150)
     replace(calibration(key()), moment=moment).save()

@@ -53,10 +53,18 @@ class Pace:
     """Is the scheduler's `Timing`; learns from each step. Not thread-safe."""
 
     def __init__(
-        self, costs: CostModel, rates: Rates, *, measured: bool = True, learns: bool = True
+        self,
+        costs: CostModel,
+        rates: Rates,
+        *,
+        measured: bool = True,
+        noise: float | None = None,
+        learns: bool = True,
     ) -> None:
         """``measured``: the rates are this machine's for this model; else they are a guess, whose
-        corrections may be large. ``learns``: false where steps take what the rates say.
+        corrections may be large. ``noise``: standard deviation of a step's own time ÷ predicted,
+        if known. ``learns``: false where steps take what the rates say; then the margin is that of
+        one that has learned the rates, with steps of such noise.
         """
         self._learns = learns
         self._costs = costs
@@ -65,17 +73,17 @@ class Pace:
         self._size = StepSize(0, 0, 0, ())
         self._sized: tuple[Batch | None, StepSize] = None, self._size
         self.learned = 0  # steps, and calibrations: predictions are others
-        self._begin_from(rates, _MEASURED if measured else _GUESSED)
+        self._begin_from(rates, _MEASURED if measured else _GUESSED, noise)
 
-    def calibrate(self, rates: Rates) -> None:
+    def calibrate(self, rates: Rates, noise: float | None = None) -> None:
         """The rates are these, as measured; what was learned is for them to show again."""
-        self._begin_from(rates, _MEASURED)
+        self._begin_from(rates, _MEASURED, noise)
 
-    def _begin_from(self, rates: Rates, prior: _Prior) -> None:
+    def _begin_from(self, rates: Rates, prior: _Prior, noise: float | None) -> None:
         self.learned += 1
         self._rates = rates
-        self._noise = prior.noise
-        self._prior = _covariance(prior.common, prior.own)
+        self._noise = prior.noise if noise is None else max(_LEAST_NOISE, noise)
+        self._prior = _covariance(prior.common, prior.own) * self._learns
         self._surprises = 0  # in a row; below 0: steps were shorter
         self._logs: npt.NDArray[np.float64] = np.zeros(4)
         self._covariance: npt.NDArray[np.float64] = self._prior.copy()

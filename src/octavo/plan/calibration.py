@@ -35,6 +35,7 @@ from octavo.plan.prediction import Prediction
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a stored file
+_MEDIAN = 0.6745  # of the distances from the mean, in standard deviations, of a normal distribution
 OTHER_FORM = "it is of another version's cost model; run octavo calibrate again"
 
 
@@ -134,6 +135,11 @@ class Calibration:
     def current(self) -> Rates:
         """The rates, at the speed that the machine had last."""
         return self.rates if self.moment is None else self.rates.slowed(*self.moment.slowness)
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of steps ÷ their prediction, as the median of the errors tells it."""
+        return self.error / _MEDIAN
 
     @property
     def standing(self) -> str:

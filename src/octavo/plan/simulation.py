@@ -176,7 +176,9 @@ def simulated_engine(setup: Setup) -> Engine:
     )
     pace: Pace | None = None
     if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn
-        pace = Pace(executor.costs, executor.rates, learns=False)
+        stored = setup.calibration()
+        noise = None if stored is None else stored.noise
+        pace = Pace(executor.costs, executor.rates, noise=noise, learns=False)
     vocab_size = compute.config.vocab_size
     sampler, clock = ScriptedSampler(vocab_size, stop_rate=1.0), VirtualClock()
     speculator, speculation = None, config.speculation

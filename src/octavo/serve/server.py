@@ -79,7 +79,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         loaded = load_engine(model, bounded(engine))
         calibration = Calibration.of_engine(loaded)
         if calibration is not None and loaded.engine.pace is not None:
-            loaded.engine.pace.calibrate(calibration.current)
+            loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:

@@ -16,8 +16,10 @@ from engine.checking import CheckingExecutor, FakeSampler, build
 from engine.drafting import Coin, Oracle, Passes, Turning
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
-from octavo.engine.engine import Engine, EngineStats, NoText, TextFactory
+from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
+from octavo.engine.stats import EngineStats
+from octavo.engine.text import NoText, TextFactory
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import CostExecutor, Rates
 from octavo.kv.layout import KvLayout

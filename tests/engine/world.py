@@ -20,8 +20,9 @@ from engine.shooting import Shot, shooting
 from engine.tiering import slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import Released
-from octavo.engine.engine import NoText, Step
+from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
+from octavo.engine.text import NoText
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import (
     AdmissionError,

@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.engine import EngineStats, Observer
+from octavo.engine.engine import Observer
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.stats import EngineStats
 from octavo.engine.stream import EngineDead
 from octavo.engine.waiting import Forecast
 from octavo.schedule.request import (

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from serving import real_engine, started
 
-from octavo.engine.engine import EngineStats
+from octavo.engine.stats import EngineStats
 from octavo.kv.tiers import TierStats
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord

@@ -12,8 +12,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 from octavo.engine.admission import Admission
-from octavo.engine.engine import Engine, EngineStats, Observer
+from octavo.engine.engine import Engine, Observer
 from octavo.engine.outputs import Delta
+from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
 from octavo.engine.waiting import Forecast
 from octavo.schedule.request import AdmissionError, Request, RequestRecord

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from collections.abc import Sequence as Items
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from octavo.engine.clock import Clock
-from octavo.engine.detokenize import Released
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.engine.pace import Pace
+from octavo.engine.stats import EngineStats
+from octavo.engine.text import NoText, Text, TextFactory
 from octavo.execute.batch import Executor, StepResult
-from octavo.kv.tiers import TierStats
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.sample.sampler import Sampler, SamplerState, TokenLogprobs
 from octavo.schedule.batching import Scheduled
@@ -36,67 +36,6 @@ logger = logging.getLogger(__name__)
 
 
 _FETCHING_WAIT = 0.005  # seconds at most, for the disk, when there is nothing else to do
-
-
-@dataclass(slots=True)
-class EngineStats:
-    """What the engine is doing (gauges) and has done since the start (counters, never reset).
-
-    Cheap to read at any time from any thread.
-    """
-
-    running: int = 0  # sequences in the batch or prefilling
-    waiting: int = 0  # sequences queued, preempted ones included
-    waiting_deferred: int = 0  # of these, for blocks that are being read from disk
-    waiting_tokens: int = 0
-    kv_blocks: int = 0
-    kv_blocks_used: int = 0  # referenced by a sequence
-    kv_blocks_cached: int = 0  # free, and of use if a prompt begins with what they hold
-    kv_evictions: int = 0  # of these, those that were handed out again
-    kv_waste: float = 0.0  # allocated but unfilled slots ÷ allocated slots
-    steps: int = 0
-    admitted: int = 0  # requests, whatever became of them
-    prompt_tokens: int = 0  # of requests that were scheduled
-    generation_tokens: int = 0
-    computed_tokens: int = 0  # put through the model, recomputation included
-    preemptions: int = 0
-    prefix_queries: int = 0  # prompt tokens looked up in the prefix index
-    prefix_hits: int = 0  # prompt tokens found there, or in another tier
-    prefix_hits_host: int = 0  # of these, those for which blocks were loaded from host memory,
-    prefix_hits_disk: int = 0  # and those for which blocks were read from disk
-    swapped_tokens: int = 0  # of preempted sequences, loaded from there instead of recomputed
-    tiers: TierStats | None = None  # of the cache beyond the pool, where there is one
-    last_step_tokens: int = 0
-    last_step_seconds: float = 0.0  # scheduling to delivery
-    step_seconds: float = 0.0  # of all steps
-    schedule_seconds: float = 0.0  # of these: choosing and building the batch, drafting included
-    sample_seconds: float = 0.0  # drawing tokens from logits
-    deliver_seconds: float = 0.0  # committing them and turning them into text
-    decode_steps: int = 0  # in which somebody decoded
-    itl_target: float | None = None  # seconds; of these steps each is to take no longer
-    late_steps: int = 0  # of these, the longer ones
-    paced_steps: int = 0  # with prompts, sized by the time that they were predicted to take
-    paced_seconds: float = 0.0  # that they took
-    predicted_seconds: float = 0.0  # and were predicted to take
-    step_spread: float = 0.0  # standard deviation of actual ÷ predicted, of late
-    decode_passes: int = 0  # times a sequence that decodes went through the model
-    drafts: int = 0  # of these, with drafts to be checked
-    draft_tokens: int = 0
-    accepted_tokens: int = 0  # draft tokens that became output
-    accepted_per_position: list[int] = field(default_factory=list)
-    drafter_failures: int = 0
-    drafting_seconds: float = 0.0  # in the drafter
-    time_saved_seconds: float = 0.0  # by speculation, estimated; below 0 where it cost more
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the pool referenced by sequences, 0 … 1."""
-        return self.kv_blocks_used / self.kv_blocks if self.kv_blocks else 0.0
-
-    @property
-    def last_step_late(self) -> bool:
-        """Whether the last step took longer than the target."""
-        return self.itl_target is not None and self.last_step_seconds > self.itl_target
 
 
 class Step(NamedTuple):
@@ -123,16 +62,6 @@ class Observer(Protocol):
         ...
 
 
-class Text(Protocol):
-    """A sequence's text as it grows, and where a stop token or string ends it."""
-
-    def push(self, token_ids: Items[int]) -> Released: ...
-
-    def finish(self) -> str:
-        """What was held back, when the output ends for another reason."""
-        ...
-
-
 _OUTCOMES = {
     FinishReason.STOP: Outcome.FINISHED,
     FinishReason.LENGTH: Outcome.FINISHED,
@@ -146,26 +75,6 @@ def _last_reason(record: RequestRecord) -> FinishReason:
     """Why a request is over whose sequences are: whoever was cut off was cut off together."""
     reasons = [reason for reason in record.finish_reasons if reason is not None]
     return next((each for each in reasons if _OUTCOMES[each] is not Outcome.FINISHED), reasons[0])
-
-
-TextFactory = Callable[[SamplingParams, frozenset[int]], Text]
-
-
-class NoText:
-    """For simulations: no text, only stop tokens."""
-
-    def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        self._ending_ids = ending_ids
-        self._own = frozenset(params.stop_token_ids)
-
-    def push(self, token_ids: Items[int]) -> Released:
-        for count, token_id in enumerate(token_ids, 1):
-            if token_id in self._ending_ids:
-                return Released("", count, True, token_id if token_id in self._own else None)
-        return Released("", len(token_ids))
-
-    def finish(self) -> str:
-        return ""
 
 
 @dataclass(slots=True)
@@ -697,30 +606,7 @@ class Engine:
         return self._stats.step_seconds
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        return replace(
-            self._stats,
-            running=len(scheduler.decoding) + len(scheduler.prefilling),
-            waiting=scheduler.num_waiting,
-            waiting_deferred=len(scheduler.fetching),
-            waiting_tokens=scheduler.waiting_tokens,
-            kv_blocks_used=pool.num_used,
-            kv_blocks_cached=pool.num_cached,
-            kv_evictions=pool.evictions,
-            kv_waste=scheduler.kv.waste(),
-            prompt_tokens=scheduler.prompt_tokens,
-            preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prefix_queries,
-            prefix_hits=scheduler.prefix_hits,
-            prefix_hits_host=scheduler.prefix_hits_host,
-            prefix_hits_disk=scheduler.prefix_hits_disk,
-            swapped_tokens=scheduler.swapped_tokens,
-            tiers=scheduler.kv.tiers.stats() if scheduler.kv.tiers else None,
-            accepted_per_position=self._stats.accepted_per_position[:],
-            drafter_failures=self.speculator.failures if self.speculator else 0,
-            drafting_seconds=self.speculator.savings.drafting if self.speculator else 0.0,
-            time_saved_seconds=self.speculator.savings.saved if self.speculator else 0.0,
-        )
+        return self._stats.now(self.scheduler, self.speculator)
 
     def check_integrity(self) -> None:
         """Free + referenced blocks = all blocks, references equal the tables, every request is

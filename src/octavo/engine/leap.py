@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from octavo.engine.clock import Clock, VirtualClock
+from octavo.engine.stats import EngineStats
 from octavo.execute.batch import Int32
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
-
-if TYPE_CHECKING:
-    from octavo.engine.engine import EngineStats
 
 
 class Leap(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from octavo.engine.engine import EngineStats
+from octavo.engine.stats import EngineStats
 from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import saturation
 from octavo.plan.series import GAUGES

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.engine import Engine, EngineStats, Step
+from octavo.engine.engine import Engine, Step
 from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.stats import EngineStats
 from octavo.execute.batch import Batch, Executor, StepResult
 from octavo.schedule.request import RequestRecord
 from octavo.verify.trials import Trial

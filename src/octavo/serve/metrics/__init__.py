@@ -17,7 +17,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollecto
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 
-from octavo.engine.engine import EngineStats, Step
+from octavo.engine.engine import Step
+from octavo.engine.stats import EngineStats
 from octavo.schedule.request import LatencyTarget, RequestRecord
 from octavo.serve.metrics.engine import EngineCollector
 from octavo.serve.metrics.families import Families

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from octavo.engine.engine import EngineStats
+from octavo.engine.stats import EngineStats
 from octavo.kv.tiers import TierStats
 from octavo.serve.metrics.families import LABELS
 

@@ -72,9 +72,10 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ({}, "name is missing"),
         ({"name": "a"}, "a: give either key or sha256"),
         ({"name": "a", "key": SECRET, "sha256": "0" * 64}, "a: give either key or sha256"),
-        ({"name": "a", "key": ""}, "a: key is empty"),
-        ({"name": "a", "key": f" {SECRET}"}, "spaces around it"),
-        ({"name": "a", "key": "ключ"}, "not ASCII"),
+        ({"name": "a", "key": ""}, "a: key is not 1 or more visible ASCII characters"),
+        ({"name": "a", "key": f" {SECRET}"}, "a: key is not 1 or more visible ASCII"),
+        ({"name": "a", "key": "a\nb"}, "a: key is not 1 or more visible ASCII"),
+        ({"name": "a", "key": "ключ"}, "a: key is not 1 or more visible ASCII"),
         ({"name": "a", "sha256": "12"}, "a: sha256 is not 64 hexadecimal digits"),
         ({"name": "a b", "key": SECRET}, "name 'a b' is not"),
         ({"name": "a", "key": SECRET, "weigth": 2}, "unknown field weigth"),
@@ -112,6 +113,23 @@ def test_names_and_keys_are_distinct() -> None:
         ServeConfig(named_keys=(key("a", "x"), key("a", "y")))
     with pytest.raises(ValueError, match="'key-1' and 'a' are the same key"):
         ServeConfig(api_key=("x",), named_keys=(key("a", "x"),))
+
+
+def test_two_alike_in_a_file_are_refused_with_its_name(tmp_path: Path) -> None:
+    file = written(tmp_path, {"name": "a", "key": "x"}, {"name": "a", "key": "y"})
+    with pytest.raises(ValueError, match=r"keys\.json: two keys have the name 'a'"):
+        read_keys(file)
+
+
+def test_a_file_without_end_is_none() -> None:
+    with pytest.raises(ValueError, match="/dev/zero: more than 67108864 bytes"):
+        read_keys(Path("/dev/zero"))
+
+
+@pytest.mark.parametrize("secret", ["", " a", "a\x00b", "ключ"])
+def test_a_key_that_no_client_can_send_is_refused(secret: str) -> None:
+    with pytest.raises(ValueError, match="api_key is not 1 or more visible ASCII"):
+        ServeConfig(api_key=(secret,))
 
 
 async def test_who_asks(make_client: MakeClient, engine: FakeEngine) -> None:

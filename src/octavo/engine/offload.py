@@ -36,6 +36,8 @@ class Refused(ValueError):
 
 def check_disk(folder: str) -> None:
     """That the folder is there, or can be made, and can be written to. Raises `Refused`."""
+    if not folder:
+        raise Refused("kv_offload_dir is empty")
     try:
         check_folder(Path(folder))
     except OSError as error:

@@ -198,8 +198,11 @@ class Disk:
         if self.corrupted == 1:
             logger.warning("kv offload: %s is dropped: %s (more are only counted)", path, why)
         self._index.pop(key, None)
-        with suppress(OSError):
+        try:
             os.unlink(path)
+        except OSError:
+            with suppress(OSError):  # a folder in its place, if empty
+                os.rmdir(path)
         self._ledger.gone(path)
 
     def _count_failed(self, key: Key, path: str, error: OSError) -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from octavo.schedule.request import LatencyTarget
-from octavo.serve.keys import ApiKey, check_distinct, unnamed
+from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.serve.logs import FORMATS
 
 
@@ -64,8 +64,8 @@ class ServeConfig:
         for name in ("shutdown_timeout", "sse_keep_alive_interval"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, below 0")
-        if any(not key or not key.isascii() for key in self.api_key):
-            raise ValueError("api_key is empty or not ASCII")
+        if not all(map(can_be_sent, self.api_key)):
+            raise ValueError(f"api_key is not {SENDABLE}")
         check_distinct(self.keys)
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name is empty")

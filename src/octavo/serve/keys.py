@@ -26,6 +26,8 @@ from octavo.serve.quota import Charge, Quota
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _MOST_PRIORITY = 2**31
+_MOST_BYTES = 64 << 20  # of a key file
+SENDABLE = "1 or more visible ASCII characters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,11 @@ class ApiKey:
         return asked
 
 
+def can_be_sent(key: str) -> bool:
+    """Whether a header can carry the key (RFC 9110, 11.4)."""
+    return re.fullmatch(r"[\x21-\x7e]+", key) is not None
+
+
 def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
     """Keys given without a file: named by their place, without limits."""
     return tuple(
@@ -92,8 +99,8 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         if (self.key is None) == (self.sha256 is None):
             raise ValueError(f"{self.name}: give either key or sha256")
         if self.key is not None:
-            if not self.key or not self.key.isascii() or self.key.strip() != self.key:
-                raise ValueError(f"{self.name}: key is empty, not ASCII or has spaces around it")
+            if not can_be_sent(self.key):
+                raise ValueError(f"{self.name}: key is not {SENDABLE}")
             found = digest(self.key.encode())
         else:
             assert self.sha256 is not None
@@ -120,7 +127,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """The keys of a key file. Raises `ValueError` naming the file and the field, never the key;
     `OSError`.
     """
-    content = path.read_bytes()
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise ValueError(f"{path}: more than {_MOST_BYTES} bytes is no key file")
     try:
         keys = tuple(entry.api_key() for entry in convert(decode_object(content), _File).keys)
     except ApiError as error:
@@ -129,6 +139,10 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         raise ValueError(f"{path}: {error}") from None
     if not keys:
         raise ValueError(f"{path}: there is no key in it")
+    try:
+        check_distinct(keys)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     return keys
 
 

@@ -322,7 +322,7 @@ class World:
             if seq.status not in (Status.FORKING, Status.FETCHING, Status.FINISHED)
         ]
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
-        if unfinished and not step.scheduled.stale and not scheduler._suspects and not whole:
+        if unfinished and not step.scheduled.stale and scheduler.alone is None and not whole:
             rank = scheduler.policy.rank
             # Among those that run: who waits comes to its turn. With a disk, too: whoever was let
             # in while another waited for it is not sent away again.

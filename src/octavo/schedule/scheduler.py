@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain, islice, repeat, takewhile
@@ -34,6 +33,7 @@ from octavo.schedule.policies.choice import policy_of
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
+from octavo.schedule.suspects import Suspects
 
 _READ_FOR = 8  # of those who wait, from disk, so that it is there when they are let in
 _LOOKED_AT = 32  # of those who wait, for prompts shorter than one under way
@@ -99,7 +99,7 @@ class Scheduler:
         self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
         self._scheduled: Scheduled | None = None
         self._served: set[Sequence] = set()  # whose turn it was for a chunk of the step
-        self._suspects: deque[RequestState] = deque()  # to be run alone after a failed step
+        self._suspects = Suspects()
         self._builder = BatchBuilder(config, self.kv)
         self._decodes_changed = False
         self._to_join = 0  # of the batch that static batching is letting in
@@ -776,15 +776,13 @@ class Scheduler:
             return False
         for seq in self.decoding + self.prefilling:
             self._requeue(seq)
-        self._suspects = deque(sorted(owners.values(), key=lambda state: state.sequences[0].order))
+        self._suspects.accuse(owners.values())
         return True
 
     @property
     def alone(self) -> RequestState | None:
         """Who is to run alone in the next step, to show that it is not at fault."""
-        while self._suspects and self._suspects[0].num_unfinished == 0:
-            self._suspects.popleft()
-        return self._suspects[0] if self._suspects else None
+        return self._suspects.tried
 
     def start_over(self, states: Iterable[RequestState]) -> None:
         """After a failure that may have left queue and cache half done: both are made anew. Of
@@ -814,7 +812,7 @@ class Scheduler:
                 seq.slot = -1
         if not suspects and (first := self.policy.head()) is not None:
             suspects = [first.owner]
-        self._suspects = deque(sorted(suspects, key=lambda state: state.sequences[0].order))
+        self._suspects.accuse(suspects)
 
     def clear_queue(self) -> None:
         """Nobody waits any more."""
@@ -824,8 +822,8 @@ class Scheduler:
 
     def _clear_suspect(self, state: RequestState) -> None:
         """It drew a token alone, so it is not at fault: back to its place in the queue."""
-        if self._suspects[0] is state:
-            self._suspects.popleft()
+        if self._suspects.tried is state:
+            self._suspects.acquit()
             for seq in self.decoding + self.prefilling:
                 self._requeue(seq)
 

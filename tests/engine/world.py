@@ -332,6 +332,10 @@ class World:
                 # Who is let in by a step, ahead of others by rank, may find no time left in it.
                 seqs, ran = step.scheduled.sequences, self.ran
                 unfinished = [seq for seq in unfinished if seq in seqs or seq in ran]
+            running = scheduler.decoding + scheduler.prefilling
+            fair = self.setting.policy.get("scheduling_policy") == "fair"
+            if fair and any(seq not in self.ran for seq in running):
+                unfinished = []  # who is let in is charged for it, and ranked by that from then on
             first = min(unfinished, key=rank, default=None)
             assert first is None or first in step.scheduled.sequences, "the first does not progress"
         self.ran = scheduler.decoding + scheduler.prefilling

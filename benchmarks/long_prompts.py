@@ -1,6 +1,6 @@
 """Streams that run while long prompts arrive, and short newcomers: who is stalled, how long.
 
-    python benchmarks/long_prompts.py model.gguf [--itl-target 50] [--llama-cpp PATH] [--json]
+    python benchmarks/long_prompts.py [MODEL] [--itl-target 50] [--llama-cpp PATH] [--json]
 
 Each server in turn, a subprocess with the same load over HTTP: octavo with and without a target,
 and llama.cpp's server (``--llama-cpp``: its executable), as it comes and with batches made small
@@ -29,6 +29,7 @@ import numpy as np
 from octavo import checkpoint
 from octavo.bench.load.client import Client, Target
 from octavo.checkpoint.base import Tokenizer
+from octavo.checkpoint.pull import resolve
 
 STREAMS, ANSWER, SECONDS = 4, 400, 8.0
 LONG, SHORT, STREAM = 2000, 24, 16  # tokens of a prompt
@@ -185,23 +186,24 @@ def serve(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--itl-target", type=float, default=50.0, metavar="MS")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of load, for each server")
     parser.add_argument("--llama-cpp", type=Path, help="its llama-server, to compare with")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    tokenizer = checkpoint.load(arguments.model).tokenizer
+    model = resolve(arguments.model)  # llama.cpp wants a file
+    tokenizer = checkpoint.load(model).tokenizer
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     target = f"{arguments.itl_target:g}"
     octavo = [sys.executable, "-c", "from octavo.cli import main; main()", "serve"]
-    octavo += [str(arguments.model), "--port", str(port), "--served-model-name", "m"]
+    octavo += [str(model), "--port", str(port), "--served-model-name", "m"]
     servers = {f"octavo, --itl-target {target}": [*octavo, "--itl-target", target],
                "octavo": octavo}  # fmt: skip
     if arguments.llama_cpp is not None:
-        peer = [str(arguments.llama_cpp), "-m", str(arguments.model), "--port", str(port)]
+        peer = [str(arguments.llama_cpp), "-m", str(model), "--port", str(port)]
         peer += LLAMA_CPP
         servers |= {"llama.cpp": peer, f"llama.cpp, -b {SMALL}": [*peer, "-b", SMALL]}
     rows = [

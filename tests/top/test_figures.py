@@ -247,6 +247,12 @@ somebody:elses{a="\\"} 1.0
     assert counts.started == 1.7e9
 
 
+def test_a_ratio_that_is_not_known_is_none() -> None:
+    """As a server says it whose model has not been calibrated."""
+    text = "# TYPE octavo:step_time_ratio gauge\noctavo:step_time_ratio NaN\n"
+    assert Counts.read(text).gauges == {}
+
+
 def test_random_order_does_not_change_what_is_read() -> None:
     lines = [f'octavo:time_to_first_token_seconds_bucket{{le="{b}"}} {n}.0\n' for b, n in
              (("0.1", 1), ("0.5", 2), ("+Inf", 4))]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -67,7 +68,7 @@ class Counts:
         base, _, part = name.rpartition("_")
         if name == _STARTED:
             self.started = value
-        elif name in _GAUGES:
+        elif name in _GAUGES and not math.isnan(value):  # which is said where nothing is known
             self.gauges[name] = self.gauges.get(name, 0.0) + value
         elif part == "total" and base in _TOTALS:
             self.totals[base] = self.totals.get(base, 0.0) + value

@@ -86,6 +86,16 @@ def text(number: int, length: int = 100) -> list[int]:
     return [(number * 31 + at * 7 + at * at) % 50 for at in range(length)]
 
 
+def left_on_disk() -> Whole:
+    """By an engine that has answered a prompt, `text` 1, and is no more."""
+    disk = whole()
+    engine, tiers = made(disk=disk)
+    ask(engine, "first", text(1))
+    run(engine)
+    tiers.settle()
+    return disk
+
+
 def overwritten(engine: Engine) -> None:
     """Let others have the whole pool."""
     for number in (7, 8):
@@ -235,11 +245,7 @@ def test_salts_and_engines_share_nothing() -> None:
 
 
 def test_after_a_restart_the_disk_answers() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     # Killed: nothing is flushed. What had been computed before the last step is there.
     engine, tiers = made(disk=disk)
     again = ask(engine, "again", text(1))
@@ -272,11 +278,7 @@ def test_at_the_end_everything_is_written() -> None:
 
 
 def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk)
     tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
     waiting = ask(engine, "waiting", text(1))
@@ -288,11 +290,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
 
 
 def test_nobody_waits_longer_than_computing_would_take() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk, seconds_per_token=0.01)
     tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
     late = ask(engine, "late", text(1))
@@ -310,11 +308,7 @@ def test_nobody_waits_longer_than_computing_would_take() -> None:
 
 
 def test_a_disk_slower_than_computing_is_not_asked() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk, seconds_per_token=1e-9)
     tiers._reading_takes = Measured(1.0, tiers.clock.now)
     again = ask(engine, "again", text(1))
@@ -324,13 +318,9 @@ def test_a_disk_slower_than_computing_is_not_asked() -> None:
 
 
 def test_a_block_lost_on_the_way_ends_the_prefix_there() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     third = [*disk.files][2]
-    engine, tiers = made(disk=disk)
+    engine, _ = made(disk=disk)
     again = ask(engine, "again", text(1))
     del disk.files[third]
     run(engine)
@@ -339,11 +329,7 @@ def test_a_block_lost_on_the_way_ends_the_prefix_there() -> None:
 
 
 def test_asking_whether_all_is_read_counts_nothing() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk)
     ask(engine, "again", text(1))
     (seq,) = engine.scheduler.fetching
@@ -385,11 +371,7 @@ def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
 
 
 def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk)
     ask(engine, "gone", text(1))
     tiers.workers[0].run(3)
@@ -456,11 +438,7 @@ def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:
 def test_a_request_that_is_refused_on_its_way_into_the_queue_pins_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk)
-    ask(engine, "first", text(1))
-    run(engine)
-    tiers.settle()
+    disk = left_on_disk()
     engine, tiers = made(disk=disk)
 
     def full(state: object) -> None:

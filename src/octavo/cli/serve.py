@@ -139,7 +139,7 @@ OFFLOAD_OPTIONS = [
 
 
 def serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    from octavo.schedule.request import LatencyTarget
+    from octavo.plan.slo import promised
     from octavo.serve.config import ServeConfig
     from octavo.serve.keys import read_keys
     from octavo.workload.metrics import parse_slo
@@ -154,8 +154,7 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
         except OSError as error:
             raise ValueError(f"{file}: {error.strerror}") from None
     if values["slo"] is not None:
-        limits = parse_slo(values["slo"])
-        values["slo"] = LatencyTarget(**{name: each / 1000 for name, each in limits.items()})
+        values["slo"] = promised(parse_slo(values["slo"]))
     values["docs"] = not values.pop("disable_fastapi_docs")
     values["access_log"] = not values.pop("disable_uvicorn_access_log")
     values["log_level"] = values.pop("uvicorn_log_level")

@@ -72,13 +72,9 @@ class Finder:
             return hit
         disk = {at for at, key in further.missing if tiers.memory.is_from_disk(key)}
         host = {at for at, _ in further.missing} - disk
-        return Hit(
-            further.nodes,
-            further.num_tokens,
-            further.blocks,
-            min(len(host) * size, further.num_tokens),
-            min(len(disk) * size, further.num_tokens - min(len(host) * size, further.num_tokens)),
-        )
+        from_host = min(len(host) * size, further.num_tokens)
+        from_disk = min(len(disk) * size, further.num_tokens - from_host)
+        return Hit(further.nodes, further.num_tokens, further.blocks, from_host, from_disk)
 
     def _in_pool(self, tokens: array[int], salt: str | None) -> Hit:
         """Of what the pool holds."""

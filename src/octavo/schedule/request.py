@@ -58,13 +58,15 @@ class LatencyTarget(NamedTuple):
     tpot: float | None = None  # mean time per token after the first, of each sequence
     e2el: float | None = None  # arrival to end
 
-    def otherwise(self, other: LatencyTarget | None) -> LatencyTarget:
-        """With the limits of ``other`` where it has none itself."""
-        if other is None:
-            return self
-        return LatencyTarget(
-            *(own if own is not None else its for own, its in zip(self, other, strict=True))
-        )
+    @classmethod
+    def first_of(cls, *targets: LatencyTarget | None) -> LatencyTarget | None:
+        """Each limit as the first has it that has one; None if none has any."""
+        given = [target for target in targets if target is not None]
+        limits = [
+            next((limit for limit in of_each if limit is not None), None)
+            for of_each in zip(*given, strict=True)
+        ]
+        return cls(*limits) if any(limit is not None for limit in limits) else None
 
     def met_by(self, record: RequestRecord) -> bool:
         """Whether a request that has ended kept all of it; False if it was not finished."""

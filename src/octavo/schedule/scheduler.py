@@ -113,6 +113,11 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self.policy) + len(self.fetching)
 
+    @property
+    def _free_slots(self) -> int:
+        """That nobody has or will fork into."""
+        return self.kv.num_free_slots - self._reserved_slots
+
     # Requests
 
     def check(self, request: Request) -> int:
@@ -409,7 +414,7 @@ class Scheduler:
         """
         if any(self._missing(other) < missing for other in others):
             return True
-        slots = min(self.kv.num_free_slots - self._reserved_slots, _LOOKED_AT)
+        slots = min(self._free_slots, _LOOKED_AT)
         return any(len(seq.token_ids) < missing for seq in islice(self.policy, max(0, slots)))
 
     def _admit(self) -> Sequence | None:
@@ -418,9 +423,8 @@ class Scheduler:
         if seq is None:
             return None
         kv = self.kv
-        followers = len(seq.followers)
         running = len(self.decoding) + len(self.prefilling)
-        if kv.num_free_slots - self._reserved_slots < 1 + followers:
+        if self._free_slots < 1 + len(seq.followers):
             return None
         if running and self._blocked is not None:
             head, free = self._blocked
@@ -441,7 +445,6 @@ class Scheduler:
 
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
-        followers = len(seq.followers)
         self.policy.remove(seq)
         self.waiting_tokens -= len(seq.token_ids)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
@@ -450,7 +453,7 @@ class Scheduler:
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
         seq.status = Status.PREFILLING
         insort(self.prefilling, seq, key=self.policy.rank)
-        self._reserved_slots += followers
+        self._reserved_slots += len(seq.followers)
         self._count_first_time(seq, hit)
 
     def _admit_batch(self) -> Sequence | None:
@@ -487,11 +490,11 @@ class Scheduler:
         """
         missing = len(seq.token_ids)
         left = self.config.max_num_batched_tokens - len(self.decoding)
-        if self.kv.num_free_slots == self._reserved_slots:
+        if not self._free_slots:
             left += self._last().status is Status.DECODING  # it takes this one's place
         for other in self.prefilling:
             if not self.policy.displaces(seq, other):
-                ahead = len(other.token_ids) - int(self.kv.num_tokens[other.slot])
+                ahead = self._missing(other)
                 left -= ahead if ahead <= missing else left // 2
         return left > 0
 
@@ -505,7 +508,7 @@ class Scheduler:
         free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
         if self._short == (seq, free):
             return False
-        slots = 1 + len(seq.followers) - (kv.num_free_slots - self._reserved_slots)
+        slots = 1 + len(seq.followers) - self._free_slots
         hit = self._lookup(seq)
 
         def will_do(count: int) -> bool:
@@ -707,7 +710,7 @@ class Scheduler:
         if self.policy.displaces_any:
             return True
         kv = self.kv
-        if kv.num_free_slots - self._reserved_slots < 1 + len(head.followers):
+        if self._free_slots < 1 + len(head.followers):
             return False
         if self._blocked is None or any(group.window for group in kv.layout.groups):
             return True  # windows give blocks back

@@ -12,8 +12,6 @@ from octavo.schedule.policies.deadline import first_due
 from octavo.schedule.sequence import RequestState
 
 _FORGETTING = 0.999  # of the fastest rate seen, with each step
-
-
 _FEW = 64  # entries that may be over
 
 

@@ -105,8 +105,7 @@ def create_app(
 def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:
     """What is promised to those who ask for nothing."""
     for own in (None, *(key.target for key in config.keys)):
-        target = (own or LatencyTarget()).otherwise(config.slo)
-        if target != LatencyTarget():
+        if (target := LatencyTarget.first_of(own, config.slo)) is not None:
             yield target
 
 

@@ -145,9 +145,6 @@ class Watch:
     async def _run(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.leave()
-
-    def leave(self) -> None:
         self.gone = True
         self._on_gone()
 

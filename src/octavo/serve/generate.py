@@ -188,11 +188,10 @@ class Generate:
                 request.priority = key.priority_of(asked.priority)
 
     def _target(self, asked: Slo | None, key: ApiKey | None) -> LatencyTarget | None:
-        """Each limit as the first has it that has one."""
-        target = LatencyTarget() if asked is None else asked.target()
-        for other in (None if key is None else key.target, self._config.slo):
-            target = target.otherwise(other)
-        return target if target != LatencyTarget() else None
+        """By what the request, its key and the server say, in this order."""
+        own = None if asked is None else asked.target()
+        of_key = None if key is None else key.target
+        return LatencyTarget.first_of(own, of_key, self._config.slo)
 
     def _submit(self, prepared: Prepared, refused: ApiError | ValueError | None) -> list[Stream]:
         """All of an answer's requests or, when one is refused, none."""

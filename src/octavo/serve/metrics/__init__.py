@@ -41,7 +41,7 @@ class Metrics:
         self, model_name: str, stats: Callable[[], EngineStats], max_model_len: int
     ) -> None:
         self.registry = CollectorRegistry()
-        self._families = families = Families(self.registry, model_name)
+        families = Families(self.registry, model_name)
         self._requests = RequestMetrics(families, max_model_len)
         self._slo = SloMetrics(families)
         self.inter_token = self._requests.inter_token

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from octavo.engine.engine import Engine
 from octavo.kv import tiers as module
 from octavo.kv.measured import Measured
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Outcome, Request, RequestRecord
+from octavo.schedule.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.schedule.sequence import Status
 
 
@@ -27,6 +27,7 @@ def made(
     blocks: int = 8,
     length: int = 128,
     engine: bytes = b"engine",
+    policy: str = "fcfs",
     **more: Any,
 ) -> tuple[Engine, ToldTiers]:
     clock = VirtualClock()
@@ -35,7 +36,12 @@ def made(
     if disk is not None:
         tiers.disk = disk
     built = build(
-        windows=windows, num_blocks=blocks, max_model_len=length, tiers=tiers, clock=clock
+        windows=windows,
+        num_blocks=blocks,
+        max_model_len=length,
+        scheduling_policy=policy,
+        tiers=tiers,
+        clock=clock,
     )
     return built, tiers
 
@@ -59,7 +65,12 @@ def whole() -> Whole:
 
 
 def ask(
-    engine: Engine, name: str, prompt: Sequence[int], salt: str | None = None, **params: Any
+    engine: Engine,
+    name: str,
+    prompt: Sequence[int],
+    salt: str | None = None,
+    terms: Mapping[str, Any] | None = None,
+    **params: Any,
 ) -> RequestRecord:
     params = {"max_tokens": 1, "seed": 1} | params
     return engine.add_request(
@@ -68,6 +79,7 @@ def ask(
             prompt_token_ids=prompt,
             params=SamplingParams(**params),
             cache_salt=salt,
+            **(terms or {}),
         )
     )
 
@@ -419,6 +431,34 @@ def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
         assert tiers.memory.num_pinned <= 32
     assert not engine.has_work()
     assert [record.cached_tokens for record in again] == [32] * 20
+
+
+TERMS: dict[str, Callable[[int], dict[str, Any]]] = {
+    "fcfs": lambda number: {},
+    "priority": lambda number: {"priority": -number},
+    "fair": lambda number: {"client": "many" if number < 16 else str(number)},
+    "deadline": lambda number: {"target": LatencyTarget(1000.0 - number) if number % 2 else None},
+}
+
+
+@pytest.mark.parametrize("policy", TERMS)
+def test_who_comes_next_by_the_policy_is_read_for_next(policy: str) -> None:
+    disk = whole()
+    engine, tiers = made(disk=disk, blocks=200)
+    for number in range(24):
+        ask(engine, f"first {number}", text(number, 34))
+    run(engine)
+    tiers.settle()
+    engine, tiers = made(disk=disk, policy=policy, seconds_per_token=10.0)
+    for number in range(24):
+        ask(engine, f"again {number}", text(number, 34), terms=TERMS[policy](number))
+    scheduler = engine.scheduler
+    begun = scheduler.fetching[:]
+    queued, in_turn = list(scheduler.policy), list(scheduler.policy.in_turn())
+    assert policy == "fcfs" or queued[:8] != in_turn[:8]
+    scheduler._fetched()
+    assert scheduler.fetching == [*begun, *in_turn[:8]]
+    run(engine)
 
 
 def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:

@@ -209,13 +209,13 @@ class Scheduler:
 
     def _fetched(self) -> None:
         """Queue those for whom all has been read, or reading takes longer than computing would; and
-        begin with whoever has come near the queue's head.
+        begin with whoever has come near its turn.
         """
         tiers = self.kv.tiers
         if tiers is None:
             return
-        if (head := self.policy.head()) is not None and not self._suspects:
-            for seq in [head, *islice(self.policy, _READ_FOR)]:
+        if tiers.may_read_ahead and self.policy.head() is not None and not self._suspects:
+            for seq in [*islice(self.policy.in_turn(), _READ_FOR)]:
                 if seq.sought:
                     continue
                 self._read_ahead(seq, self.policy.now)

@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from functools import lru_cache
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heappop, heappush, heapreplace
 
 from octavo.schedule.policies.base import BY_ARRIVAL, Line, Policy
 from octavo.schedule.sequence import RequestState, Sequence
@@ -100,15 +100,26 @@ class Fair(Policy):
 
     def in_turn(self) -> Iterator[Sequence]:
         """As if nothing of their prompts were cached."""
-        heap = [
-            (client.counter, joined, iter(client.line))
-            for _, joined, client in self._heap
-            if client.line
-        ]
-        heapify(heap)
+        # The heap's entries are opened from its top down, and clients are placed by what they are
+        # charged by now: as in a heap of all.
+        entries = self._heap
+        heap: list[tuple[int, int, int, Iterator[Sequence] | None]] = []
+
+        def reach(index: int) -> None:
+            if index < len(entries):
+                counter, joined, _ = entries[index]
+                heappush(heap, (counter, joined, index, None))
+
+        reach(0)
         begun: set[int] = set()  # requests, of which one sequence has been
         while heap:
-            counter, joined, line = heap[0]
+            counter, joined, index, line = heap[0]
+            if line is None:
+                client = entries[index][2]
+                heapreplace(heap, (client.counter, joined, index, iter(client.line)))
+                reach(2 * index + 1)
+                reach(2 * index + 2)
+                continue
             seq = next(line, None)
             if seq is None:
                 heappop(heap)
@@ -118,7 +129,7 @@ class Fair(Policy):
             if owner.record.scheduled is None and id(owner) not in begun:
                 begun.add(id(owner))
                 counter += owner.num_prompt_tokens * _charge(1.0, owner.request.weight)
-                heapreplace(heap, (counter, joined, line))
+                heapreplace(heap, (counter, joined, index, line))
 
     def displaces(self, challenger: Sequence, running: Sequence) -> bool:
         ahead = self._of(running).counter - self._of(challenger).counter

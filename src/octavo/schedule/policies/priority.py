@@ -16,7 +16,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from heapq import merge
+from heapq import heappop, heappush, heapreplace
+from itertools import chain
+from math import inf
 
 from octavo.schedule.policies.base import Policy, Queue
 from octavo.schedule.sequence import Sequence
@@ -60,12 +62,22 @@ class Priority(Policy):
         self._update(waiting)
 
     def in_turn(self) -> Iterator[Sequence]:
-        def turns(waiting: _Class) -> Iterator[tuple[float, int, Sequence]]:
-            for began, seq in waiting.turns(self.now):
-                yield waiting.priority * self._ageing + began, waiting.priority, seq
-
         # By the first of each, as `head` goes: who follows it may have stood longer before.
-        return (seq for _, _, seq in merge(*map(turns, self._classes.values())))
+        heap: list[tuple[float, int, Sequence, Iterator[tuple[float, Sequence]]]] = []
+        for turn, priority in chain(self._turns, [(inf, 0)]):  # a class when it comes to its turn
+            while heap and heap[0][:2] < (turn, priority):
+                _, level, seq, others = heap[0]
+                yield seq
+                following = next(others, None)
+                if following is None:
+                    heappop(heap)
+                else:
+                    began, seq = following
+                    heapreplace(heap, (level * self._ageing + began, level, seq, others))
+            if turn < inf:
+                others = self._classes[priority].turns(self.now)
+                _, first = next(others)
+                heappush(heap, (turn, priority, first, others))
 
     def _update(self, waiting: _Class) -> None:
         """Its first may be another."""

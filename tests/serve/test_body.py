@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import sys
 import threading
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -306,3 +308,41 @@ def test_what_is_json_is_read_as_json_reads_it(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("octavo.serve.body._AT_ONCE", at_once)
         assert decode_object(body) == value
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br, identity", "identity, gzip", "ÿ", "identityx"])
+async def test_an_encoded_body_is_refused(client: httpx.AsyncClient, encoding: str) -> None:
+    """Also where the body is plain: what the head says and what came must not be two things."""
+    headers = {"content-type": "application/json", "content-encoding": encoding.encode("latin-1")}
+    for content in (gzip.compress(b'{"prompt": "a"}'), b'{"prompt": "a"}'):
+        refused = await client.post("/v1/completions", content=content, headers=headers)
+        assert refused.status_code == 415
+        assert refused.headers["accept-encoding"] == "identity"
+        assert f"Content-Encoding: {encoding}" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", "", "identity, identity"])
+async def test_a_body_as_it_is(client: httpx.AsyncClient, encoding: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": encoding}
+    answer = await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "status"),
+    [
+        ("content-encoding", ["gzip", "identity"], 415),
+        ("content-type", ["application/json", "text/plain"], 415),
+        ("content-type", ["text/plain", "application/json"], 415),
+        ("x-request-id", ["a", "b"], 400),
+    ],
+)
+async def test_a_field_given_twice(
+    client: httpx.AsyncClient, name: str, values: list[str], status: int
+) -> None:
+    """No value is passed over because another came behind it."""
+    headers = [(name, value) for value in values]
+    if name != "content-type":
+        headers.append(("content-type", "application/json"))
+    answer = await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert answer.status_code == status

@@ -292,3 +292,43 @@ async def test_refused_while_it_waits_for_leave_to_send(engine: FakeEngine) -> N
         assert answer.startswith(b"HTTP/1.1 429 ")
         assert b"connection: close" in answer
         peer.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"HTTP/1.1", b"400"),
+        (b"HTTP/1.1\r\nhost: a\r\nhost: a", b"400"),
+        (b"HTTP/1.0\r\nhost: a\r\nhost: b", b"400"),
+        (b"HTTP/1.1\r\nhost: a, b", b"400"),
+        (b"HTTP/1.1\r\nhost: http://a/", b"400"),
+        (b"HTTP/1.1\r\nhost: a:port", b"400"),
+        (b"HTTP/1.1\r\nhost: [::1", b"400"),
+        (b"HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade", b"400"),
+        (b"HTTP/1.0", b"200"),
+        (b"HTTP/1.1\r\nhost:", b"200"),
+        (b"HTTP/1.1\r\nHOST: A_b.example:80", b"200"),
+        (b"HTTP/1.1\r\nhost: [fe80::1]:8000", b"200"),
+        (b"HTTP/1.1\r\nhost: 127.0.0.1:8000\r\nupgrade: h2c\r\nconnection: upgrade", b"200"),
+    ],
+)
+async def test_a_request_is_for_one_host(engine: FakeEngine, head: bytes, status: bytes) -> None:
+    async with listening(engine) as url:
+        peer = await Peer.of(url, b"GET /live " + head + b"\r\n\r\n")
+        answer = await peer.read_until(b"}")
+        assert answer.split()[1] == status
+        if status == b"400":
+            assert b"Host header" in answer
+            assert await peer.read() == b""
+        peer.socket.close()
+
+
+async def test_nothing_behind_a_refused_head_is_read(engine: FakeEngine) -> None:
+    """Its body least of all, which would be another request to whoever takes it for one."""
+    head = b"POST /v1/completions HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % len(LIVE)
+    async with listening(engine) as url:
+        peer = await Peer.of(url, LIVE)
+        await peer.read_until(b"}")
+        await peer.send(head + LIVE + LIVE)
+        assert (await peer.read_all()).count(b"HTTP/1.1") == 1
+        peer.socket.close()

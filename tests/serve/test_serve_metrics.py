@@ -293,3 +293,23 @@ def test_a_server_that_was_asked_for_nothing_has_every_name_of_the_dashboard() -
     names = set(re.findall(r"octavo:\w+", dashboard))
     assert len(names) > 50
     assert names <= there
+
+
+@pytest.mark.parametrize(
+    ("accept", "open_metrics"),
+    [
+        ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.5,*/*;q=0.1", True),
+        ("text/plain, application/openmetrics-text", True),
+        ("Application/OpenMetrics-Text", True),
+        ("application/openmetrics-text; q=1.000", True),
+        ("application/openmetrics-text;q=0", False),
+        ("application/openmetrics-text;version=1.0.0; Q=0.000, */*", False),
+        ("application/openmetrics-text;q=0.4,text/plain;version=0.0.4;q=0.5", False),
+        ("application/openmetrics-textual", False),
+        ("*/*", False),
+        (";;,q=,", False),
+    ],
+)
+def test_the_format_that_is_wanted(accept: str, open_metrics: bool) -> None:
+    media = metrics().exposition(accept)[1].split(";")[0]
+    assert media == ("application/openmetrics-text" if open_metrics else "text/plain")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 import struct
 from contextlib import suppress
@@ -34,11 +35,17 @@ _HEAD_TIMEOUT = 30.0  # seconds
 # it has the time of a head.
 _MOST_UNREAD = 64 << 20  # bytes
 _MOST_PIPELINED = 1 << 20  # bytes of further requests, read away while one is being answered
+# RFC 9110, section 7.2, of RFC 3986's host and port; it may be empty.
+_HOST = re.compile(rb"([\w.~!$&'()*+,;=%-]*|\[[\w.:]+\])(:[0-9]*)?", re.ASCII)
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
 
 
 class _Pipelined(Exception):
     """A request begins while another is being answered."""
+
+
+class _BadHead(Exception):
+    """A head that can be read and must not be answered."""
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -57,7 +64,10 @@ class _Parser(httptools.HttpRequestParser):
             try:
                 return super().feed_data(data)
             except httptools.HttpParserCallbackError as error:
-                if not isinstance(error.__context__, _Pipelined):
+                cause = error.__context__
+                if isinstance(cause, _BadHead):
+                    self._connection.refuse(400, str(cause))
+                elif not isinstance(cause, _Pipelined):
                     raise
                 return None
             except httptools.HttpParserUpgrade as upgrade:
@@ -108,7 +118,7 @@ class Connection(HttpToolsProtocol):
         if self._reading == "head":
             self._head_bytes += len(data)
             if self._head_bytes > _LONGEST_HEAD:
-                self._refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
+                self.refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
         elif self._reading == "body" and self._answered:
             self._throw_away(data, _MOST_UNREAD)
 
@@ -127,6 +137,7 @@ class Connection(HttpToolsProtocol):
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._offer:
             return
+        self._check_host()
         super().on_headers_complete()
         self._reading = "body"
         self._unread = 0
@@ -175,6 +186,14 @@ class Connection(HttpToolsProtocol):
         if self._unread > most:
             self._reset()
 
+    def _check_host(self) -> None:
+        """RFC 9112, section 3.2: of two, a proxy may have read the other one."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
+            raise _BadHead(f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise _BadHead("the request's Host header is not a host and a port")
+
     def head_without_offer(self) -> bytes | None:
         """The request's head without what offers another protocol; None if nothing does."""
         if not self._offer:
@@ -187,9 +206,9 @@ class Connection(HttpToolsProtocol):
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "this is not an HTTP request")
+        self.refuse(400, "this is not an HTTP request")
 
-    def _refuse(self, status: int, message: str) -> None:
+    def refuse(self, status: int, message: str) -> None:
         if self._reading == "body":
             if self.cycle.response_started:
                 self._reset()  # another answer would be taken for a part of that one

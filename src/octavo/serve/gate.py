@@ -165,4 +165,8 @@ async def send_json(
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    return dict(scope["headers"])
+    """By name. What is given several times is one list (RFC 9110, section 5.3)."""
+    headers: dict[bytes, bytes] = {}
+    for name, value in scope["headers"]:
+        headers[name] = headers[name] + b", " + value if name in headers else value
+    return headers

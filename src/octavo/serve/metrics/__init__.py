@@ -9,6 +9,7 @@ docs/metrics.md lists them all.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from math import nan
 from typing import Any
@@ -31,6 +32,7 @@ _STEP_TIME = (
     *(0.15, 0.2, 0.3, 0.5, 1, 2, 5),
 )
 
+_Q = re.compile(r"q=(0(?:\.\d*)?|1(?:\.0*)?)")
 _OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 
 
@@ -116,9 +118,21 @@ class Metrics:
 
     def exposition(self, accept: str) -> tuple[bytes, str]:
         """(body, content type) in the format that ``accept`` asks for."""
-        if "application/openmetrics-text" in accept:
+        wanted = _weight(accept, "application/openmetrics-text")
+        if wanted and wanted >= _weight(accept, "text/plain"):
             # Names as they are. Left to itself the library replaces the colon in samples' names,
             # though not in their families', as in one that is not allowed.
             encode: Any = openmetrics.generate_latest
             return encode(self.registry, openmetrics.ALLOWUTF8), _OPENMETRICS
         return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _weight(accept: str, media: str) -> float:
+    """How much ``accept`` wants ``media``, by name (RFC 9110, section 12.4.2); 0: not at all."""
+    weights = [0.0]
+    for each in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in each.split(";"))
+        if name == media:
+            given = [_Q.fullmatch(parameter) for parameter in parameters]
+            weights.append(next((float(match[1]) for match in given if match), 1.0))
+    return max(weights)

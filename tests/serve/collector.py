@@ -15,6 +15,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 class Collector:
     def __init__(self, url: str) -> None:
         self.url = url
+        self.status = 200  # what it answers
         self.paths: list[str] = []
         self.headers: list[dict[str, str]] = []
         self.resources: list[dict[str, Any]] = []
@@ -58,8 +59,9 @@ def collecting() -> Iterator[Collector]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             headers = {name.lower(): value for name, value in self.headers.items()}
-            collector.take(self.path, headers, body)
-            self.send_response(200)
+            if collector.status == 200:
+                collector.take(self.path, headers, body)
+            self.send_response(collector.status)
             self.send_header("content-type", "application/x-protobuf")
             self.send_header("content-length", "0")
             self.end_headers()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -20,6 +21,9 @@ from serving import listening, real_engine, started
 from test_process import process
 
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.stats import EngineStats
+from octavo.serve.exchange import Exchange
+from octavo.serve.metrics import Metrics
 from octavo.serve.tracing import Tracer
 
 REMOTE = "4bf92f3577b34da6a3ce929d0e0e4736"
@@ -251,6 +255,44 @@ async def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.Monkey
         assert not closing.is_alive()
 
 
+async def test_a_collector_that_fails_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    """And once when it works again, however many batches it missed; what it missed is counted."""
+    caplog.set_level("INFO")
+    with collecting() as collector, traced(collector) as tracer:
+        metrics = Metrics("tiny", EngineStats, 512)
+        tracer.spans.tell = metrics.spans
+
+        def trace() -> None:
+            exchange = Exchange("id", "POST", "/v1/completions")
+            exchange.ended = exchange.started
+            tracer.trace(exchange, ())
+
+        async def until(true: Callable[[], bool]) -> None:
+            async with asyncio.timeout(20):
+                while not true():
+                    await asyncio.sleep(0.005)
+
+        for status, before in ((400, 0), (413, 3)):
+            collector.status = status
+            for failed in (1, 2, 3):
+                trace()
+                await until(lambda failed=before + failed: tracer.spans.failed == failed)
+            said = [record.getMessage() for record in caplog.records]
+            (line,) = said
+            assert collector.url in line
+            assert str(status) in line
+            collector.status = 200
+            trace()
+            await until(lambda: len(caplog.records) == 2)
+            assert "takes them again; 3 spans were lost" in caplog.records[1].getMessage()
+            caplog.clear()
+        assert (tracer.spans.made, tracer.spans.sent, tracer.spans.failed) == (8, 2, 6)
+        text = metrics.exposition("")[0].decode()
+        for state, number in (("made", 8), ("sent", 2), ("failed", 6)):
+            assert re.search(rf'trace_spans_total{{.*state="{state}"}} {number}.0', text)
+    assert caplog.messages == ["traces: 6 of 8 spans were not sent"]
+
+
 def test_a_process_whose_collector_is_down_serves_and_ends() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[1]
@@ -262,6 +304,8 @@ def test_a_process_whose_collector_is_down_serves_and_ends() -> None:
         assert server.wait() == 0
     assert "trace_id=" in server.said
     assert "Traceback" not in server.said
+    assert server.said.count("traces: ") == 1
+    assert "traces: 25 of 25 spans were not sent" in server.said
 
 
 def test_a_process_sends_what_is_left_when_it_ends() -> None:

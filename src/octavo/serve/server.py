@@ -30,7 +30,6 @@ from octavo.schedule.policies.config import PolicyName
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.gate import Trace
 from octavo.serve.keys import ApiKey
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
@@ -84,8 +83,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             log.info("%s", line)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
-        trace = None if tracer is None else tracer.trace
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, trace))
+        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, tracer))
     finally:
         if tracer is not None:
             tracer.close()
@@ -151,7 +149,7 @@ async def _serve(
     config: ServeConfig,
     listener: socket.socket,
     calibration: Calibration | None,
-    trace: Trace | None,
+    tracer: Tracer | None,
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
@@ -182,9 +180,12 @@ async def _serve(
         prediction = calibration.prediction(loaded)
         prediction.tell = metrics.predicting(lambda: prediction.ratio)
         engine.observe(prediction)
+    if tracer is not None:
+        tracer.spans.tell = metrics.spans
     await engine.start()
     give_way(engine.thread)
     try:
+        trace = None if tracer is None else tracer.trace
         app = create_app(engine, served, config, metrics, trace)
         await serve(app, engine, config, listener)
     finally:

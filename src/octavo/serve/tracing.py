@@ -4,22 +4,24 @@ in which it waited (queue), went through the model (prefill) and was answered (d
 
 Needs the optional packages of ``octavo[otel]``. Attributes follow OpenTelemetry's semantic
 conventions for generative AI and HTTP, those of times vLLM's names (``gen_ai.latency.*``). Spans
-wait in a bounded queue for a thread of their own; what does not fit is dropped, newest kept.
+wait in a bounded queue for a thread of their own; what does not fit is dropped, newest kept. A
+collector that fails is named once, and once more when it works again: what it missed is counted.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -28,11 +30,84 @@ from octavo.schedule.request import RequestRecord
 from octavo.serve.access_log import of_records
 from octavo.serve.exchange import Exchange
 
+log = logging.getLogger(__name__)
+
 _OPERATIONS = {"/v1/completions": "text_completion", "/v1/chat/completions": "chat"}
 _MOST_PROMPTS = 16  # of one request that have spans of their own
 _LAST_SPANS = 2.0  # seconds that those not yet sent have at the end
 
 Attributes = dict[str, bool | int | float | str | list[str]]
+
+
+class Spans:
+    """How many there were, by state: made; then sent, failed (with the batch they were in), or
+    neither: those that wait, and those for which the queue had no room.
+    """
+
+    def __init__(self) -> None:
+        self.made = self.sent = self.failed = 0
+        self.tell: Callable[[str, int], object] = lambda state, spans: None  # for the metrics
+
+    def count(self, state: str, spans: int) -> None:
+        setattr(self, state, getattr(self, state) + spans)
+        self.tell(state, spans)
+
+
+class _Exporter(OTLPSpanExporter):
+    """Says what changes, in place of several lines a batch."""
+
+    def __init__(self, endpoint: str, spans: Spans) -> None:
+        super().__init__(endpoint=endpoint)
+        self._where = endpoint
+        self._spans = spans
+        self._lost: int | None = None  # spans, since it began to fail
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        complaints = _Complaints()
+        logger = logging.getLogger(OTLPSpanExporter.__module__)
+        logger.addFilter(complaints)
+        try:
+            result = super().export(spans)
+        finally:
+            logger.removeFilter(complaints)
+        if result is SpanExportResult.SUCCESS:
+            self._spans.count("sent", len(spans))
+            if self._lost is not None:
+                log.info("traces: %s takes them again; %d spans were lost", self._where, self._lost)
+                self._lost = None
+                self.hush(False)
+            return result
+        self._spans.count("failed", len(spans))
+        if self._lost is None:
+            self._lost = 0
+            log.warning(
+                "traces: %s fails, and what it is sent is lost until it works again: %s",
+                self._where,
+                complaints.first or "no reason given",
+            )
+            self.hush(True)
+        self._lost += len(spans)
+        return result
+
+    @staticmethod
+    def hush(on: bool) -> None:
+        """Whether the queue is to keep to itself that it is full."""
+        logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR if on else logging.NOTSET)
+
+
+class _Complaints(logging.Filter):
+    """Keeps the first line that this thread logs, and keeps all of them from being written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = ""
+        self._thread = threading.get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self._thread:
+            return True
+        self.first = self.first or record.getMessage()
+        return False
 
 
 class Tracer:
@@ -58,7 +133,9 @@ class Tracer:
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):
             resource = resource.merge(Resource({SERVICE_NAME: "octavo"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self.spans = Spans()
+        exporter = _Exporter(endpoint, self.spans)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("octavo", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -86,6 +163,7 @@ class Tracer:
             span.set_attributes(_attributes(operation, exchange))
             if exchange.status >= 500 or (exchange.error_type and exchange.status < 400):
                 span.set_status(Status(StatusCode.ERROR))
+            made = 1
             context = set_span_in_context(span)
             if exchange.records:
                 arrival = min(record.arrival for record in exchange.records)
@@ -93,6 +171,7 @@ class Tracer:
                     "prepare", context, start_time=at(exchange.started)
                 )
                 prepare.end(at(arrival))
+                made += 1
             for index, record in enumerate(exchange.records[:_MOST_PROMPTS]):
                 for phase in _phases(record, exchange.ended):
                     child = self._tracer.start_span(
@@ -102,6 +181,8 @@ class Tracer:
                         attributes={"octavo.prompt_index": index, **phase.attributes},
                     )
                     child.end(at(phase.end))
+                    made += 1
+            self.spans.count("made", made)
         span.end(at(exchange.ended))
         return format(span.get_span_context().trace_id, "032x")
 
@@ -110,6 +191,10 @@ class Tracer:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_LAST_SPANS)
+        _Exporter.hush(False)
+        lost = self.spans.made - self.spans.sent
+        if lost:
+            log.warning("traces: %d of %d spans were not sent", lost, self.spans.made)
 
 
 class _Phase(NamedTuple):

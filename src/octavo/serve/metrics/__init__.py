@@ -70,6 +70,12 @@ class Metrics:
             "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
         )
         self._ratio.set(nan)
+        self._spans = families.counters(
+            "trace_spans",
+            "Spans for OpenTelemetry: made, sent, and failed with the batch they were sent in.",
+            "state",
+            ("made", "sent", "failed"),
+        )
 
     def expect(self, targets: Iterable[LatencyTarget], priorities: Iterable[int]) -> None:
         """What the server and its keys promise and give, without a client's asking: these have
@@ -103,6 +109,10 @@ class Metrics:
             self._actual.observe(actual_seconds)
 
         return tell
+
+    def spans(self, state: str, number: int) -> None:
+        """Of the tracer's threads."""
+        self._spans[state].inc(number)
 
     def http(self, handler: str, method: str, status: int) -> None:
         self._http.labels(handler, method, str(status)).inc()

@@ -26,15 +26,11 @@ def made(
     disk: FakeDisk | None = None,
     blocks: int = 8,
     length: int = 128,
-    engine: bytes = b"engine",
     policy: str = "fcfs",
     **more: Any,
 ) -> tuple[Engine, ToldTiers]:
     clock = VirtualClock()
-    tiers = slow_tiers(layout(windows), host, disk=disk is not None, clock=clock, **more)
-    tiers.engine = engine
-    if disk is not None:
-        tiers.disk = disk
+    tiers = slow_tiers(layout(windows), host, disk=disk, clock=clock, **more)
     built = build(
         windows=windows,
         num_blocks=blocks,
@@ -144,7 +140,7 @@ def test_a_whole_prompt_from_host_memory_computes_its_last_token() -> None:
 
 def loading_takes(tiers: ToldTiers, seconds: float) -> None:
     """A block, for as long as it is not measured again."""
-    tiers._loading_takes = Measured(seconds, tiers.clock.now)
+    tiers.worth.loading = Measured(seconds, tiers.clock.now)
 
 
 def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
@@ -213,7 +209,8 @@ def test_what_is_copied_out_is_never_one_large_piece(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(module, "_SLICE_BYTES", 3 * size)
     disk = whole()
     engine, tiers = made(disk=disk, blocks=20, length=320)
-    tiers._take_filled = lambda most: []  # type: ignore[method-assign]
+    assert tiers.writing is not None
+    tiers.writing._take_filled = lambda most: []  # type: ignore[method-assign]
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     pieces: list[int] = []
@@ -322,7 +319,7 @@ def test_nobody_waits_longer_than_computing_would_take() -> None:
 def test_a_disk_slower_than_computing_is_not_asked() -> None:
     disk = left_on_disk()
     engine, tiers = made(disk=disk, seconds_per_token=1e-9)
-    tiers._reading_takes = Measured(1.0, tiers.clock.now)
+    tiers.worth.reading = Measured(1.0, tiers.clock.now)
     again = ask(engine, "again", text(1))
     assert not engine.scheduler.fetching
     run(engine)
@@ -346,11 +343,12 @@ def test_asking_whether_all_is_read_counts_nothing() -> None:
     ask(engine, "again", text(1))
     (seq,) = engine.scheduler.fetching
     assert seq.ahead is not None
+    assert tiers.reading is not None
     for _ in range(3):
-        assert not tiers.is_ready(seq.ahead, tiers.clock.now())
+        assert not tiers.reading.is_ready(seq.ahead, tiers.clock.now())
     tiers.settle()
     for _ in range(3):
-        assert tiers.is_ready(seq.ahead, tiers.clock.now())
+        assert tiers.reading.is_ready(seq.ahead, tiers.clock.now())
     assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (0, 0)
     run(engine)
     assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (1, 0)
@@ -470,7 +468,8 @@ def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:
     engine, tiers = made(disk=disk, blocks=30, length=300, host=8)
     again = ask(engine, "again", text(1, 290))
     other = ask(engine, "other", text(1, 290), "another salt")
-    assert len(tiers._reading) == 4
+    assert tiers.reading is not None
+    assert tiers.reading.num_slots == 4
     run(engine)
     assert (again.cached_tokens, other.cached_tokens) == (64, 0)
 

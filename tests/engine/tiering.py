@@ -14,8 +14,9 @@ from typing import Any
 
 from octavo.engine.clock import VirtualClock
 from octavo.kv import disk, ledger
+from octavo.kv.arena import Bytes
 from octavo.kv.digest import Key
-from octavo.kv.disk import HEADER_BYTES, Bytes, Disk
+from octavo.kv.disk import HEADER_BYTES, Disk
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
 from octavo.kv.tiers import Tiers
@@ -164,7 +165,7 @@ class ToldTiers(Tiers):
             worker.run(2)
         super().transfer()
 
-    def wait(self, seconds: float) -> None:
+    def let_read(self, seconds: float) -> None:
         self.clock.advance(seconds)
         for worker in self.workers:
             worker.run(1)
@@ -173,7 +174,8 @@ class ToldTiers(Tiers):
         """Let everything end that is under way."""
         for worker in self.workers:
             worker.run(len(worker.jobs))
-        self.poll()
+        if self.reading is not None:
+            self.reading.poll()
 
 
 def eager_tiers(layout: KvLayout, host_blocks: int, *, disk: bool) -> Tiers:
@@ -193,16 +195,19 @@ def slow_tiers(
     layout: KvLayout,
     host_blocks: int,
     *,
-    disk: bool,
+    disk: Disk | bool | None,
     clock: VirtualClock,
+    engine: bytes = b"engine",
     seconds_per_token: float = 0.002,
 ) -> ToldTiers:
     block_bytes = layout.block_bytes
     workers = [ToldWorker(), ToldWorker()]
+    if disk is True:
+        disk = FaultyDisk(block_bytes, 40 * (HEADER_BYTES + block_bytes), clock.now)
     tiers = ToldTiers(
-        b"engine",
+        engine,
         HostMemory(host_blocks, block_bytes),
-        FaultyDisk(block_bytes, 40 * (HEADER_BYTES + block_bytes), clock.now) if disk else None,
+        disk if isinstance(disk, Disk) else None,
         reader=workers[0],
         writer=workers[1],
         tokens_per_block=layout.block_size / len(layout.groups),
@@ -210,4 +215,6 @@ def slow_tiers(
         now=clock.now,
     )
     tiers.clock, tiers.workers = clock, workers
+    if tiers.reading is not None:
+        tiers.reading.wait = tiers.let_read  # type: ignore[method-assign]
     return tiers

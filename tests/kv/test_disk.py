@@ -17,8 +17,9 @@ import pytest
 
 from engine.tiering import FaultyDisk
 from octavo.kv import ledger
+from octavo.kv.arena import Bytes
 from octavo.kv.digest import Key, after, root
-from octavo.kv.disk import HEADER_BYTES, Bytes, Disk
+from octavo.kv.disk import HEADER_BYTES, Disk
 
 SIZE = 4096
 ENGINE = b"engine"

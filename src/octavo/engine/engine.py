@@ -295,8 +295,8 @@ class Engine:
             tiers.transfer()
             copying = self.clock.now() - before
         if scheduled is None:
-            if tiers is not None and self.scheduler.fetching:
-                tiers.wait(_FETCHING_WAIT)
+            if self.scheduler.fetching and (reading := self.scheduler.kv.reading) is not None:
+                reading.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and self.speculator is not None:
             scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)

@@ -22,7 +22,8 @@ from octavo.kv.finding import NO_HIT, Finder, Hit
 from octavo.kv.layout import KvLayout
 from octavo.kv.pool import BlockPool
 from octavo.kv.prefix import Hash, Node, PrefixIndex, chain_hash
-from octavo.kv.tiers import ReadAhead, Tiers
+from octavo.kv.read_ahead import ReadAhead, ReadingAhead
+from octavo.kv.tiers import Tiers
 
 Int32 = npt.NDArray[np.int32]
 
@@ -144,6 +145,11 @@ class KvCache:
         """The longest cached prefix that every group can use, with what is worth loading of it."""
         return self._finder.lookup(tokens, salt) if self.enable_prefix_caching else NO_HIT
 
+    @property
+    def reading(self) -> ReadingAhead | None:
+        """Who reads from disk, where there is one."""
+        return None if self.tiers is None else self.tiers.reading
+
     def read_ahead(self, tokens: array[int], salt: str | None, now: float) -> ReadAhead | None:
         """Begin to read from disk what is worth it of a prompt that will be looked up later, and
         is worth waiting for. None if nothing is.
@@ -211,7 +217,7 @@ class KvCache:
                 self.pool.share(node.blocks[group])
         for node, group in missing:
             block = self._allocate()
-            tiers.load((tiers.digest(node), group), block, self.copies)
+            tiers.load((tiers.names.of(node), group), block, self.copies)
             index.put(node, group, block)
         return nodes
 
@@ -433,6 +439,7 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
+        writing = None if self.tiers is None else self.tiers.writing
         last = tip
         for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
             node = index.add(last, content[at * stride : (at + 1) * stride])
@@ -442,8 +449,8 @@ class KvCache:
             for group, block in enumerate(blocks):
                 if block >= 0:
                     index.put(node, group, block)
-                    if self.tiers is not None:
-                        self.tiers.filled(node, group, block)
+                    if writing is not None:
+                        writing.filled(node, group, block)
             last = node
         else:
             self._tip[slot] = last

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
+from octavo.kv.prefix import Node
+
 Key = tuple[bytes, int]  # the digest of all tokens up to the block's end, and the group
 
 DIGEST_BYTES = 32
@@ -25,6 +27,38 @@ def root(engine: bytes, salt: bytes) -> bytes:
 def after(parent: bytes, tokens: bytes) -> bytes:
     """Of the prefix ``parent`` and a block's ``tokens`` behind it, as in `PrefixIndex`."""
     return _digest(parent + tokens, b"block")
+
+
+class Names:
+    """What the blocks of one engine are called; each is worked out once."""
+
+    def __init__(self, engine: bytes) -> None:
+        self._engine = engine
+        self._roots: dict[bytes, bytes] = {}
+
+    def root(self, salt: bytes) -> bytes:
+        known = self._roots.get(salt)
+        if known is None:
+            if len(self._roots) > 1000:
+                self._roots.clear()
+            known = self._roots[salt] = root(self._engine, salt)
+        return known
+
+    def of(self, node: Node) -> bytes:
+        """The digest of all tokens up to the node's end."""
+        chain = []
+        at: Node | None = node
+        while at is not None and at.digest is None:
+            chain.append(at)
+            at = at.parent
+        for each in reversed(chain):
+            if each.parent is None:
+                each.digest = self.root(each.tokens)
+            else:
+                assert each.parent.digest is not None
+                each.digest = after(each.parent.digest, each.tokens)
+        assert node.digest is not None
+        return node.digest
 
 
 def _digest(content: bytes, person: bytes) -> bytes:

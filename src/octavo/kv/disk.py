@@ -30,15 +30,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from octavo.kv.arena import Bytes
 from octavo.kv.digest import DIGEST_BYTES, Key
 from octavo.kv.ledger import UNFINISHED, Ledger
 
 logger = logging.getLogger(__name__)
-
-Bytes = npt.NDArray[np.uint8]
 
 FORMAT = "octavo-kv-1"
 _HEADER = struct.Struct("<8s32s32sIQI8x")  # magic, engine, digest, group, length, CRC-32

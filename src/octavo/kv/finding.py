@@ -9,7 +9,8 @@ from typing import NamedTuple
 from octavo.kv.digest import Key, after
 from octavo.kv.layout import KvLayout
 from octavo.kv.prefix import Node, PrefixIndex
-from octavo.kv.tiers import ReadAhead, Source, Tiers
+from octavo.kv.read_ahead import ReadAhead
+from octavo.kv.tiers import Source, Tiers
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,8 @@ class Finder:
         if further is None or further.num_tokens <= hit.num_tokens:
             return hit
         more = further.num_tokens - hit.num_tokens
-        if not tiers.is_worth_loading(len(further.missing), hit.num_tokens, more):
-            tiers.left_alone()
+        if tiers.worth.saved(len(further.missing), hit.num_tokens, more) <= 0:
+            tiers.worth.left_alone += 1
             return hit
         disk = {at for at, key in further.missing if tiers.memory.is_from_disk(key)}
         host = {at for at, _ in further.missing} - disk
@@ -112,7 +113,7 @@ class Finder:
         key = index.child_key(0, root)
         if node is None and index.has_key(key):
             return None
-        digest = tiers.root(root)
+        digest = tiers.names.root(root)
         last = len(tokens) - 1
         nodes: list[Node] = []
         blocks: list[tuple[bytes, bytes]] = []
@@ -125,7 +126,7 @@ class Finder:
             node = None if node is None else index.find(node, content)
             key = index.child_key(key, content)
             if node is not None:
-                digest = tiers.digest(node)
+                digest = tiers.names.of(node)
                 nodes.append(node)
             elif key in keys or index.has_key(key):  # another prefix owns the key
                 break
@@ -170,7 +171,7 @@ class Finder:
         is worth waiting for. None if nothing is.
         """
         tiers = self.tiers
-        if tiers is None or tiers.disk is None:
+        if tiers is None or tiers.reading is None:
             return None
         found = self._anywhere(tokens, salt, Source.DISK)
         if found is None:
@@ -179,7 +180,7 @@ class Finder:
         keys = [key for _, key in found.missing if tiers.find(key) is Source.DISK]
         if not keys or found.num_tokens <= near:
             return None
-        return tiers.read_ahead(keys, near, found.num_tokens - near, now)
+        return tiers.reading.begin(keys, near, found.num_tokens - near, now)
 
     def first_needed(self, position: int) -> list[int]:
         """For each group the first block that a query at ``position`` reads."""

@@ -200,8 +200,8 @@ class Scheduler:
         """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
         pool, and go to host memory from there.
         """
-        tiers = self.kv.tiers
-        if tiers is None or seq.sought or not tiers.may_read_ahead:
+        reading = self.kv.reading
+        if reading is None or seq.sought or reading.room <= 0:
             return
         seq.sought = True
         if not seq.owner.scores_prompt:
@@ -211,10 +211,10 @@ class Scheduler:
         """Queue those for whom all has been read, or reading takes longer than computing would; and
         begin with whoever has come near its turn.
         """
-        tiers = self.kv.tiers
-        if tiers is None:
+        reading = self.kv.reading
+        if reading is None:
             return
-        if tiers.may_read_ahead and self.policy.head() is not None and not self._suspects:
+        if reading.room > 0 and self.policy.head() is not None and not self._suspects:
             for seq in [*islice(self.policy.in_turn(), _READ_FOR)]:
                 if seq.sought:
                     continue
@@ -223,19 +223,19 @@ class Scheduler:
                     self.policy.remove(seq)
                     seq.status = Status.FETCHING
                     self.fetching.append(seq)
-        tiers.poll()
+        reading.poll()
         for seq in self.fetching[:]:
-            if seq.ahead is None or tiers.is_ready(seq.ahead, self.policy.now):
+            if seq.ahead is None or reading.is_ready(seq.ahead, self.policy.now):
                 self.policy.push(seq)
                 seq.status = Status.WAITING
                 self.fetching.remove(seq)
                 if seq.ahead is not None:
-                    tiers.waited(seq.ahead)
+                    reading.waited(seq.ahead)
 
     def _end_ahead(self, seq: Sequence) -> None:
         """What was read for it may be evicted again."""
-        if seq.ahead is not None and self.kv.tiers is not None:
-            self.kv.tiers.end(seq.ahead)
+        if seq.ahead is not None and (reading := self.kv.reading) is not None:
+            reading.end(seq.ahead)
             seq.ahead = None
 
     # A step

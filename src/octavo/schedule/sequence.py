@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from octavo.kv.tiers import ReadAhead
+from octavo.kv.read_ahead import ReadAhead
 from octavo.schedule.request import Request, RequestRecord
 
 

@@ -1,0 +1,19 @@
+"""The bytes of the pool's blocks, as an executor lends them to other tiers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Int32 = npt.NDArray[np.int32]
+
+
+class Arena(Protocol):
+    def export_blocks(self, blocks: Int32) -> Bytes:
+        """[len(blocks), block_bytes], a copy."""
+        ...
+
+    def import_blocks(self, blocks: Int32, data: Bytes) -> None: ...

@@ -1,0 +1,54 @@
+"""Loading must beat computing, or is not done: both are predicted from what they took lately."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from octavo.kv.measured import Measured
+
+_HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
+_DISK_BANDWIDTH = 200e6
+
+
+class Computing(Protocol):
+    """What it takes to compute instead, in seconds."""
+
+    @property
+    def per_token(self) -> float:
+        """Of a prompt, in large steps."""
+        ...
+
+    def seconds(self, start: int, tokens: int) -> float:
+        """Of so many tokens of a prompt from position ``start`` on."""
+        ...
+
+
+class Worth:
+    """``tokens_per_block``: how many tokens need not be computed for one block of one group, where
+    all groups are loaded.
+    """
+
+    def __init__(
+        self,
+        block_bytes: int,
+        tokens_per_block: float,
+        computing: Computing,
+        now: Callable[[], float],
+    ) -> None:
+        self.loading = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, into the pool
+        self.reading = Measured(block_bytes / _DISK_BANDWIDTH, now)  # a block, from disk
+        self.left_alone = 0  # hits, because computing was predicted to be quicker
+        self._tokens_per_block = tokens_per_block
+        self._computing = computing
+
+    def keeping(self) -> bool:
+        """Whether loading a block could ever pay."""
+        return self.loading.seconds < self._tokens_per_block * self._computing.per_token
+
+    def saved(self, num_blocks: int, start: int, num_tokens: int) -> float:
+        """Seconds by which so many blocks from host memory are had sooner than the tokens from
+        ``start`` on are computed.
+        """
+        computing = self._computing.seconds(start, num_tokens)
+        return computing - num_blocks * self.loading.seconds

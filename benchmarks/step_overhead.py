@@ -170,7 +170,9 @@ def measure(
     times = []
     long = sequences + waiting
     for _ in range(steps):
-        while len(running.scheduler.prefilling) + running.scheduler.num_waiting < prompts + waiting:
+        while (
+            len(running.scheduler.prefilling) + len(running.scheduler.waiting) < prompts + waiting
+        ):
             running.add_request(request(long, steps, policy, prompt=LONG))
             long += 1
         start = time.thread_time_ns()

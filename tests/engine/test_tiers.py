@@ -258,7 +258,7 @@ def test_after_a_restart_the_disk_answers() -> None:
     # Killed: nothing is flushed. What had been computed before the last step is there.
     engine, tiers = made(disk=disk)
     again = ask(engine, "again", text(1))
-    assert engine.scheduler.fetching
+    assert engine.scheduler.waiting.fetching
     assert engine.stats().waiting == 1
     run(engine)
     assert again.cached_tokens == 96
@@ -295,7 +295,7 @@ def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
     engine.step()
     assert other.scheduled is not None
     assert waiting.scheduled is None
-    assert [seq.status for seq in engine.scheduler.fetching] == [Status.FETCHING]
+    assert [seq.status for seq in engine.scheduler.waiting.fetching] == [Status.FETCHING]
 
 
 def test_nobody_waits_longer_than_computing_would_take() -> None:
@@ -321,7 +321,7 @@ def test_a_disk_slower_than_computing_is_not_asked() -> None:
     engine, tiers = made(disk=disk, seconds_per_token=1e-9)
     tiers.worth.reading = Measured(1.0, tiers.clock.now)
     again = ask(engine, "again", text(1))
-    assert not engine.scheduler.fetching
+    assert not engine.scheduler.waiting.fetching
     run(engine)
     assert again.cached_tokens == 0
 
@@ -341,7 +341,7 @@ def test_asking_whether_all_is_read_counts_nothing() -> None:
     disk = left_on_disk()
     engine, tiers = made(disk=disk)
     ask(engine, "again", text(1))
-    (seq,) = engine.scheduler.fetching
+    (seq,) = engine.scheduler.waiting.fetching
     assert seq.ahead is not None
     assert tiers.reading is not None
     for _ in range(3):
@@ -385,7 +385,7 @@ def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:
     engine, tiers = made(disk=disk)
     ask(engine, "gone", text(1))
     tiers.workers[0].run(3)
-    engine.scheduler._fetched()
+    engine.scheduler.waiting.poll(may_read=True)
     assert tiers.memory.num_pins == 3
     assert engine.abort("gone")
     assert not tiers.memory.num_pins
@@ -418,14 +418,14 @@ def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
     tiers.settle()
     engine, tiers = made(disk=disk, blocks=8, host=64, seconds_per_token=10.0)
     again = [ask(engine, f"again {number}", text(number, 34)) for number in range(20)]
-    assert len(engine.scheduler.fetching) == 8
+    assert len(engine.scheduler.waiting.fetching) == 8
     tiers.settle()
     assert tiers.memory.num_pinned == 16
     for _ in range(10_000):
         if not engine.has_work():
             break
         engine.step()
-        assert len(engine.scheduler.fetching) <= 16
+        assert len(engine.scheduler.waiting.fetching) <= 16
         assert tiers.memory.num_pinned <= 32
     assert not engine.has_work()
     assert [record.cached_tokens for record in again] == [32] * 20
@@ -451,11 +451,11 @@ def test_who_comes_next_by_the_policy_is_read_for_next(policy: str) -> None:
     for number in range(24):
         ask(engine, f"again {number}", text(number, 34), terms=TERMS[policy](number))
     scheduler = engine.scheduler
-    begun = scheduler.fetching[:]
+    begun = scheduler.waiting.fetching[:]
     queued, in_turn = list(scheduler.policy), list(scheduler.policy.in_turn())
     assert policy == "fcfs" or queued[:8] != in_turn[:8]
-    scheduler._fetched()
-    assert scheduler.fetching == [*begun, *in_turn[:8]]
+    scheduler.waiting.poll(may_read=True)
+    assert scheduler.waiting.fetching == [*begun, *in_turn[:8]]
     run(engine)
 
 
@@ -500,7 +500,7 @@ def test_prompt_logprobs_are_computed_whole() -> None:
     overwritten(engine)
     tiers.settle()
     again = ask(engine, "again", text(1), prompt_logprobs=0)
-    assert not engine.scheduler.fetching
+    assert not engine.scheduler.waiting.fetching
     run(engine)
     assert again.cached_tokens == 0
 

@@ -387,7 +387,7 @@ class World:
             **terms,
         )
         before = len(self.outcomes)
-        queued = self.engine.scheduler.waiting_tokens
+        queued = self.engine.scheduler.waiting.tokens
         try:
             with self.shot():
                 record = self.engine.add_request(request)
@@ -401,7 +401,7 @@ class World:
         else:
             self.lives[record.request_id] = Life(record, request.params, prompt)
             return
-        assert self.engine.scheduler.waiting_tokens == queued
+        assert self.engine.scheduler.waiting.tokens == queued
 
     @action
     def abort(self, request_id: str) -> None:

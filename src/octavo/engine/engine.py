@@ -295,7 +295,7 @@ class Engine:
             tiers.transfer()
             copying = self.clock.now() - before
         if scheduled is None:
-            if self.scheduler.fetching and (reading := self.scheduler.kv.reading) is not None:
+            if self.scheduler.waiting.fetching and (reading := self.scheduler.kv.reading):
                 reading.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and self.speculator is not None:
@@ -591,7 +591,7 @@ class Engine:
                 state.record.error = error
                 self._close(state.record, Outcome.FAILED)
         self._requests.clear()
-        self.scheduler.clear_queue()
+        self.scheduler.waiting.clear()
 
     # What is going on
 

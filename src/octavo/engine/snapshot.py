@@ -113,9 +113,8 @@ def _states(engine: Engine) -> Iterator[RequestState]:
     """Each request once, those that run first."""
     scheduler = engine.scheduler
     seen: set[int] = set()
-    for seq in chain(
-        scheduler.decoding, scheduler.prefilling, scheduler.policy.in_turn(), scheduler.fetching
-    ):
+    waiting = chain(scheduler.policy.in_turn(), scheduler.waiting.fetching)
+    for seq in chain(scheduler.decoding, scheduler.prefilling, waiting):
         if id(seq.owner) not in seen:
             seen.add(id(seq.owner))
             yield seq.owner

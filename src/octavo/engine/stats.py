@@ -75,9 +75,9 @@ class EngineStats:
         return replace(
             self,
             running=len(scheduler.decoding) + len(scheduler.prefilling),
-            waiting=scheduler.num_waiting,
-            waiting_deferred=len(scheduler.fetching),
-            waiting_tokens=scheduler.waiting_tokens,
+            waiting=len(scheduler.waiting),
+            waiting_deferred=len(scheduler.waiting.fetching),
+            waiting_tokens=scheduler.waiting.tokens,
             kv_blocks_used=pool.num_used,
             kv_blocks_cached=pool.num_cached,
             kv_evictions=pool.evictions,

@@ -161,7 +161,7 @@ class Waiting:
         on their way to the queue, and their prompt tokens.
         """
         scheduler = self._engine.scheduler
-        waiting, tokens = scheduler.num_waiting, scheduler.waiting_tokens
+        waiting, tokens = len(scheduler.waiting), scheduler.waiting.tokens
         if asks is not None and waiting:
             waiting, tokens = self._ahead(asks)
         expected = self.expected_output
@@ -213,7 +213,7 @@ class Waiting:
     def _ahead(self, asks: RequestRecord) -> tuple[int, int]:
         """Sequences that wait and come before a request, by the policy, and their tokens."""
         scheduler = self._engine.scheduler
-        behind_all = scheduler.num_waiting, scheduler.waiting_tokens
+        behind_all = len(scheduler.waiting), scheduler.waiting.tokens
         if self._policy.scheduling_policy == "fcfs":
             return behind_all
         try:

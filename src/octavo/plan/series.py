@@ -155,7 +155,7 @@ def _state(engine: Engine, ended: int) -> _State:
     used = scheduler.kv.pool.num_used
     return _State(
         len(scheduler.decoding) + len(scheduler.prefilling) + ended,
-        scheduler.num_waiting,
+        len(scheduler.waiting),
         used,
         scheduler.kv.waste() * used,
     )

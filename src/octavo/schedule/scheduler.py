@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain, islice, repeat, takewhile
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,33 +28,16 @@ from octavo.schedule import admission
 from octavo.schedule.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.schedule.budget import Budget, Timing
 from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.drafting import Proposer, draft
 from octavo.schedule.policies.base import BY_ARRIVAL
 from octavo.schedule.policies.choice import policy_of
 from octavo.schedule.request import FinishReason, Request, RequestRecord
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
 from octavo.schedule.suspects import Suspects
+from octavo.schedule.waiting import Waiting
 
-_READ_FOR = 8  # of those who wait, from disk, so that it is there when they are let in
 _LOOKED_AT = 32  # of those who wait, for prompts shorter than one under way
-
-
-class Proposer(Protocol):
-    """Guesses the tokens to come, which the model then checks in one pass."""
-
-    def propose(self, decoding: list[Sequence], num_tokens: int, room: int) -> list[list[int]]:
-        """Drafts for each of the sequences, an empty list for those that get none. Must not raise.
-
-        The step has ``num_tokens`` tokens without drafts, and ``room`` for so many more in all.
-        """
-        ...
-
-    def alternatives(self) -> dict[int, list[list[int]]]:
-        """Beside the drafts just proposed: other guesses at the same tokens, by the index of their
-        sequence, to be checked in the same pass as far as there is room; the most promising first.
-        Each costs its tokens and one more. Must not raise.
-        """
-        ...
 
 
 class Scheduler:
@@ -84,8 +67,7 @@ class Scheduler:
         )
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
-        self.fetching: list[Sequence] = []  # not queued yet: something is read from disk for them
-        self.waiting_tokens = 0  # theirs, too
+        self.waiting = Waiting(self.policy, self.kv)
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests that were scheduled
         self.prefix_queries = 0
@@ -105,15 +87,6 @@ class Scheduler:
         self._to_join = 0  # of the batch that static batching is letting in
 
     @property
-    def waiting(self) -> Collection[Sequence]:
-        """Who is queued, new or preempted, or soon will be."""
-        return [*self.policy, *self.fetching] if self.fetching else self.policy
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.policy) + len(self.fetching)
-
-    @property
     def _free_slots(self) -> int:
         """That nobody has or will fork into."""
         return self.kv.num_free_slots - self._reserved_slots
@@ -130,8 +103,8 @@ class Scheduler:
         """Refuse when the queue is full. ``pending``: requests on their way to it."""
         admission.check_queue(
             self.config,
-            self.num_waiting + pending,
-            self.waiting_tokens + pending_tokens,
+            len(self.waiting) + pending,
+            self.waiting.tokens + pending_tokens,
             num_prompt_tokens,
         )
 
@@ -161,20 +134,8 @@ class Scheduler:
         """Queue a request; it joins the next step if there is room. If this fails, nothing of it is
         left.
         """
-        first = state.sequences[0]
         self.shedding.add(state)
-        try:
-            if self.num_waiting < _READ_FOR:
-                self._read_ahead(first, now)
-            self._queue(first, state.record.arrival)
-        except BaseException:
-            waiting = [seq for seq in self.policy if seq is not first]
-            self.policy.clear()
-            for seq in waiting:
-                self.policy.push(seq)
-            self.fetching = [seq for seq in self.fetching if seq is not first]
-            self._end_ahead(first)
-            raise
+        self.waiting.add(state.sequences[0], state.record.arrival, now)
 
     def _missing_tokens(self, state: RequestState) -> int:
         """Tokens to be computed before a request's first."""
@@ -186,58 +147,6 @@ class Scheduler:
             cached = max(cached, seq.ahead.num_tokens)  # it is on its way
         return len(seq.token_ids) - cached
 
-    def _queue(self, seq: Sequence, now: float) -> None:
-        tokens = self.waiting_tokens + len(seq.token_ids)
-        seq.queued = now
-        if seq.ahead is None:
-            self.policy.push(seq)
-        else:
-            seq.status = Status.FETCHING
-            self.fetching.append(seq)
-        self.waiting_tokens = tokens
-
-    def _read_ahead(self, seq: Sequence, now: float) -> None:
-        """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
-        pool, and go to host memory from there.
-        """
-        reading = self.kv.reading
-        if reading is None or seq.sought or reading.room <= 0:
-            return
-        seq.sought = True
-        if not seq.owner.scores_prompt:
-            seq.ahead = self.kv.read_ahead(seq.token_ids, seq.owner.request.cache_salt, now)
-
-    def _fetched(self) -> None:
-        """Queue those for whom all has been read, or reading takes longer than computing would; and
-        begin with whoever has come near its turn.
-        """
-        reading = self.kv.reading
-        if reading is None:
-            return
-        if reading.room > 0 and self.policy.head() is not None and not self._suspects:
-            for seq in [*islice(self.policy.in_turn(), _READ_FOR)]:
-                if seq.sought:
-                    continue
-                self._read_ahead(seq, self.policy.now)
-                if seq.ahead is not None:
-                    self.policy.remove(seq)
-                    seq.status = Status.FETCHING
-                    self.fetching.append(seq)
-        reading.poll()
-        for seq in self.fetching[:]:
-            if seq.ahead is None or reading.is_ready(seq.ahead, self.policy.now):
-                self.policy.push(seq)
-                seq.status = Status.WAITING
-                self.fetching.remove(seq)
-                if seq.ahead is not None:
-                    reading.waited(seq.ahead)
-
-    def _end_ahead(self, seq: Sequence) -> None:
-        """What was read for it may be evicted again."""
-        if seq.ahead is not None and (reading := self.kv.reading) is not None:
-            reading.end(seq.ahead)
-            seq.ahead = None
-
     # A step
 
     def schedule(
@@ -248,7 +157,7 @@ class Scheduler:
         Drafts take what is left of budget, rows and blocks: nobody waits or is preempted for them.
         """
         self.policy.now = now
-        self._fetched()
+        self.waiting.poll(may_read=not self._suspects)
         self._cut_in()
         preemptions = self.num_preemptions
         self._grow_decodes()
@@ -269,57 +178,17 @@ class Scheduler:
         drafts: list[list[int]] | None = None
         branches: Branches = {}
         # Whoever is to show that it is not at fault does so without drafts.
-        if proposer is not None and self.decoding and not self._suspects:
-            if (room := budget.drafts()) > 0:
-                num_tokens = self.config.max_num_batched_tokens - budget.tokens
-                drafts = proposer.propose(self.decoding, num_tokens, room)
-                drafts = self._fit(drafts, room) if any(drafts) else None
-            if drafts is not None:
-                branches = self._branch(proposer.alternatives(), drafts, room)
+        if (
+            proposer is not None
+            and self.decoding
+            and not self._suspects
+            and (room := budget.drafts()) > 0
+        ):
+            num_tokens = self.config.max_num_batched_tokens - budget.tokens
+            slots = self._builder.decode_slots
+            drafts, branches = draft(proposer, self.kv, self.decoding, slots, num_tokens, room)
         self._scheduled = self._builder.build(self.decoding, chunks, drafts, branches)
         return self._scheduled
-
-    def _fit(self, drafts: list[list[int]], room: int) -> list[list[int]] | None:
-        """The drafts cut to what can be used, with a place in the cache; None if nothing is left.
-
-        A draft may be as long as all tokens to come but the last: that one follows it anyway.
-        """
-        kv = self.kv
-        slots = self._builder.decode_slots
-        reserved = (kv.num_blocks[slots] * kv.block_size - kv.num_tokens[slots]).tolist()
-        fitted: list[list[int]] = []
-        before = room
-        for seq, draft, places in zip(self.decoding, drafts, reserved, strict=True):
-            count = min(len(draft), room, seq.num_to_come - 1)
-            if count >= places:
-                count = min(count, kv.room(seq.slot) - 1)
-                kv.reserve(seq.slot, 1 + count)
-            fitted.append(draft[:count])
-            room -= count
-        return fitted if room < before else None
-
-    def _branch(
-        self, alternatives: dict[int, list[list[int]]], drafts: list[list[int]], room: int
-    ) -> Branches:
-        """Rows of the block tables for as many of the alternatives as still have room beside the
-        drafts, cut as those are. A sequence without a draft has none.
-        """
-        left = room - sum(map(len, drafts))
-        branches: Branches = {}
-        for index, guesses in alternatives.items():
-            seq = self.decoding[index]
-            for guess in guesses:
-                count = min(len(guess), left - 1, seq.num_to_come - 1)
-                if count < 1 or not drafts[index]:
-                    break
-                if guess[:count] == drafts[index][:count]:
-                    continue
-                row = self.kv.branch(seq.slot, 1 + count)
-                if row is None:
-                    return branches
-                branches.setdefault(index, []).append((row, guess[:count]))
-                left -= 1 + count
-        return branches
 
     def _grow_decodes(self) -> None:
         """A slot in the cache for the next token of every decoding sequence."""
@@ -445,10 +314,9 @@ class Scheduler:
 
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
-        self.policy.remove(seq)
-        self.waiting_tokens -= len(seq.token_ids)
+        self.waiting.remove(seq)
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
-        self._end_ahead(seq)
+        self.waiting.end_ahead(seq)
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
         seq.status = Status.PREFILLING
@@ -591,7 +459,7 @@ class Scheduler:
         """Back into the queue."""
         self._leave(seq)
         seq.status = Status.WAITING
-        self._queue(seq, self.policy.now)
+        self.waiting.push(seq, self.policy.now)
 
     def _leave(self, seq: Sequence) -> None:
         """Out of the running ones; slot and blocks are free."""
@@ -698,7 +566,7 @@ class Scheduler:
         """Whether somebody may be let in, or be sent away, although nobody has left since the last
         step.
         """
-        if self.fetching:
+        if self.waiting.fetching:
             return True  # what is read for them arrives some time
         if self.policy and self.shedding.is_asked:
             return True
@@ -752,9 +620,8 @@ class Scheduler:
             if self._scheduled is not None:
                 self._scheduled.stale = True
         elif seq.status in (Status.WAITING, Status.FETCHING):
-            (self.policy if seq.status is Status.WAITING else self.fetching).remove(seq)
-            self.waiting_tokens -= len(seq.token_ids)
-        self._end_ahead(seq)
+            self.waiting.remove(seq)
+        self.waiting.end_ahead(seq)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
         seq.owner.num_unfinished -= 1
@@ -799,7 +666,7 @@ class Scheduler:
         self.decoding, self.prefilling = [], []
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
-        self.clear_queue()
+        self.waiting.clear()
         suspects = []
         for state in states:
             unfinished = [seq for seq in state.sequences if seq.status is not Status.FINISHED]
@@ -811,17 +678,11 @@ class Scheduler:
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
-                    self._queue(seq, seq.queued if seq.slot < 0 else self.policy.now)
+                    self.waiting.push(seq, seq.queued if seq.slot < 0 else self.policy.now)
                 seq.slot = -1
         if not suspects and (first := self.policy.head()) is not None:
             suspects = [first.owner]
         self._suspects.accuse(suspects)
-
-    def clear_queue(self) -> None:
-        """Nobody waits any more."""
-        self.policy.clear()
-        self.fetching.clear()
-        self.waiting_tokens = 0
 
     def _clear_suspect(self, state: RequestState) -> None:
         """It drew a token alone, so it is not at fault: back to its place in the queue."""
@@ -831,7 +692,7 @@ class Scheduler:
                 self._requeue(seq)
 
     def has_work(self) -> bool:
-        return bool(self.policy or self.prefilling or self.decoding or self.fetching)
+        return bool(self.waiting or self.prefilling or self.decoding)
 
     def check_idle(self) -> None:
         """With no request left nothing may be held; `RuntimeError` otherwise. Costs nothing."""
@@ -859,7 +720,7 @@ class Scheduler:
             raise RuntimeError("a slot is neither free nor running")
         if self._reserved_slots != sum(len(seq.followers) for seq in self.prefilling):
             raise RuntimeError("slots are reserved for nobody")
-        if self.waiting_tokens != sum(len(seq.token_ids) for seq in self.waiting):
+        if self.waiting.tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")
         if self.kv.tiers is not None:
             self.kv.tiers.check(seq.ahead for seq in self.waiting if seq.ahead is not None)

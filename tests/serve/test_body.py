@@ -13,6 +13,7 @@ import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from serve_fakes import served_model
 from starlette.types import Message
 
 from octavo.serve.body import Bodies, convert, decode_object
@@ -346,3 +347,45 @@ async def test_a_field_given_twice(
         headers.append(("content-type", "application/json"))
     answer = await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
     assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value", "param"),
+    [
+        ("/v1/completions", "prompt", [0] * 70_000, "prompt"),
+        ("/v1/completions", "prompt", [[1], [0] * 70_000], "prompt[1]"),
+        ("/v1/completions", "prompt", ["a"] * 70_000, "prompt"),
+        ("/v1/completions", "stop_token_ids", [0] * 70_000, "stop_token_ids"),
+        ("/v1/chat/completions", "allowed_token_ids", [0] * 70_000, "allowed_token_ids"),
+        ("/detokenize", "tokens", [0] * 70_000, "tokens"),
+    ],
+)
+async def test_a_list_longer_than_anything_is_not_walked(
+    make_client: Callable[..., httpx.AsyncClient],
+    monkeypatch: pytest.MonkeyPatch,
+    route: str,
+    field: str,
+    value: object,
+    param: str,
+) -> None:
+    """But one that fits into a large context is."""
+    monkeypatch.setattr("octavo.serve.protocol.convert", lambda *_: pytest.fail("walked"))
+    refused = await make_client().post(route, json={field: value})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["message"] == f"{param} has 70000 entries, more than 65536"
+    assert error["param"] == param
+    monkeypatch.undo()
+    client = make_client(model=served_model(max_model_len=80_000))
+    answer = await client.post(route, json={field: value})
+    assert "entries" not in answer.text
+
+
+def test_nothing_in_a_list_is_taken_for_a_list() -> None:
+    with pytest.raises(ApiError, match=r"prompt\[0\]"):
+        parse({"prompt": [[[1]]]}, CompletionRequest)
+    deep: list[object] = []
+    for _ in range(sys.getrecursionlimit()):
+        deep = [deep]
+    with pytest.raises(ApiError):
+        parse({"prompt": deep}, CompletionRequest)

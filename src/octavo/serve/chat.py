@@ -25,7 +25,7 @@ from octavo.serve.sampling import sampling_params
 
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     """Raises `ApiError`, `InvalidParameter`."""
-    request = parse(decode_object(body), ChatRequest)
+    request = parse(decode_object(body), ChatRequest, model.longest_list)
     model.check_name(request.model)
     n = 1 if request.n is None else request.n
     if n > config.max_choices:

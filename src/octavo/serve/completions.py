@@ -29,7 +29,8 @@ _DEFAULT_MAX_TOKENS = 16
 
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     """Raises `ApiError`, `InvalidParameter`."""
-    request = parse(decode_object(body), CompletionRequest)
+    longest = max(model.longest_list, config.max_choices)
+    request = parse(decode_object(body), CompletionRequest, longest)
     model.check_name(request.model)
     n = 1 if request.n is None else request.n
     if request.best_of is not None and request.best_of != n:

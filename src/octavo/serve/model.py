@@ -26,6 +26,11 @@ class ServedModel:
     def name(self) -> str:
         return self.names[0]
 
+    @property
+    def longest_list(self) -> int:
+        """Entries of a list in a request: the tokens of a context, or all there are."""
+        return max(self.max_model_len, self.tokenizer.vocab_size)
+
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ApiError(404, f"the model {name!r} does not exist here", "model")

@@ -11,6 +11,7 @@ A field is one of three things, and there is no fourth:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -198,6 +199,8 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
 
 
+_LONG_LIST = 1 << 16  # entries; what is no longer is checked in a millisecond
+
 R = TypeVar("R", bound=msgspec.Struct)
 
 _NEUTRAL_OF: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
@@ -208,14 +211,31 @@ _NEUTRAL_OF: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
 }
 
 
-def parse(fields: dict[str, Any], to: type[R]) -> R:
-    """The request in ``fields``. Raises `ApiError` 400 naming what is unknown or not supported."""
+def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
+    """The request in ``fields``. Raises `ApiError` 400 naming what is unknown or not supported, and
+    a list that has more than ``longest`` entries and is long: checking its entries would hold up
+    everyone, for that is one call into C.
+    """
     drop_neutral(fields, _NEUTRAL_OF[to], "")
     known = to.__struct_fields__
     for name in fields:
         if name not in known:
             raise ApiError(400, f"unknown parameter: {name}", name)
+    most = max(longest, _LONG_LIST)
+    for path, entries in _lists(fields):
+        if len(entries) > most:
+            raise ApiError(400, f"{path} has {len(entries)} entries, more than {most}", path)
     return convert(fields, to)
+
+
+def _lists(fields: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Those that a request may have: fields, and lists in these."""
+    for name, value in fields.items():
+        if isinstance(value, list):
+            yield name, value
+            for index, item in enumerate(value):
+                if isinstance(item, list):
+                    yield f"{name}[{index}]", item
 
 
 def drop_neutral(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], path: str) -> None:

@@ -95,7 +95,7 @@ class Worker:
 
 
 def tokenize(model: ServedModel, body: bytes) -> Tokenized:
-    request = parse(decode_object(body), TokenizeRequest)
+    request = parse(decode_object(body), TokenizeRequest, model.longest_list)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
@@ -117,7 +117,7 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
 
 
 def detokenize(model: ServedModel, body: bytes) -> Detokenized:
-    request = parse(decode_object(body), DetokenizeRequest)
+    request = parse(decode_object(body), DetokenizeRequest, model.longest_list)
     model.check_name(request.model)
     model.check_ids(request.tokens, "tokens")
     return Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))

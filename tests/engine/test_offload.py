@@ -221,6 +221,20 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(tmp_
         load_engine(tmp_path / "no-model.gguf", EngineConfig(kv_offload_dir=str(folder)))
 
 
+@pytest.mark.parametrize("inside", ["link", "file"])
+def test_what_lies_in_the_place_of_its_own_folder_is_refused(tmp_path: Path, inside: str) -> None:
+    place = tmp_path / "octavo-kv-1"
+    if inside == "link":
+        place.symlink_to(tmp_path)
+    else:
+        place.write_bytes(b"")
+    config = EngineConfig(
+        kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path)
+    )
+    with pytest.raises(SettingsError, match=r"may not be written: .*(a link|Not a dir|exists)"):
+        load_engine(ORACLES / "tiny-llama.gguf", config)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

@@ -87,7 +87,7 @@ class FaultyOs:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
-        if name not in ("open", "rename", "unlink", "lstat", "listdir", "utime"):
+        if name not in ("open", "rename", "unlink", "lstat", "stat", "listdir", "scandir", "utime"):
             return real
 
         def call(*given: Any, **more: Any) -> Any:

@@ -41,8 +41,12 @@ def check_disk(folder: str) -> None:
     try:
         check_folder(Path(folder))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise Refused(f"kv_offload_dir {folder}: may not be written: {reason}") from None
+        raise _refused(folder, error) from None
+
+
+def _refused(folder: str, error: OSError) -> Refused:
+    reason = error.strerror or str(error)
+    return Refused(f"kv_offload_dir {folder}: may not be written: {reason}")
 
 
 def make_tiers(
@@ -77,7 +81,10 @@ def make_tiers(
             raise Refused(
                 f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
             )
-        disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
+        try:
+            disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
+        except OSError as error:
+            raise _refused(folder, error) from None
         reader = ThreadWorker("octavo-kv-read")
         writer = ThreadWorker("octavo-kv-write", patient=True)
     return Tiers(

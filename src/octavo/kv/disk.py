@@ -4,9 +4,9 @@
 
 A file is a header of 96 bytes and the block's bytes. The header says what the reader expects: the
 format, engine and key, the length, and a CRC-32 of the bytes; who reads makes the header that ought
-to be there and compares. What was read and is cut short, altered, somebody else's or no file at all
-is removed and counted, and its block is computed again. What could not be read (no memory, no
-descriptor left, a bad sector) is a miss, and stays.
+to be there and compares. What is too short or too long, altered, somebody else's or no file at all
+is removed and counted, and its block is computed again. What could not be read is a miss, and
+stays: until its block has been written anew, or while there is no memory or no descriptor left.
 
 Files are written under another name and renamed, so that a reader sees a whole one or none; they
 are not synced, for after a power failure the checksum tells. Names are contents: several servers
@@ -32,7 +32,7 @@ from typing import Any
 
 from octavo.kv.arena import Bytes
 from octavo.kv.digest import DIGEST_BYTES, Key
-from octavo.kv.ledger import UNFINISHED, Ledger
+from octavo.kv.ledger import UNFINISHED, Ledger, opened, remove
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +41,7 @@ _HEADER = struct.Struct("<8s32s32sIQI8x")  # magic, engine, digest, group, lengt
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"octavokv"
 _PAUSE = 60.0  # seconds without writing after a write has failed
-# What is found under a block's name when it is no file: a link, a folder, a socket.
-_NO_FILE = frozenset((errno.ELOOP, errno.EISDIR, errno.ENXIO))
+_FOR_NOW = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # cannot be read
 
 
 def check_folder(folder: Path) -> None:
@@ -77,13 +76,15 @@ class Disk:
         self._engine = engine.ljust(DIGEST_BYTES, b"\0")[:DIGEST_BYTES]
         self._root = folder / FORMAT
         self._folder = self._root / self._engine.hex()[:16]
+        self._file_bytes = HEADER_BYTES + block_bytes
         self._now = now
         self._paused_until = -float("inf")
+        for own in (self._root, self._folder):
+            if own.is_symlink():
+                raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")
         check_folder(self._folder)
         self._index: dict[Key, None] = {}
         self._ledger = Ledger(self._root, budget, self._found, self._lost)
-        for path in self._ledger:
-            self._found(path)
 
     @property
     def used(self) -> int:
@@ -106,10 +107,7 @@ class Disk:
             self._ledger.gone(path)
             return False
         except OSError as error:
-            if error.errno in _NO_FILE:
-                self._drop(key, path, error.strerror or str(error))
-            else:
-                self._count_failed(key, path, error)
+            self._count_failed(key, path, error)
             return False
         if not whole:
             self._drop(key, path, "its content is not what was written")
@@ -122,7 +120,7 @@ class Disk:
         """Keep a block [block_bytes], if nothing prevents it."""
         if key in self._index or self._now() < self._paused_until:
             return
-        size = HEADER_BYTES + self.block_bytes
+        size = self._file_bytes
         if size > self.budget or not self._ledger.make_room(size):
             return
         path = self._path(key)
@@ -130,7 +128,9 @@ class Disk:
             self._write(key, path, data)
         except OSError as error:
             self.failed_writes += 1
-            if not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
+            if isinstance(error, IsADirectoryError):
+                self._discard(path, "a folder in its place")
+            elif not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
                 self._paused_until = self._now() + _PAUSE
                 logger.warning(
                     "kv offload: %s; nothing is written for %g seconds",
@@ -154,76 +154,88 @@ class Disk:
         return _HEADER.pack(_MAGIC, self._engine, digest, group, len(data), zlib.crc32(data.data))
 
     def _read(self, key: Key, path: str, into: Bytes) -> bool:
-        # Neither a link nor something that waits for a writer is followed or waited for.
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.fstat(file)
-            length = HEADER_BYTES + self.block_bytes
-            if not stat.S_ISREG(found.st_mode) or found.st_size != length:
+        folder, name = os.path.split(path)
+        with opened(folder) as where:
+            # What is no file is not opened: that may wait, or do whatever a device does.
+            found = os.stat(name, dir_fd=where, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode) or found.st_size != self._file_bytes:
                 return False
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            file = os.open(name, flags, dir_fd=where)
+        try:
             header = bytearray(HEADER_BYTES)
-            if _transfer(os.readv, file, header, into.data) != length:
+            if _transfer(os.readv, file, header, into.data) != self._file_bytes:
                 return False
             return bytes(header) == self._header(key, into)
         finally:
             os.close(file)
 
     def _write(self, key: Key, path: str, data: Bytes) -> None:
-        unfinished = f"{path}.{secrets.token_hex(8)}{UNFINISHED}"
+        folder, name = os.path.split(path)
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        unfinished = f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            file = os.open(unfinished, flags, 0o600)
-        except FileNotFoundError:  # no folder yet, or no more
-            os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-            file = os.open(unfinished, flags, 0o600)
-        try:
+        with opened(folder) as where:
+            file = os.open(unfinished, flags, 0o600, dir_fd=where)
             try:
-                written = _transfer(os.writev, file, self._header(key, data), data.data)
-                if written != HEADER_BYTES + len(data):
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            finally:
-                os.close(file)
-            os.rename(unfinished, path)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(unfinished)
-            raise
+                try:
+                    written = _transfer(os.writev, file, self._header(key, data), data.data)
+                    if written != self._file_bytes:
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                finally:
+                    os.close(file)
+                os.rename(unfinished, name, src_dir_fd=where, dst_dir_fd=where)
+            except OSError:
+                with suppress(OSError):
+                    os.unlink(unfinished, dir_fd=where)
+                raise
 
     def _drop(self, key: Key, path: str, why: str) -> None:
+        self._index.pop(key, None)
+        self._discard(path, why)
+        self._ledger.gone(path)
+
+    def _discard(self, path: str, why: str) -> bool:
         self.corrupted += 1
         if self.corrupted == 1:
             logger.warning("kv offload: %s is dropped: %s (more are only counted)", path, why)
-        self._index.pop(key, None)
         try:
-            os.unlink(path)
+            remove(path)
         except OSError:
-            with suppress(OSError):  # a folder in its place, if empty
-                os.rmdir(path)
-        self._ledger.gone(path)
+            return False
+        return True
 
     def _count_failed(self, key: Key, path: str, error: OSError) -> None:
         self.failed_reads += 1
         if self.failed_reads == 1:
             why = error.strerror or error
             logger.warning("kv offload: %s: %s (more are only counted)", path, why)
-        if error.errno == errno.EIO:  # when it has been computed again it is written anew
+        if error.errno not in _FOR_NOW:  # when it has been computed again it is written anew
             self._index.pop(key, None)
 
     # Files of others
 
-    def _found(self, path: str) -> None:
-        if (key := self._key(path)) is not None:
+    def _found(self, path: str, found: os.stat_result) -> int | None:
+        """How many bytes a file counts; None if it is no block of ours, and was removed."""
+        key = self._key(path)
+        if key is not None and found.st_size == self._file_bytes:
             self._index[key] = None
+            return found.st_size
+        if key is not None and self._discard(path, "it is not as long as a block"):
+            return None
+        # Another engine's, of whatever length. What it takes, for a hole takes nothing.
+        return min(found.st_size, found.st_blocks * 512)
 
     def _lost(self, path: str) -> None:
         if (key := self._key(path)) is not None:
             self._index.pop(key, None)
 
     def _key(self, path: str) -> Key | None:
-        """Of a file of this engine that is where it belongs."""
+        """Of a file of this engine."""
+        if not path.startswith(f"{self._folder}/"):
+            return None
         digest, _, group = os.path.basename(path).partition("-")
-        key = bytes.fromhex(digest), int(group)
-        return key if path == self._path(key) else None
+        return bytes.fromhex(digest), int(group)
 
 
 def _transfer(

@@ -1,5 +1,8 @@
 """What lies in a folder of cached blocks, of all engines: how much it is, and what goes first.
 
+What counts is a file with a block's name, where that belongs. Whatever else lies there is not
+counted and stays, and links are not followed.
+
 Several servers write to a folder and evict from it, and none tells the others. Each knows all files
 from its start on and lists a folder of them anew from time to time, a small one at a time, so that
 nobody waits: by the time it has written a 64th of the budget it has seen what the others did.
@@ -13,13 +16,15 @@ import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from octavo.kv.digest import DIGEST_BYTES
 
 UNFINISHED = ".tmp"
-_OURS = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}-(0|[1-9][0-9]{{0,5}})(\.[0-9a-f]+\.tmp)?")
+_ENGINE = re.compile("[0-9a-f]{16}")
+_SHARD = re.compile("[0-9a-f]{2}")
+_BLOCK = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}-(0|[1-9][0-9]{{0,5}})(\.[0-9a-f]+\.tmp)?")
 _ABANDONED = 600.0  # seconds after which an unfinished file is nobody's
 _KEPT = 1 - 1 / 16  # of the budget: the rest is for what others write before it is seen here
 _SEEN = 1 / 64  # of the budget is written while all folders are listed once
@@ -27,15 +32,42 @@ _AT_ONCE = 64  # files removed for one, at most
 _TOLD = 1 << 16  # files used or gone of late that are remembered until the next is written
 
 
+@contextmanager
+def opened(folder: str) -> Iterator[int]:
+    """A descriptor of ``folder``, for calls relative to it, which then reach no other folder that
+    was put in its place. Raises `OSError`, for a link, too.
+    """
+    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        yield where
+    finally:
+        os.close(where)
+
+
+def remove(path: str) -> None:
+    """Whatever is named like a block, if it is no folder with something in it. Raises `OSError`."""
+    folder, name = os.path.split(path)
+    with opened(folder) as where:
+        try:
+            os.unlink(name, dir_fd=where)
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=where)
+
+
 class Ledger:
     """The files ROOT/<engine>/<2 hex>/<name>, least recently used first. For one thread, but for
     `use` and `gone`, which another may call.
 
-    ``found`` and ``lost`` are called with the path of a file that another has written or removed.
+    ``found`` is asked about a file that lies there, and says how many bytes it counts; None if it
+    is no block, and was removed. ``lost`` is told the path of one that is no more.
     """
 
     def __init__(
-        self, root: Path, budget: int, found: Callable[[str], None], lost: Callable[[str], None]
+        self,
+        root: Path,
+        budget: int,
+        found: Callable[[str, os.stat_result], int | None],
+        lost: Callable[[str], None],
     ) -> None:
         self.budget = budget
         self.used = 0  # bytes, as far as is known here
@@ -44,23 +76,21 @@ class Ledger:
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # size, last use in ns
         self._folders: dict[str, set[str]] = {}  # the same paths
         self._told: deque[tuple[str, bool]] = deque(maxlen=_TOLD)
-        self._unlisted: list[str] = []  # folders of this round
+        self._unlisted = self._list()  # folders of this round
+        self._round = len(self._unlisted)
         self._due = 0.0  # folders to be listed by now
         there: list[str] = []
-        for folder in self._list():
+        for folder in self._unlisted:
             with suppress(OSError):
                 there += _paths(folder)
         for used, size, path in sorted(self._read(there)):
             self._enter(path, size, used)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
     def use(self, path: str) -> None:
         """It was wanted just now."""
         now = time.time_ns()
         with suppress(OSError):
-            os.utime(path, ns=(now, now))
+            os.utime(path, ns=(now, now), follow_symlinks=False)
         self._told.append((path, True))
 
     def gone(self, path: str) -> None:
@@ -98,7 +128,7 @@ class Ledger:
             if seen > used:
                 self._move(path, seen)
                 return
-            os.unlink(path)
+            remove(path)
         except FileNotFoundError:  # another was quicker
             pass
         except OSError:  # it takes its place all the same
@@ -109,11 +139,13 @@ class Ledger:
 
     def _look(self, size: int) -> None:
         """List as many folders as are due when ``size`` bytes are written."""
-        self._due += max(1, len(self._folders)) * min(1.0, size / (self.budget * _SEEN))
+        folders = max(1, self._round, len(self._folders))
+        self._due += folders * min(1.0, size / (self.budget * _SEEN))
         while self._due >= 1.0:
             self._due -= 1.0
             if not self._unlisted:
                 self._unlisted = [*{*self._list(), *self._folders}]
+                self._round = len(self._unlisted)
             if self._unlisted:
                 self._compare(self._unlisted.pop())
 
@@ -121,7 +153,7 @@ class Ledger:
         known = self._folders.get(folder, set())
         try:
             there = {*_paths(folder)}
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             there = set()
         except OSError:  # nobody knows
             return
@@ -130,15 +162,14 @@ class Ledger:
             self._lost(path)
         for used, size, path in self._read(there - known):
             self._enter(path, size, used)
-            self._found(path)
 
     def _list(self) -> list[str]:
         """All folders of files."""
-        engines = [f"{self._root}/{engine}" for engine in _names(self._root)]
-        return [f"{engine}/{shard}" for engine in engines for shard in _names(engine)]
+        engines = _folders(self._root, _ENGINE)
+        return [shard for engine in engines for shard in _folders(engine, _SHARD)]
 
     def _read(self, paths: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, path) of those that are files; what is unfinished and abandoned
+        """(last use in ns, bytes, path) of those that are blocks; what is unfinished and abandoned
         is removed.
         """
         for path in paths:
@@ -149,10 +180,11 @@ class Ledger:
             if not stat.S_ISREG(found.st_mode):
                 continue
             if not path.endswith(UNFINISHED):
-                yield found.st_mtime_ns, found.st_size, path
-            elif time.time() - found.st_mtime > _ABANDONED:
+                if (size := self._found(path, found)) is not None:
+                    yield found.st_mtime_ns, size, path
+            elif abs(time.time() - found.st_mtime) > _ABANDONED:
                 with suppress(OSError):
-                    os.unlink(path)
+                    remove(path)
 
     def _move(self, path: str, used: int) -> None:
         """It was used last, and then."""
@@ -181,12 +213,22 @@ class Ledger:
 
 
 def _paths(folder: str) -> list[str]:
-    """Of whatever is named as our files are. Raises `OSError`."""
-    return [f"{folder}/{name}" for name in os.listdir(folder) if _OURS.fullmatch(name)]
+    """Of whatever is named as a block that belongs there. Raises `OSError`."""
+    with opened(folder) as where:
+        names = os.listdir(where)
+    shard = os.path.basename(folder)
+    return [
+        f"{folder}/{name}" for name in names if name.startswith(shard) and _BLOCK.fullmatch(name)
+    ]
 
 
-def _names(folder: str) -> list[str]:
+def _folders(folder: str, named: re.Pattern[str]) -> list[str]:
     try:
-        return os.listdir(folder)
+        with os.scandir(folder) as entries:
+            return [
+                entry.path
+                for entry in entries
+                if named.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+            ]
     except OSError:
         return []

@@ -30,7 +30,7 @@ async def refused(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
 
 
 def prompt(engine: FakeEngine) -> str:
-    return bytes(engine.submitted[-1].prompt_token_ids).decode()
+    return bytes(engine.submitted[-1].prompt_token_ids.tolist()).decode()
 
 
 async def test_whole(client: httpx.AsyncClient, engine: FakeEngine) -> None:

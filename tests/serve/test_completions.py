@@ -72,7 +72,7 @@ async def test_prompt_forms(client: httpx.AsyncClient, engine: FakeEngine) -> No
     ):
         engine.submitted.clear()
         answer = await complete(client, prompt=prompt)
-        assert [request.prompt_token_ids for request in engine.submitted] == ids
+        assert [list(request.prompt_token_ids) for request in engine.submitted] == ids
         assert [choice["index"] for choice in answer["choices"]] == list(range(len(ids)))
         assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
 
@@ -269,9 +269,9 @@ async def test_tokens_as_ids(client: httpx.AsyncClient) -> None:
 async def test_bos(make_client: Any, engine: FakeEngine) -> None:
     client = make_client(model=served_model(tokenizer=ByteTokenizer(add_bos=True)))
     await complete(client, prompt="")
-    assert engine.submitted[-1].prompt_token_ids == [256]
+    assert list(engine.submitted[-1].prompt_token_ids) == [256]
     await complete(client, prompt="a", add_special_tokens=False)
-    assert engine.submitted[-1].prompt_token_ids == [97]
+    assert list(engine.submitted[-1].prompt_token_ids) == [97]
     answer = await complete(client, prompt="a", echo=True, logprobs=0, max_tokens=1)
     assert answer["choices"][0]["text"] == "aH"
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]

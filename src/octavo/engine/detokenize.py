@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+from codecs import utf_8_decode
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import lru_cache
@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 from octavo.checkpoint.base import Tokenizer
 from octavo.sample.params import SamplingParams
-
-_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Released(NamedTuple):
@@ -86,16 +84,29 @@ class IncrementalDetokenizer:
     include_stop_str_in_output.
     """
 
+    # Thousands may wait: each is one object, of which the garbage collector finds nothing more.
+    __slots__ = (
+        "_held",
+        "_include_stop",
+        "_min_tokens",
+        "_num_tokens",
+        "_own_stop_token_ids",
+        "_partial",
+        "_shows_special",
+        "_state",
+        "_stop_token_ids",
+        "_stops",
+        "_tokenizer",
+    )
+
     def __init__(
         self, tokenizer: Tokenizer, params: SamplingParams, stop_token_ids: Collection[int]
     ) -> None:
         self._tokenizer = tokenizer
-        self._bytes = (
-            tokenizer.token_bytes if params.skip_special_tokens else self._with_special_tokens
-        )
-        self._decoder = _Utf8Decoder(errors="replace")
+        self._shows_special = not params.skip_special_tokens
+        self._partial = b""  # of a character whose last byte has not come
         self._stop_token_ids = frozenset(stop_token_ids)
-        self._own_stop_token_ids = frozenset(params.stop_token_ids)
+        self._own_stop_token_ids = params.stop_token_ids
         self._stops = _stop_strings(tuple(params.stop)) if params.stop else None
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
@@ -110,10 +121,10 @@ class IncrementalDetokenizer:
             self._num_tokens += 1
             if token_id in self._stop_token_ids:
                 if self._include_stop:
-                    self._held += self._decoder.decode(self._bytes(token_id))
+                    self._held += self._decode(token_id)
                 own = token_id in self._own_stop_token_ids
                 return Released(released + self.finish(), count, True, token_id if own else None)
-            text = self._decoder.decode(self._bytes(token_id))
+            text = self._decode(token_id)
             if self._stops is None:
                 released += text
                 continue
@@ -125,14 +136,19 @@ class IncrementalDetokenizer:
 
     def finish(self) -> str:
         """What was held back, when the output ends for another reason than a stop string."""
-        text = self._held + self._decoder.decode(b"", final=True)
-        self._held = ""
+        text = self._held + utf_8_decode(self._partial, "replace", True)[0]
+        self._held, self._partial = "", b""
         return text
 
-    def _with_special_tokens(self, token_id: int) -> bytes:
-        if self._tokenizer.is_special(token_id):
-            return self._tokenizer.token_text(token_id).encode()
-        return self._tokenizer.token_bytes(token_id)
+    def _decode(self, token_id: int) -> str:
+        """The characters that the token completes."""
+        if self._shows_special and self._tokenizer.is_special(token_id):
+            data = self._partial + self._tokenizer.token_text(token_id).encode()
+        else:
+            data = self._partial + self._tokenizer.token_bytes(token_id)
+        text, decoded = utf_8_decode(data, "replace", False)
+        self._partial = data[decoded:]
+        return text
 
     def _match(self, text: str, stops: StopStrings) -> tuple[str, str | None]:
         """The text now certain, and the stop string that ends the output there, if any."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from array import array
 from collections.abc import Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
@@ -129,6 +130,7 @@ class Engine:
         self._text = text
         self._requests: dict[str, RequestState] = {}
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
+        self._gone: list[RequestState] = []  # of them, and of those that ended in this step
         self._starts = 0  # how often all was started over
         self._alone: RequestState | None = None  # who alone could make the step fail
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
@@ -161,6 +163,9 @@ class Engine:
                     f"token id {token_id} in the prompt is outside 0 to {self.vocab_size - 1}",
                     "prompt",
                 )
+        # Numbers and not objects: the collector need not look at each token of all who wait.
+        if not isinstance(request.prompt_token_ids, array):
+            request.prompt_token_ids = array("i", request.prompt_token_ids)
         return request
 
     def _check_minimum(self, params: SamplingParams, max_tokens: int) -> None:
@@ -279,7 +284,21 @@ class Engine:
             self._step(deltas)
         except Exception as error:
             self._start_over(error, deltas, guilty=self._alone)
+        finally:
+            self._let_go()
         return deltas
+
+    def _let_go(self) -> None:
+        """Of who has ended nothing is left once nobody refers to it. A state and its sequences
+        refer to each other, and the collector may be long in coming.
+        """
+        for state in self._gone:
+            state.sequences.clear()
+        self._gone.clear()
+
+    def _drop(self, state: RequestState) -> None:
+        """The request has ended. Until the step ends, it may still refer to it."""
+        self._gone.append(self._requests.pop(state.request.request_id))
 
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
@@ -429,7 +448,7 @@ class Engine:
             if state.num_unfinished == 0:
                 if state.record.outcome is None:
                     self._close(state.record, _OUTCOMES[_last_reason(state.record)])
-                del self._requests[request_id]
+                self._drop(state)
             elif state is guilty or request_id in cut_off:
                 reason = cut_off.get(request_id, FinishReason.ERROR)
                 why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
@@ -495,7 +514,7 @@ class Engine:
                 self.scheduler.finish(seq, reason)
                 if last:
                     self._close(record, Outcome.FINISHED, now)
-                    del self._requests[owner.request.request_id]
+                    self._drop(owner)
         self._stats.generation_tokens += generated
 
     def _count_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
@@ -552,7 +571,7 @@ class Engine:
         for seq in unfinished:
             self._leave(seq)
         self._close(record, _OUTCOMES[reason])
-        del self._requests[state.request.request_id]
+        self._drop(state)
 
     def _held_back(self, seq: Sequence) -> str:
         """The text that had waited for more, unless there is none to be had."""

@@ -110,7 +110,10 @@ class SamplingParams:
     def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
         """All token ids that end the output: the request's own, and the model's unless ignored."""
         own = frozenset(self.stop_token_ids)
-        return own if self.ignore_eos else own | frozenset(eos_token_ids)
+        if self.ignore_eos:
+            return own
+        models = frozenset(eos_token_ids)  # itself, if it is one: requests share it
+        return own | models if own else models
 
 
 _INT32_MAX = 2**31 - 1

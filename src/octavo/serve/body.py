@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from json.decoder import JSONArray  # type: ignore[attr-defined]
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from typing import Any, TypeVar
@@ -150,10 +150,12 @@ class Watch:
         self._task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        self._on_gone()
+        # An exception that is kept keeps, in a circle, all that the request is made of.
+        with suppress(asyncio.CancelledError):
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.gone = True
+            self._on_gone()
 
     async def close(self) -> None:
         self._task.cancel()

@@ -127,7 +127,7 @@ class ChatReply(Reply):
             usage=self.usage(),
         )
         if self.request.return_token_ids:
-            answer.prompt_token_ids = self.prompts[0].token_ids
+            answer.prompt_token_ids = self.prompts[0].token_ids.tolist()
         for output in outputs:  # one of them has the prompt's
             if output.prompt_logprobs is not None:
                 answer.prompt_logprobs = self.shower.prompt_logprobs(output.prompt_logprobs)
@@ -137,7 +137,7 @@ class ChatReply(Reply):
         """Says whose turn it is; carries what belongs to the prompt."""
         extra = b""
         if self.request.return_token_ids and len(self._begun) == 1:
-            extra += b',"prompt_token_ids":' + json.encode(self.prompts[0].token_ids)
+            extra += b',"prompt_token_ids":' + json.encode(self.prompts[0].token_ids.tolist())
         if self.request.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             shown = self.shower.prompt_logprobs(delta.prompt_logprobs)
             extra += b',"prompt_logprobs":' + json.encode(shown)

@@ -45,6 +45,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
         raise ApiError(
             400, f"{len(prompts)} prompts × n {n} is more than {config.max_choices} choices", "n"
         )
+    request.prompt = ""  # which is in ``prompts`` now
     reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
     params = sampling_params(
         request,
@@ -100,7 +101,7 @@ class CompletionReply(Reply):
             decode = model.tokenizer.decode
             keep = request.skip_special_tokens is False
             self._echo = [
-                decode(prompt.token_ids, skip_special_tokens=not keep)
+                decode(prompt.token_ids.tolist(), skip_special_tokens=not keep)
                 if prompt.text is None
                 else prompt.text
                 for prompt in prompts
@@ -158,7 +159,7 @@ class CompletionReply(Reply):
         if self.request.return_token_ids:
             choice.token_ids = output.token_ids
             if first:
-                choice.prompt_token_ids = self.prompts[prompt].token_ids
+                choice.prompt_token_ids = self.prompts[prompt].token_ids.tolist()
         if self.request.prompt_logprobs is not None and prompt_logprobs is not None:
             choice.prompt_logprobs = self.shower.prompt_logprobs(prompt_logprobs)
         return choice

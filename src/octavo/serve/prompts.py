@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import uuid
+from array import array
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.base import ChatTemplateError
@@ -17,7 +18,7 @@ _TAKEN = frozenset({"self", "messages", "tools", "documents", "add_generation_pr
 
 
 class Prompt(NamedTuple):
-    token_ids: list[int]
+    token_ids: array[int]  # numbers and not objects, for it stays as long as its request waits
     text: str | None  # as the client gave it; None: it gave ids
 
 
@@ -110,14 +111,14 @@ def _from_text(model: ServedModel, text: str, param: str, add_special_tokens: bo
     token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise ApiError(400, f"{param} has no tokens", param)
-    return Prompt(token_ids, text)
+    return Prompt(array("i", token_ids), text)
 
 
 def _from_ids(model: ServedModel, token_ids: list[int], param: str) -> Prompt:
     if not token_ids:
         raise ApiError(400, f"{param} has no tokens", param)
     model.check_ids(token_ids, param)
-    return Prompt(token_ids, None)
+    return Prompt(array("i", token_ids), None)
 
 
 def _plain(message: dict[str, Any], path: str) -> dict[str, str]:

@@ -109,7 +109,7 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
         )
     else:
         assert request.messages is not None
-        token_ids = chat_prompt(model, request.messages, request).token_ids
+        token_ids = chat_prompt(model, request.messages, request).token_ids.tolist()
     shown = None
     if request.return_token_strs:
         shown = [model.shown.text(token_id) for token_id in token_ids]

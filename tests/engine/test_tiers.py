@@ -27,6 +27,7 @@ def made(
     blocks: int = 8,
     length: int = 128,
     policy: str = "fcfs",
+    target: float | None = None,
     **more: Any,
 ) -> tuple[Engine, ToldTiers]:
     clock = VirtualClock()
@@ -36,6 +37,7 @@ def made(
         num_blocks=blocks,
         max_model_len=length,
         scheduling_policy=policy,
+        itl_target=target,
         tiers=tiers,
         clock=clock,
     )
@@ -503,6 +505,124 @@ def test_prompt_logprobs_are_computed_whole() -> None:
     assert not engine.scheduler.waiting.fetching
     run(engine)
     assert again.cached_tokens == 0
+
+
+class Hit:
+    """A prompt of 18 blocks comes back from host memory while another request's tokens stream, on a
+    machine where copying a block in takes a millisecond, as a step does.
+    """
+
+    def __init__(self, target: float | None) -> None:
+        self.engine, self.tiers = made(blocks=40, length=400, host=200, target=target)
+        for number in (1, 7, 8, 9):
+            ask(self.engine, f"first {number}", text(number, 300))
+            run(self.engine)
+        executor = self.engine.executor
+        assert isinstance(executor, CheckingExecutor)
+        self.executor = executor
+        self.copied = 0
+        self.fails_after: int | None = None
+        self._import = executor.import_blocks
+        executor.import_blocks = self.slow_import  # type: ignore[method-assign]
+        loading_takes(self.tiers, 0.001)
+        self.stream = ask(self.engine, "stream", text(5, 20), max_tokens=100)
+        for _ in range(30):  # what a step takes is learned
+            self.engine.step()
+        self.again = ask(self.engine, "again", text(1, 300), max_tokens=5)
+
+    def slow_import(self, *given: Any) -> None:
+        if self.copied == self.fails_after:
+            self.fails_after = None
+            raise Crash("injected")
+        self.tiers.clock.advance(0.001)
+        self.copied += 1
+        self._import(*given)
+
+    def step(self) -> tuple[int, float]:
+        """Blocks copied in, and seconds until the stream's next token."""
+        copied, tokens, began = self.copied, self.stream.completion_tokens, self.engine.clock.now()
+        self.engine.step()
+        self.engine.scheduler.check_integrity()
+        assert self.stream.completion_tokens == tokens + 1
+        return self.copied - copied, self.engine.clock.now() - began
+
+    def half(self) -> Any:
+        """The sequence, when a part of its blocks is there."""
+        while self.copied < 6:
+            self.step()
+        assert self.copied < 18
+        (seq,) = self.engine.scheduler.prefilling
+        return seq
+
+    def end(self, cached: int = 288) -> None:
+        run(self.engine)
+        assert self.again.outcome is Outcome.FINISHED
+        assert self.again.cached_tokens == cached
+        stats = self.engine.stats()
+        assert (stats.prefix_hits, stats.prefix_hits_host) == (cached, cached)
+        assert not self.tiers.memory.num_pins
+
+
+def test_without_a_target_a_hit_is_copied_in_at_once() -> None:
+    hit = Hit(None)
+    assert hit.step()[0] == 18
+    hit.end()
+
+
+def test_a_hit_is_copied_in_as_steps_have_time_for_it() -> None:
+    target = 0.006
+    hit = Hit(target)
+    steps = [hit.step() for _ in range(20)]
+    assert sum(copied for copied, _ in steps) == 18
+    assert max(copied for copied, _ in steps) > 1  # what there is time for
+    assert all(seconds <= target for _, seconds in steps)
+    hit.end()
+    assert hit.copied == 18
+
+
+def test_a_hit_that_no_step_has_time_for_is_copied_in_all_the_same() -> None:
+    hit = Hit(1e-6)
+    while hit.copied < 18:
+        assert hit.step()[0] >= 1
+    hit.end()
+
+
+def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:
+    hit = Hit(0.006)
+    hit.half()
+    assert hit.tiers.memory.num_pins
+    assert hit.engine.abort("again")
+    assert not hit.tiers.memory.num_pins
+    hit.engine.scheduler.check_integrity()
+    run(hit.engine)
+
+
+def test_half_of_a_hit_is_taken_back_after_a_preemption() -> None:
+    hit = Hit(0.006)
+    hit.engine.scheduler._preempt(hit.half())
+    assert not hit.tiers.memory.num_pins
+    hit.end()
+    assert hit.copied == 18  # the first half was still in the pool
+    assert hit.engine.stats().swapped_tokens > 0
+
+
+def test_when_the_rest_of_a_hit_cannot_be_copied_in_it_is_computed() -> None:
+    hit = Hit(0.006)
+    hit.half()
+    hit.fails_after = hit.copied
+    before = hit.engine.stats().computed_tokens
+    run(hit.engine)
+    assert hit.again.outcome is hit.stream.outcome is Outcome.FINISHED
+    assert hit.engine.stats().computed_tokens - before > 300
+    assert not hit.tiers.memory.num_pins
+
+
+def test_what_two_hits_have_in_common_is_copied_in_once() -> None:
+    hit = Hit(0.006)
+    other = ask(hit.engine, "other", text(1, 290), max_tokens=5)
+    run(hit.engine)
+    assert (hit.again.cached_tokens, other.cached_tokens) == (288, 288)
+    assert hit.copied == 18
 
 
 def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:

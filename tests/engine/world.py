@@ -23,6 +23,7 @@ from octavo.engine.detokenize import Released
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
 from octavo.engine.text import NoText
+from octavo.kv.measured import Measured
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import (
     AdmissionError,
@@ -145,6 +146,7 @@ class Setting:
     hashes: int = 0  # how many different hashes there are, to force collisions; 0: all
     max_num_queued_reqs: int | None = None
     host_blocks: int = 0  # of a tier in host memory; 0: none
+    load_seconds: float = 0.0  # that copying a block in from there takes
     disk: bool = False  # a tier on disk behind it, which now and then loses a block
     drafter: str | None = None  # a kind of `Oracle`
     num_drafts: int | None = None
@@ -184,7 +186,11 @@ class Setting:
         )
         if setting.enable_prefix_caching and rng.random() < 0.5:
             host_blocks = max(1, int(setting.num_blocks * rng.choice((0.3, 1.0, 4.0))))
-            setting = replace(setting, host_blocks=host_blocks, disk=rng.random() < 0.5)
+            setting = replace(
+                setting,
+                host_blocks=host_blocks,
+                disk=rng.random() < 0.5,
+            )
         if rng.random() < 0.15:
             setting = replace(setting, batching="static")
         if rng.random() < 0.15:
@@ -200,7 +206,8 @@ class Setting:
             setting = replace(setting, chunked_prefill=False, max_num_batched_tokens=most)
         elif rng.random() < 0.5:
             setting = replace(setting, itl_target=rng.choice((1e-9, 2e-4, 1e-3, 2e-3, 1.0)))
-        return replace(setting, policy=drawn_policy(rng))
+        setting = replace(setting, policy=drawn_policy(rng))
+        return replace(setting, load_seconds=rng.choice((0.0, 0.0, 1e-5, 1e-4, 1e-3)))
 
 
 def drawn_policy(rng: random.Random) -> dict[str, Any]:
@@ -276,6 +283,15 @@ class World:
         self.sampler.broken.update({BROKEN_SEED: 0, LATE_SEED: 3})
         self.executor.poison = POISON
         self.executor.slice_rows = setting.slice_rows
+        if self.tiers is not None and setting.load_seconds:
+            self.tiers.worth.loading = Measured(setting.load_seconds, clock.now)
+            import_blocks = self.executor.import_blocks
+
+            def slow_import(blocks: Any, data: Any) -> None:
+                clock.jump(setting.load_seconds)
+                import_blocks(blocks, data)
+
+            self.executor.import_blocks = slow_import  # type: ignore[method-assign]
         self.engine._text = Words
         Words.fail = False
         if setting.drafter is not None:
@@ -296,6 +312,7 @@ class World:
         self.count = 0
         self.steps = 0
         self.ran: list[Any] = []  # sequences, after the last step
+        self.to_load: dict[Any, int] = {}  # blocks, of those of them that are not through
         self.crashes = 0  # faults that were set up
         self.struck = 0  # of them, those that struck since the last step's end: each may cost
         self.victims = 0  # one request that fails, and not by itself; so many since then
@@ -337,8 +354,11 @@ class World:
             if fair and any(seq not in self.ran for seq in running):
                 unfinished = []  # who is let in is charged for it, and ranked by that from then on
             first = min(unfinished, key=rank, default=None)
-            assert first is None or first in step.scheduled.sequences, "the first does not progress"
+            if first is not None and first not in step.scheduled.sequences:
+                to_load = scheduler.kv.num_to_load(first.slot)
+                assert to_load < self.to_load.get(first, 0), "the first does not progress"
         self.ran = scheduler.decoding + scheduler.prefilling
+        self.to_load = {seq: scheduler.kv.num_to_load(seq.slot) for seq in scheduler.prefilling}
         assert 0.0 <= scheduler.kv.waste() <= 1.0
         self.sizes.append(max(map(len, step.drawn.runs), default=0))
 

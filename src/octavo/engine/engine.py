@@ -314,7 +314,9 @@ class Engine:
             tiers.transfer()
             copying = self.clock.now() - before
         if scheduled is None:
-            if self.scheduler.waiting.fetching and (reading := self.scheduler.kv.reading):
+            # Nothing is computed where something is being loaded, either.
+            reading = None if self.scheduler.prefilling else self.scheduler.kv.reading
+            if self.scheduler.waiting.fetching and reading is not None:
                 reading.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and self.speculator is not None:

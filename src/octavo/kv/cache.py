@@ -10,14 +10,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo.kv.digest import Key
 from octavo.kv.finding import NO_HIT, Finder, Hit
 from octavo.kv.layout import KvLayout
 from octavo.kv.pool import BlockPool
@@ -50,6 +53,14 @@ class _Branch:
     slot: int
     first: int
     end: int
+
+
+class _ToLoad(NamedTuple):
+    """A block of a slot's hit that is in another tier, pinned there."""
+
+    position: int
+    node: Node
+    group: int
 
 
 class KvCache:
@@ -106,6 +117,7 @@ class KvCache:
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._rows = list(range(num_rows - 1, max_seqs - 1, -1))  # for branches
         self._branches: dict[int, _Branch] = {}  # by row
+        self._to_load: dict[int, deque[_ToLoad]] = {}  # by slot
         if self.tiers is not None:
             self.tiers.forget()
 
@@ -126,12 +138,17 @@ class KvCache:
         return peak_blocks(self.layout, num_tokens)
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks in another tier that are pinned until slots get them."""
+        return sum(map(len, self._to_load.values()))
+
+    @property
     def num_branches(self) -> int:
         return len(self._branches)
 
     def held_blocks(self, slot: int) -> int:
         end = int(self.num_blocks[slot])
-        return sum(end - first[slot] for first in self._first)
+        return sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
 
     def waste(self) -> float:
         """Allocated but unfilled slots ÷ allocated slots (0 when nothing is allocated)."""
@@ -165,61 +182,91 @@ class KvCache:
             for node in hit.nodes[first:]
         )
 
-    def open(self, hit: Hit = NO_HIT, salt: str | None = None) -> int:
-        """Take a slot, and the hit's blocks with it."""
+    def open(self, hit: Hit = NO_HIT, salt: str | None = None, *, at_once: bool = True) -> int:
+        """Take a slot, and the hit's blocks with it: those in other tiers too if ``at_once``, else
+        as they are asked for (`load`).
+        """
         slot = self._slots.pop()
         count = hit.num_blocks
-        nodes = self._loaded(hit, salt) if hit.beyond else hit.nodes
+        nodes = self._nodes(hit, salt) if hit.beyond else hit.nodes
+        if self.enable_prefix_caching:
+            tip = nodes[-1] if count else self.index.add(None, (salt or "").encode())
+            if tip is not None:  # nor may anything of it go when blocks are taken for the rest
+                self.index.pin(tip)
+            self._tip[slot] = tip
+            self._registered[slot] = count
         self.num_blocks[slot] = count
         self.num_tokens[slot] = hit.num_tokens
+        to_load: deque[_ToLoad] = deque()
         for group, first in enumerate(self._finder.first_needed(hit.num_tokens)):
             self._first[group][slot] = min(first, count)
             for position in range(first, count):
                 block = nodes[position].blocks[group]
-                if not hit.beyond:
+                if block < 0:
+                    to_load.append(_ToLoad(position, nodes[position], group))
+                else:
                     self.pool.share(block)
-                self.tables[group, slot, position] = block
+                    self.tables[group, slot, position] = block
         if count * self.block_size > hit.num_tokens:
             self.shared_tails.add(slot)
-        if self.enable_prefix_caching:
-            tip = nodes[-1] if count else self.index.add(None, (salt or "").encode())
-            if tip is not None and not hit.beyond:
-                self.index.pin(tip)
-            self._tip[slot] = tip
-            self._registered[slot] = count
+        if to_load:
+            assert self.tiers is not None
+            for each in to_load:
+                self.tiers.memory.pin(self._key(each))
+            self._to_load[slot] = to_load
+            if at_once:
+                self.load(slot, len(to_load))
         return slot
 
-    def _loaded(self, hit: Hit, salt: str | None) -> list[Node]:
-        """The nodes of a hit of which some blocks are in other tiers: those have blocks now that
-        the next step will begin by filling. All blocks needed have a reference more, and the last
-        node is pinned.
-        """
-        tiers, index = self.tiers, self.index
-        assert tiers is not None
-        node = index.add(None, (salt or "").encode())
+    def _nodes(self, hit: Hit, salt: str | None) -> list[Node]:
+        """Of a hit of which some blocks are in other tiers."""
+        node = self.index.add(None, (salt or "").encode())
         nodes: list[Node] = []
         for content, digest in hit.beyond:
-            node = None if node is None else index.add(node, content)
+            node = None if node is None else self.index.add(node, content)
             if node is None:
                 raise RuntimeError("a prefix that was found has no place in the index")
             node.digest = digest
             nodes.append(node)
-        # Nothing of it may go when blocks are taken for the rest.
-        index.pin(nodes[-1])
-        needed = [
-            (node, group)
-            for group, first in enumerate(self._finder.first_needed(hit.num_tokens))
-            for node in nodes[first:]
-        ]
-        missing = [(node, group) for node, group in needed if node.blocks[group] < 0]
-        for node, group in needed:
-            if node.blocks[group] >= 0:
-                self.pool.share(node.blocks[group])
-        for node, group in missing:
-            block = self._allocate()
-            tiers.load((tiers.names.of(node), group), block, self.copies)
-            index.put(node, group, block)
         return nodes
+
+    def num_to_load(self, slot: int) -> int:
+        """Blocks of the slot's hit that it has not got yet: until it has, it cannot go on."""
+        return len(self._to_load.get(slot, ()))
+
+    def load(self, slot: int, count: int) -> int:
+        """Get ``count`` of these; so many blocks must be free. Returns how many of them the next
+        step will begin by filling: not those that others have had filled meanwhile.
+        """
+        tiers, to_load, filling = self.tiers, self._to_load[slot], 0
+        assert tiers is not None
+        for _ in range(count):
+            each = to_load.popleft()
+            key, block = self._key(each), each.node.blocks[each.group]
+            if block >= 0:
+                self.pool.share(block)
+            else:
+                block = self._allocate()
+                tiers.load(key, block, self.copies)
+                self.index.put(each.node, each.group, block)
+                filling += 1
+            tiers.memory.unpin(key)
+            self.tables[each.group, slot, each.position] = block
+        if not to_load:
+            del self._to_load[slot]
+        return filling
+
+    def seconds_to_load(self, slot: int) -> float:
+        """What each of these is expected to take, with what is overwritten for it."""
+        assert self.tiers is not None
+        worth = self.tiers.worth
+        empty = self.pool.num_free - self.pool.num_cached
+        spilling = worth.spilling.seconds if empty < self.num_to_load(slot) else 0.0
+        return worth.loading.seconds + spilling
+
+    def _key(self, each: _ToLoad) -> Key:
+        assert self.tiers is not None
+        return self.tiers.names.of(each.node), each.group
 
     def fork(self, slot: int) -> int:
         """A new slot with the same content; all blocks are shared."""
@@ -246,10 +293,14 @@ class KvCache:
         """
         for row in [row for row, branch in self._branches.items() if branch.slot == slot]:
             self._drop(row)
+        if self.tiers is not None:
+            for each in self._to_load.pop(slot, ()):
+                self.tiers.memory.unpin(self._key(each))
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
             for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
-                self.pool.release(block, keep=self.index.holds(block))
+                if block >= 0:  # it may not have been loaded yet
+                    self.pool.release(block, keep=self.index.holds(block))
             first[slot] = 0
         self.tables[:, slot, :count] = -1
         self.num_blocks[slot] = 0
@@ -513,6 +564,12 @@ class KvCache:
         """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
         self.pool.check()
         self.index.check()
+        for slot, to_load in self._to_load.items():
+            for position, node, group in to_load:
+                if slot in self._slots or self.tables[group, slot, position] >= 0:
+                    raise RuntimeError(f"slot {slot}: what is there is still to be loaded")
+                if node.refs == 0:
+                    raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
         held = [self.tables[:, : len(self.num_tokens)].ravel()]
         for row, branch in self._branches.items():
             held.append(self.tables[:, row, branch.first : branch.end].ravel())

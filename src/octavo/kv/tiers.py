@@ -176,8 +176,10 @@ class Tiers:
         if self._spills:
             spills, self._spills = self._spills, []
             size = max(1, _SLICE_BYTES // self._block_bytes)
+            began = self._now()
             for first in range(0, len(spills), size):
                 self._copy_out(spills[first : first + size])
+            self.worth.spilling.took((self._now() - began) / len(spills))
         if self._loads:
             began = self._now()
             try:
@@ -274,13 +276,15 @@ class Tiers:
             reads_late=reading.late,
         )
 
-    def check(self, pins: Iterable[ReadAhead]) -> None:
-        """Slots and pins add up; `RuntimeError` otherwise."""
+    def check(self, pins: Iterable[ReadAhead], to_load: int = 0) -> None:
+        """Slots and pins add up; `RuntimeError` otherwise. ``to_load``: so many blocks are pinned
+        until they are asked for.
+        """
         self.memory.check()
         pinned = sum(len(ahead.pinned) for ahead in pins) + sum(
             load.key is not None for load in self._loads
         )
-        if pinned != self.memory.num_pins:
+        if pinned + to_load != self.memory.num_pins:
             raise RuntimeError("a block of the host tier is pinned for nobody")
         taken = self.memory.num_slots - self.memory.num_takeable - self.memory.num_pinned
         if taken != (0 if self.reading is None else self.reading.num_slots):

@@ -37,6 +37,7 @@ class Worth:
         now: Callable[[], float],
     ) -> None:
         self.loading = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, into the pool
+        self.spilling = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, out of the pool
         self.reading = Measured(block_bytes / _DISK_BANDWIDTH, now)  # a block, from disk
         self.left_alone = 0  # hits, because computing was predicted to be quicker
         self._tokens_per_block = tokens_per_block

@@ -12,6 +12,9 @@ The rules, all in this place:
   that does not get through in the step, while a shorter one is behind it, takes half of what is
   left (``half``), and what is left in the end goes to the first: so a long prompt has at least half
   of every step until it is through, and a short one does not wait for that.
+- What is cached of a prompt in another tier is copied into the pool before a step, in the step's
+  time: no more of it than there is time for (`Budget.blocks`), and at least what the time of
+  `LEAST` tokens is enough for, for the first. The prompt goes on when all of it is there.
 - Drafts get what is left when prompts have been served, and nothing beyond the target.
 """
 
@@ -114,6 +117,26 @@ class Budget:
         self._served = True
         if self._timing is not None:
             self._timing.add(start, tokens, rows)
+
+    def blocks(self, most: int, seconds: float) -> int:
+        """How many blocks, ``most`` at most, there is time to copy into the pool before the step,
+        at ``seconds`` each. Who is served first gets at least one.
+        """
+        timing = self._timing
+        if timing is None:
+            return most
+        left = self._begin(timing) - timing.seconds(0, 0, 0)
+        if not self._served:
+            left = max(left, timing.seconds(0, LEAST, 0) - timing.seconds(0, 0, 0))
+        if most * seconds <= left:
+            return most
+        return max(int(left / seconds) if left > 0 else 0, int(not self._served))
+
+    def copy(self, seconds: float) -> None:
+        """So long the step's copies into the pool take."""
+        self._served = True
+        if self._limit is not None:
+            self._limit -= seconds
 
     def drafts(self) -> int:
         """How many tokens of drafts have room."""

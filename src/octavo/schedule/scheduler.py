@@ -238,7 +238,11 @@ class Scheduler:
         yield from newcomers(inf)
 
     def _chunk(self, seq: Sequence, budget: Budget, others: Items[Sequence]) -> Chunk | None:
-        """As many of the sequence's missing tokens as budget and blocks allow."""
+        """As many of the sequence's missing tokens as budget and blocks allow; none before all that
+        is cached of it is in the pool.
+        """
+        if self.kv.num_to_load(seq.slot) and not self._load(seq, budget):
+            return None
         missing = self._missing(seq)
         start = len(seq.token_ids) - missing
         scored = seq.owner.scores_prompt
@@ -256,6 +260,16 @@ class Scheduler:
         chunk = Chunk(seq, start, count)
         budget.take(start, count, chunk.logits_rows)
         return chunk
+
+    def _load(self, seq: Sequence, budget: Budget) -> bool:
+        """As many blocks of the sequence's hit as budget and pool allow. Whether that is all."""
+        kv = self.kv
+        while not kv.pool.num_free and (last := self._last()) is not seq:
+            self._preempt(last)
+        each, to_load = kv.seconds_to_load(seq.slot), kv.num_to_load(seq.slot)
+        count = min(budget.blocks(to_load, each), kv.pool.num_free)
+        budget.copy(each * kv.load(seq.slot, count))
+        return count == to_load
 
     def _extend(self, chunk: Chunk, budget: Budget) -> Chunk:
         """What nobody else took goes to the first prompt."""
@@ -315,7 +329,9 @@ class Scheduler:
     def _let_in(self, seq: Sequence, hit: Hit) -> None:
         """Out of the queue and into a slot."""
         self.waiting.remove(seq)
-        seq.slot = self.kv.open(hit, seq.owner.request.cache_salt)
+        # Where steps have a target, what is in another tier is copied in as they have time for it.
+        at_once = self.config.itl_target is None
+        seq.slot = self.kv.open(hit, seq.owner.request.cache_salt, at_once=at_once)
         self.waiting.end_ahead(seq)
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
@@ -723,4 +739,5 @@ class Scheduler:
         if self.waiting.tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")
         if self.kv.tiers is not None:
-            self.kv.tiers.check(seq.ahead for seq in self.waiting if seq.ahead is not None)
+            pins = (seq.ahead for seq in self.waiting if seq.ahead is not None)
+            self.kv.tiers.check(pins, self.kv.num_pinned)

@@ -332,3 +332,68 @@ async def test_nothing_behind_a_refused_head_is_read(engine: FakeEngine) -> None
         await peer.send(head + LIVE + LIVE)
         assert (await peer.read_all()).count(b"HTTP/1.1") == 1
         peer.socket.close()
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    b"transfer-encoding: chunked\r\n\r\n"
+)
+CHUNKS = b'2;a="b"\r\n{"\r\n010;c\r\nprompt": [1, 2]}\r\n'
+
+
+async def test_trailers_are_no_headers(engine: FakeEngine) -> None:
+    """What a proxy has checked in the head cannot be said once more behind the body."""
+    trailers = b"authorization: Bearer stolen\r\nx-request-id: mine\r\nhost: b\r\n"
+    async with listening(engine, api_key=("stolen",)) as url:
+        peer = await Peer.of(url, CHUNKED + CHUNKS + b"0\r\n" + trailers + b"\r\n")
+        answer = await peer.read_until(b"}}")
+        assert answer.split()[1] == b"401"
+        assert b"mine" not in answer
+        peer.socket.close()
+    async with listening(engine) as url:
+        peer = await Peer.of(url, CHUNKED + CHUNKS + b"000\r\n" + trailers + b"\r\n")
+        assert (await peer.read_until(b"}")).split()[1] == b"200"
+        peer.socket.close()
+
+
+@pytest.mark.parametrize("beside", [b"0\r\nx-a: ", b"1;"])
+async def test_what_lies_beside_a_body_has_an_end(engine: FakeEngine, beside: bytes) -> None:
+    """Trailers are kept until they end, and neither they nor extensions count as the body."""
+    async with listening(engine) as url:
+        peer = await Peer.of(url, CHUNKED + CHUNKS + beside)
+        sending = asyncio.create_task(peer.send_until_reset(b"a" * 10_000))
+        assert (await peer.read()).split()[1] == b"431"
+        await sending
+        peer.socket.close()
+
+
+async def test_a_body_in_single_bytes_is_read(engine: FakeEngine) -> None:
+    """Whatever its chunks cost: what lies between two bytes is little."""
+    body = b'{"prompt": "%b"}' % (b"a" * 100)
+    chunks = b"".join(b"1;%b\r\n%c\r\n" % (b"x" * 5000, each) for each in body)
+    async with listening(engine) as url:
+        peer = await Peer.of(url, CHUNKED)
+        for at in range(0, len(chunks), 10_000):
+            await peer.send(chunks[at : at + 10_000])
+        await peer.send(b"0\r\n\r\n")
+        assert (await peer.read_until(b"}")).split()[1] == b"200"
+        peer.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("coding", "status"),
+    [
+        (b"transfer-encoding: gzip, chunked", b"501"),
+        (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", b"501"),
+        (b"transfer-encoding: identity", b"501"),
+        (b"transfer-encoding: chunked, chunked", b"400"),
+        (b"transfer-encoding: chunked\r\ncontent-length: 3", b"400"),
+        (b"Transfer-Encoding: Chunked", b"200"),
+    ],
+)
+async def test_transfer_codings(engine: FakeEngine, coding: bytes, status: bytes) -> None:
+    head = CHUNKED.replace(b"transfer-encoding: chunked", coding)
+    async with listening(engine) as url:
+        peer = await Peer.of(url, head + CHUNKS + b"0\r\n\r\n")
+        assert (await peer.read_until(b"}")).split()[1] == status
+        peer.socket.close()

@@ -45,7 +45,7 @@ class _Pipelined(Exception):
 
 
 class _BadHead(Exception):
-    """A head that can be read and must not be answered."""
+    """A head that can be read and must not be answered, but with this status and message."""
 
 
 class _Parser(httptools.HttpRequestParser):
@@ -66,7 +66,7 @@ class _Parser(httptools.HttpRequestParser):
             except httptools.HttpParserCallbackError as error:
                 cause = error.__context__
                 if isinstance(cause, _BadHead):
-                    self._connection.refuse(400, str(cause))
+                    self._connection.refuse(*cause.args)
                 elif not isinstance(cause, _Pipelined):
                     raise
                 return None
@@ -83,6 +83,7 @@ class Connection(HttpToolsProtocol):
     _offer = False  # the head just read offers another protocol, and will be read again
     _reading: Literal["", "head", "body"] = ""  # the part of a request that is not complete
     _head_bytes = 0
+    _beside = 0  # bytes received since the last of a body: chunk extensions, trailers
     _unread = 0  # bytes received that nobody wants
     _keep_alive = True  # whether the client lets the connection stay
     _pipelined = False  # nothing of what comes is read any more
@@ -114,13 +115,17 @@ class Connection(HttpToolsProtocol):
         if self._pipelined:
             self._throw_away(data, _MOST_PIPELINED)
             return
+        self._beside += len(data)
         super().data_received(data)
         if self._reading == "head":
             self._head_bytes += len(data)
             if self._head_bytes > _LONGEST_HEAD:
                 self.refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
-        elif self._reading == "body" and self._answered:
-            self._throw_away(data, _MOST_UNREAD)
+        elif self._reading == "body":
+            if self._beside > _LONGEST_HEAD:
+                self.refuse(431, f"the request's trailers are longer than {_LONGEST_HEAD} bytes")
+            elif self._answered:
+                self._throw_away(data, _MOST_UNREAD)
 
     def on_message_begin(self) -> None:
         if not self._answered:
@@ -133,14 +138,19 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._expect_within(_HEAD_TIMEOUT)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        # Trailers are no headers: nobody in front has looked at them (RFC 9110, section 6.5.1).
+        if self._reading == "head":
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
         if self._offer:
             return
-        self._check_host()
+        self._check_head()
         super().on_headers_complete()
         self._reading = "body"
-        self._unread = 0
+        self._beside = self._unread = 0
         self._stop_timer()
         # Who is answered before it was given leave to send its body may send it or not: what
         # comes next cannot be told. The body's first bytes settle it.
@@ -150,6 +160,7 @@ class Connection(HttpToolsProtocol):
         DirectWrite(self.cycle).attach(cast(Scope, self.scope))
 
     def on_body(self, body: bytes) -> None:
+        self._beside = 0
         if self.expect_100_continue and not self.cycle.response_started:
             self.expect_100_continue = False
             self.cycle.keep_alive = self._keep_alive
@@ -186,13 +197,19 @@ class Connection(HttpToolsProtocol):
         if self._unread > most:
             self._reset()
 
-    def _check_host(self) -> None:
-        """RFC 9112, section 3.2: of two, a proxy may have read the other one."""
+    def _check_head(self) -> None:
+        """Raises `_BadHead` for what a proxy in front may have read in another way, or may not."""
+        # RFC 9112, section 3.2.
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
-            raise _BadHead(f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+            raise _BadHead(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
         if hosts and not _HOST.fullmatch(hosts[0]):
-            raise _BadHead("the request's Host header is not a host and a port")
+            raise _BadHead(400, "the request's Host header is not a host and a port")
+        # RFC 9112, section 6.1. The parser looks at the last coding only.
+        coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
+        if coding and coding.strip().lower() != b"chunked":
+            said = coding.decode("latin-1")
+            raise _BadHead(501, f"Transfer-Encoding: {said} is not supported, but chunked")
 
     def head_without_offer(self) -> bytes | None:
         """The request's head without what offers another protocol; None if nothing does."""

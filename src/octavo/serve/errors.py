@@ -31,6 +31,7 @@ _TYPES = {
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
+    501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request

@@ -82,7 +82,7 @@ class Disk:
         for own in (self._root, self._folder):
             if own.is_symlink():
                 raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")
-        check_folder(self._folder)
+            check_folder(own)
         self._index: dict[Key, None] = {}
         self._ledger = Ledger(self._root, budget, self._found, self._lost)
 

@@ -27,7 +27,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "verify": {"engine", "speculate", "schedule", "sample", "execute", "kv", "model", "checkpoint"},
     "quant": {"execute", "kv", "model", "checkpoint", "_native"},
-    "workload": set(),
+    "workload": {"strict_json"},
     "plan": {
         *("workload", "engine", "speculate", "schedule", "sample", "execute", "kv", "model"),
         *("checkpoint", "_native"),

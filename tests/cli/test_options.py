@@ -68,6 +68,10 @@ def test_lists() -> None:
         (options.id_bias, "a=b"),
         (lambda text: options.strings([text]), "[1"),
         (lambda text: options.strings([text]), "[1]"),
+        (lambda text: options.strings([text]), "[" * 10**5),
+        (lambda text: options.strings([text]), "[" + "1" * 5000 + "]"),
+        (options.json_object, '{"a":' * 10**5),
+        (options.json_object, '{"a":' + "1" * 5000 + "}"),
     ):
         with pytest.raises(typer.BadParameter, match="is not"):
             parse(text)

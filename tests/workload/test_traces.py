@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import time
@@ -155,6 +156,10 @@ def test_a_cut_prompt_still_shares_its_prefix(tmp_path: Path) -> None:
         ("hello\n", 1, "neither an Azure trace"),
         ("TIMESTAMP,ContextTokens\n", 1, "lacks one of"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", None, "has no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens,ContextTokens\n", 1, "ContextTokens twice"),
+        (gzip.compress(AZURE.encode()), None, "is compressed"),
+        (AZURE.encode("utf-16"), 1, "not UTF-8"),
+        ('{"timestamp": 0, "timestamp": 1}', 1, "'timestamp' appears twice"),
         (AZURE + "2023-11-16 18:16:06,1\n", 6, "2 fields where the header has 3"),
         (AZURE + "yesterday,1,1\n", 6, "TIMESTAMP is 'yesterday', not a time"),
         (AZURE + "2023-13-16 18:16:06,1,1\n", 6, "not a time"),
@@ -389,6 +394,7 @@ def test_taking_more_than_there_are() -> None:
         ('\n["num_prompts"]', ": not a JSON object"),
         ("[" * 100_000, ": JSON nested too deep"),
         ('{"num_prompts": ' + "1" * 5000 + "}", ": not JSON (Exceeds the limit"),
+        ('{"num_prompts": 1, "num_prompts": 2}', ": not JSON ('num_prompts' appears twice"),
     ],
 )
 def test_what_is_wrong_with_a_result_is_named_by_its_line(

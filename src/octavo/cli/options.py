@@ -73,10 +73,10 @@ def max_model_len(text: str) -> int | None:
 def json_object(text: str) -> dict[str, Any]:
     try:
         given = json.loads(text, object_pairs_hook=once)
-    except ValueError as error:
-        raise typer.BadParameter(f"{text!r} is not JSON: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise typer.BadParameter(f"{text[:200]!r} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise typer.BadParameter(f"{text!r} is not a JSON object")
+        raise typer.BadParameter(f"{text[:200]!r} is not a JSON object")
     return given
 
 
@@ -108,10 +108,10 @@ def strings(values: list[str]) -> tuple[str, ...]:
             continue
         try:
             items = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise typer.BadParameter(f"{value!r} is not a JSON list: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise typer.BadParameter(f"{value[:200]!r} is not a JSON list: {error}") from None
         if not all(isinstance(item, str) for item in items):
-            raise typer.BadParameter(f"{value!r} is not a list of strings")
+            raise typer.BadParameter(f"{value[:200]!r} is not a list of strings")
         flat += items
     return tuple(flat)
 

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from octavo.strict_json import once
 from octavo.workload.classes import LoadClass
 
 # Datasets have keys of their own, so that one run leaves nothing in a server's cache for another.
 RANDOM, PREFIXES, SUFFIXES, AZURE, MOONCAKE, RESULT = (kind << 64 for kind in range(1, 7))
+_GZIP = b"\x1f\x8b"  # RFC 1952, section 2.3.1
 _LONGEST_LINE = 1 << 28  # bytes: one result of octavo bench serve may be a line
 UNIT = 512  # tokens are drawn in units of this many, so that a cut part is a prefix of the whole
 
@@ -152,6 +154,8 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
+                if number == 1 and raw.startswith(_GZIP):
+                    raise DatasetError(f"{path}: is compressed (gzip -d unpacks it)") from None
                 raise DatasetError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
             if line:
                 yield number, line
@@ -159,7 +163,7 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 def json_object(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
-        value = json.loads(line)
+        value = json.loads(line, object_pairs_hook=once)
     except ValueError as error:
         raise DatasetError(f"{path}:{number}: not JSON ({error})") from None
     except RecursionError:
@@ -198,7 +202,7 @@ def sharegpt(path: Path, count: Callable[[str], int], output_len: int | None) ->
     """
     regular(path)
     try:
-        entries = json.loads(path.read_bytes())
+        entries = json.loads(path.read_bytes(), object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}: not JSON ({error})") from None
     if not isinstance(entries, list):

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
+from octavo.strict_json import once
 from octavo.workload.arrivals import LATEST
 from octavo.workload.datasets import (
     AZURE,
@@ -192,6 +193,9 @@ def _azure(path: Path, notices: list[str]) -> Iterator[Found]:
             columns = {name: fields.index(name) for name in names if name in fields}
             if len(columns) < 3:
                 raise DatasetError(f"{path}:{number}: the header lacks one of {', '.join(names)}")
+            for name in names:
+                if fields.count(name) > 1:
+                    raise DatasetError(f"{path}:{number}: the header has {name} twice")
             width = len(fields)
             continue
         if len(fields) != width:
@@ -296,12 +300,12 @@ def _whole_object(path: Path) -> dict[str, Any]:
     if not lines:
         raise DatasetError(f"{path}: is empty")
     try:
-        value = json.loads("\n".join(lines))
+        value = json.loads("\n".join(lines), object_pairs_hook=once)
     except json.JSONDecodeError as error:
         raise DatasetError(
             f"{path}:{error.lineno}: not JSON ({error.msg}): a result is one JSON object"
         ) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number of thousands of digits, a key given twice
         raise DatasetError(f"{path}: not JSON ({error})") from None
     except RecursionError:
         raise DatasetError(f"{path}: JSON nested too deep") from None

@@ -226,6 +226,17 @@ async def test_a_consumer_whose_loop_has_closed_is_aborted() -> None:
     await engine.stop()
 
 
+def test_joined_deltas_have_the_time_of_their_last_token() -> None:
+    """Not of an abort behind it, which has none: gaps between tokens are taken from it."""
+    deltas = [
+        Delta("a", 0, "x", [1], at=5.0),
+        Delta("a", 0, "y", [2], at=6.0),
+        Delta("a", 0, "", [], finish_reason=FinishReason.ABORT),
+    ]
+    (delta,) = joined(deltas)
+    assert (delta.token_ids, delta.at, delta.finish_reason) == ([1, 2], 6.0, FinishReason.ABORT)
+
+
 def test_joined_deltas_keep_order_and_put_the_record_last() -> None:
     record = build().new_record(request("a", [1]))
     length = FinishReason.LENGTH

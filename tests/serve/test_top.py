@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import re
 import subprocess
@@ -18,6 +19,7 @@ from serving import listening, real_engine, started
 from octavo.top import live
 from octavo.top.figures import Figures
 from octavo.top.source import Source, SourceError
+from top.samples import sample
 
 PROGRAM = "from octavo.cli import main; main()"
 
@@ -177,11 +179,26 @@ async def test_what_is_no_octavo_server() -> None:
     while not server.started:
         await asyncio.sleep(0.005)
     source = Source(f"http://127.0.0.1:{listener.getsockname()[1]}", None, 10, insecure=False)
+
+    def pool(**changes: int) -> bytes:
+        engine = dataclasses.asdict(sample(1.0).engine)
+        engine["pool"] |= changes
+        said = {"model": "m", "version": "1", "draining": False, "engine": engine}
+        return json.dumps(said).encode()
+
     for requests, metrics, message in (
         ((404, b""), (200, b""), "no /requests there"),
         ((200, b"[]"), (200, b""), "does not answer as"),
         ((200, b'{"model": "m"}'), (200, b""), "does not answer as"),
         ((200, b"\xff\x00"), (200, b"octavo:"), "does not answer as"),
+        ((200, b'{"x":' + b"[" * 100_000), (200, b""), "does not answer as"),
+        ((200, pool()), (200, b"octavo:prompt_tokens_total 1e308\n"), "prompt_tokens_total is 1e"),
+        ((200, pool()), (200, b"octavo:prompt_tokens_total -1\n"), "prompt_tokens_total is -1"),
+        ((200, pool()), (200, b"octavo:prompt_tokens_total NaN\n"), "prompt_tokens_total is nan"),
+        ((200, pool(blocks=0)), (200, b""), "there are 0 blocks"),
+        ((200, pool(blocks=9, used=10)), (200, b""), "9 blocks, 10 of them used"),
+        ((200, pool(blocks=10**30)), (200, b""), "blocks is 1000"),
+        ((200, pool(block_size=-(10**300))), (200, b""), "block_size is -1000"),
         ((500, b"no"), (200, b""), "/requests answers 500"),
     ):
         found = {"/requests": requests, "/metrics": metrics}

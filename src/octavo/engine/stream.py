@@ -188,4 +188,5 @@ def _join(parts: list[Delta]) -> Delta:
         token_ids=[token_id for part in parts for token_id in part.token_ids],
         logprobs=logprobs,
         prompt_logprobs=parts[0].prompt_logprobs,
+        at=max(part.at for part in parts),  # the last may have no token, and so no time
     )

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from octavo.bench.load.client import Body, Client, Target
 from octavo.engine.snapshot import EngineSnapshot
 
+_MOST = 1e18  # of anything that is counted or measured
 _TIMEOUT = 15.0  # seconds; a server in a long step answers when it is over
 _PREFIX = "octavo:"
 
@@ -57,7 +58,7 @@ class Counts:
 
     @classmethod
     def read(cls, text: str) -> Counts:
-        """Raises `ValueError` for what is no Prometheus text."""
+        """Raises `ValueError` for what is no Prometheus text, or has numbers that mean nothing."""
         counts = cls()
         for family in text_string_to_metric_families("".join(_wanted(text.splitlines(True)))):
             for sample in family.samples:
@@ -66,9 +67,13 @@ class Counts:
 
     def _take(self, name: str, labels: dict[str, str], value: float) -> None:
         base, _, part = name.rpartition("_")
+        if name in _GAUGES and math.isnan(value):  # which is said where nothing is known
+            return
+        if not 0 <= value <= _MOST:
+            raise ValueError(f"{name} is {value:g}")
         if name == _STARTED:
             self.started = value
-        elif name in _GAUGES and not math.isnan(value):  # which is said where nothing is known
+        elif name in _GAUGES:
             self.gauges[name] = self.gauges.get(name, 0.0) + value
         elif part == "total" and base in _TOTALS:
             self.totals[base] = self.totals.get(base, 0.0) + value
@@ -103,6 +108,26 @@ class _Answer(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Answer).decode
 
 
+def _checked(answer: _Answer, raw: object) -> _Answer:
+    """Raises `ValueError` for numbers that mean nothing: figures are made of them."""
+    _check_numbers("", raw)
+    pool = answer.engine.pool
+    if not 0 <= max(pool.used, pool.cached, pool.free) <= pool.blocks > 0:
+        raise ValueError(f"there are {pool.blocks} blocks, {pool.used} of them used")
+    return answer
+
+
+def _check_numbers(name: str, value: object) -> None:
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_numbers(key, each)
+    elif isinstance(value, list):
+        for each in value:
+            _check_numbers(name, each)
+    elif isinstance(value, int | float) and not abs(value) <= _MOST:
+        raise ValueError(f"{name} is {str(value)[:20]}")
+
+
 @dataclass(slots=True)
 class Sample:
     """``at``: Unix time here; differences of time are taken by ``engine.time``."""
@@ -132,9 +157,9 @@ class Source:
         listed = await self._get(f"/requests?limit={self._limit}")
         metrics = await self._get("/metrics")
         try:
-            answer = _decode(listed)
+            answer = _checked(_decode(listed), msgspec.json.decode(listed))
             counts = Counts.read(metrics.decode())
-        except (ValueError, KeyError) as error:  # msgspec's errors are ValueErrors
+        except (ValueError, KeyError, RecursionError) as error:  # msgspec's are ValueErrors
             raise SourceError(
                 f"{self.url} does not answer as an octavo server of this version: {error}",
                 final=True,

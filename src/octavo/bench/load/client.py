@@ -67,13 +67,17 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, url: str) -> Target:
         """Raises `ValueError` for what is no http(s) URL."""
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            port = parts.port
+        except ValueError as error:  # which does not say of what
+            raise ValueError(f"{url!r} is not a URL: {error}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL such as http://127.0.0.1:8000")
         if parts.query or parts.fragment or parts.username is not None:
             raise ValueError(f"{url!r}: a base URL is scheme, host, port and path only")
         tls = parts.scheme == "https"
-        return cls(parts.hostname, parts.port or (443 if tls else 80), parts.path.rstrip("/"), tls)
+        return cls(parts.hostname, port or (443 if tls else 80), parts.path.rstrip("/"), tls)
 
     @property
     def netloc(self) -> str:

@@ -133,8 +133,8 @@ def check_restarts(model: Path, folder: Path, prompts: list[list[int]], *flags: 
         assert server.counter("kv_offload_corrupted_blocks_total") > 0
         server.child.terminate()
         assert server.child.wait(30) == 0
-    # Ended in peace, it has written anew what was missing and what it found to be bad. Behind a file
-    # that was cut short, and is gone since the start, nothing was read: that is done the next time.
+    # Ended in peace, it has written anew what was missing and what it found to be bad. Behind a
+    # file that was cut short, and is gone since the start, nothing was read: another does that.
     with serving(model, folder, *flags) as server:
         again = [server.ask(prompt) for prompt in prompts]
         assert [each[::2] for each in again] == [each[::2] for each in cold]

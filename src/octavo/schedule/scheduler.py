@@ -11,10 +11,10 @@ that the oldest always finishes.
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, insort
+from bisect import insort
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
-from itertools import chain, islice, repeat, takewhile
+from itertools import islice, repeat
 from math import inf
 from typing import Any
 
@@ -32,6 +32,7 @@ from octavo.schedule.drafting import Proposer, draft
 from octavo.schedule.policies.base import BY_ARRIVAL
 from octavo.schedule.policies.choice import policy_of
 from octavo.schedule.request import FinishReason, Request, RequestRecord
+from octavo.schedule.room import Room
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.schedule.shedding import Shedding
 from octavo.schedule.suspects import Suspects
@@ -68,6 +69,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
         self.waiting = Waiting(self.policy, self.kv)
+        self._room = Room(config, self.kv, self.policy, self.decoding, self.prefilling)
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests that were scheduled
         self.prefix_queries = 0
@@ -78,7 +80,6 @@ class Scheduler:
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
         self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
-        self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
         self._scheduled: Scheduled | None = None
         self._served: set[Sequence] = set()  # whose turn it was for a chunk of the step
         self._suspects = Suspects()
@@ -314,7 +315,7 @@ class Scheduler:
             if head is seq and kv.pool.num_free <= free:
                 return None
         hit = self._lookup(seq)
-        if running and not self._fits(seq, hit):
+        if running and not self._room.fits(seq, hit):
             self._blocked = (seq, kv.pool.num_free)
             return None
         self._blocked = None
@@ -386,55 +387,23 @@ class Scheduler:
         """Let a sequence in that displaces others, in the places and blocks of as few of them as
         will do. False, and nothing is changed, if all of them would not.
         """
-        kv, policy = self.kv, self.policy
-        running = sorted(chain(self.decoding, self.prefilling), key=policy.rank, reverse=True)
-        displaced = list(takewhile(lambda other: policy.displaces(seq, other), running))
-        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
-        if self._short == (seq, free):
+        room = self._room
+        displaced = room.displaced_by(seq)
+        if not displaced:
             return False
-        slots = 1 + len(seq.followers) - self._free_slots
         hit = self._lookup(seq)
-
-        def will_do(count: int) -> bool:
-            leaving = displaced[:count]
-            freed = sum(1 + len(other.followers) for other in leaving)
-            return freed >= slots and self._fits(seq, hit, leaving)
-
-        count = bisect_left(range(len(displaced) + 1), True, key=will_do)
-        if seq is not policy.head():  # nor does it take what is free from under the head
-            count = max(count, 1)
-        if count > len(displaced):
-            self._short = (seq, free)
+        count = room.fewest(seq, hit, displaced, self._free_slots)
+        if count is None:
             return False
         for other in displaced[:count]:
             self._preempt(other)
         more = iter(displaced[count:])
-        while not self._fits(seq, hit):  # blocks that others share did not become free
+        while not room.fits(seq, hit):  # blocks that others share did not become free
             if (another := next(more, None)) is None:
                 return False
             self._preempt(another)
         self._let_in(seq, hit)
         return True
-
-    def _fits(self, seq: Sequence, hit: Hit, leaving: Items[Sequence] = ()) -> bool:
-        """Whether a sequence may join those who run, without those ``leaving``. Beside its own
-        blocks, those promised to prompts under way and the next block of everyone must be free:
-        else it, or another, would soon be preempted again. Where each has its own reserved, nobody
-        grows.
-        """
-        kv = self.kv
-        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in leaving)
-        if self.config.memory == "reserve":
-            longest = len(seq.token_ids) + seq.num_to_come - 1
-            return admission.needed_blocks(longest, self.config, kv.layout) <= free
-        need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
-        promised = sum(
-            max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
-            for other in self.prefilling
-            if other not in leaving
-        )
-        staying = len(self.decoding) + len(self.prefilling) - len(leaving)
-        return need + promised + staying * len(kv.layout.groups) <= free
 
     def _count_first_time(self, seq: Sequence, hit: Hit) -> None:
         record = seq.owner.record
@@ -459,11 +428,8 @@ class Scheduler:
         return next((seq for seq in alone.sequences if seq.status is Status.WAITING), None)
 
     def _last(self) -> Sequence:
-        """Who gives way: the running sequence of the highest rank, without those that have their
-        chunk of the step.
-        """
-        running = chain(self.decoding, self.prefilling)
-        return max((seq for seq in running if seq not in self._served), key=self.policy.rank)
+        """Who gives way in this step."""
+        return self._room.last(self._served)
 
     def _preempt(self, seq: Sequence) -> None:
         """Take everything from a running sequence; it will be computed again."""
@@ -677,9 +643,11 @@ class Scheduler:
         """
         if self._scheduled is not None:
             self._scheduled.stale = True
-        self._scheduled = self._blocked = self._short = None
+        self._scheduled = self._blocked = None
+        self._room.forget()
         self.kv.clear()
-        self.decoding, self.prefilling = [], []
+        self.decoding.clear()
+        self.prefilling.clear()
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
         self.waiting.clear()

@@ -1,0 +1,98 @@
+"""Who fits beside those who run, and who of these gives way. It looks, and changes nothing."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection
+from collections.abc import Sequence as Items
+from itertools import chain, takewhile
+
+from octavo.kv.cache import KvCache
+from octavo.kv.finding import Hit
+from octavo.schedule import admission
+from octavo.schedule.config import SchedulerConfig
+from octavo.schedule.policies.base import Policy
+from octavo.schedule.sequence import Sequence
+
+
+class Room:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KvCache,
+        policy: Policy,
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+    ) -> None:
+        """``decoding``, ``prefilling``: who runs; the scheduler's own lists."""
+        self._config = config
+        self._kv = kv
+        self._policy = policy
+        self._decoding = decoding
+        self._prefilling = prefilling
+        self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
+
+    def last(self, served: Collection[Sequence]) -> Sequence:
+        """Who gives way: the running sequence of the highest rank, without those ``served``, that
+        have their chunk of the step.
+        """
+        running = chain(self._decoding, self._prefilling)
+        return max((seq for seq in running if seq not in served), key=self._policy.rank)
+
+    def fits(self, seq: Sequence, hit: Hit, leaving: Items[Sequence] = ()) -> bool:
+        """Whether a sequence may join those who run, without those ``leaving``. Beside its own
+        blocks, those promised to prompts under way and the next block of everyone must be free:
+        else it, or another, would soon be preempted again. Where each has its own reserved, nobody
+        grows.
+        """
+        kv = self._kv
+        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in leaving)
+        if self._config.memory == "reserve":
+            longest = len(seq.token_ids) + seq.num_to_come - 1
+            return admission.needed_blocks(longest, self._config, kv.layout) <= free
+        need = kv.peak_blocks(len(seq.token_ids)) - kv.blocks_in_use(hit)
+        promised = sum(
+            max(0, kv.peak_blocks(len(other.token_ids)) - kv.held_blocks(other.slot))
+            for other in self._prefilling
+            if other not in leaving
+        )
+        staying = len(self._decoding) + len(self._prefilling) - len(leaving)
+        return need + promised + staying * len(kv.layout.groups) <= free
+
+    def displaced_by(self, seq: Sequence) -> list[Sequence]:
+        """Who of those that run may give way to one that waits, the first to do so first; nobody
+        where it is known that all of them would not do.
+        """
+        policy, kv = self._policy, self._kv
+        running = sorted(chain(self._decoding, self._prefilling), key=policy.rank, reverse=True)
+        displaced = list(takewhile(lambda other: policy.displaces(seq, other), running))
+        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
+        if self._short == (seq, free):
+            return []
+        return displaced
+
+    def fewest(
+        self, seq: Sequence, hit: Hit, displaced: list[Sequence], free_slots: int
+    ) -> int | None:
+        """How many of those ``displaced_by`` the sequence must give way for it to fit; None if all
+        of them would not do.
+        """
+        slots = 1 + len(seq.followers) - free_slots
+
+        def will_do(count: int) -> bool:
+            leaving = displaced[:count]
+            freed = sum(1 + len(other.followers) for other in leaving)
+            return freed >= slots and self.fits(seq, hit, leaving)
+
+        count = bisect_left(range(len(displaced) + 1), True, key=will_do)
+        if seq is not self._policy.head():  # nor does it take what is free from under the head
+            count = max(count, 1)
+        if count <= len(displaced):
+            return count
+        held = sum(self._kv.held_blocks(other.slot) for other in displaced)
+        self._short = seq, self._kv.pool.num_free + held
+        return None
+
+    def forget(self) -> None:
+        """All who ran have been sent away."""
+        self._short = None

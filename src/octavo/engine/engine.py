@@ -282,10 +282,9 @@ class Engine:
         self._alone = None
         try:
             self._step(deltas)
+            self._let_go()
         except Exception as error:
             self._start_over(error, deltas, guilty=self._alone)
-        finally:
-            self._let_go()
         return deltas
 
     def _let_go(self) -> None:

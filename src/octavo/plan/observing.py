@@ -1,15 +1,21 @@
 """Steps of the live engine, timed: a scripted load that shows it all kinds of steps.
 
-Prompts are read in chunks of all sizes, alone and beside others that decode; few and many sequences
-decode, in short and long contexts. To decode, prompts are taken that the prefix cache holds, so
-that little time goes into reading them again. Steps are whole: the admission of the requests that
-came before them, scheduling, kernels, sampling, text and delivery, as a request would see them.
+Half of the time goes to kinds of work one by one: prompts are read in chunks of all sizes, alone
+and beside others that decode; few and many sequences decode, in short and long contexts. To decode,
+prompts are taken that the prefix cache holds, so that little time goes into reading them again.
+The other half is traffic, as a server has it: users who send a prompt, read the answer and send the
+next, few and many. There steps follow each other as they do in serving, without pauses, and what a
+step finds in the caches is what serving leaves there.
+
+Steps are whole: the admission of the requests that came before them, scheduling, kernels, sampling,
+text and delivery, as a request would see them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,10 +37,19 @@ _SHORT, _LONG = (16, 200), (400, 1800)  # tokens of a prompt
 _MOST_SHORT, _MOST_LONG = 64, 8
 _FOR_POOLS = 0.35  # of the time, to read the prompts that are decoded from
 _PAUSE = 0.012  # seconds after each piece of work, so that no quota of time runs out within one
-# Of a probe: what is decoded from, and the prompts that come meanwhile, in tokens.
-_PROBED, _COMING = (32, 300), (24, 256)
-_MOST_PROBED = 12
-_PROBE_FOR_POOL = 0.25
+
+
+class _Traffic(NamedTuple):
+    """The ranges that numbers of users and tokens are from, evenly in logarithms."""
+
+    users: tuple[int, int]
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    seconds: float  # until there are more users, or fewer
+
+
+_SERVED = _Traffic((1, 64), (8, 1000), (8, 128), 0.75)
+_PROBED = _Traffic((1, 8), (24, 256), (8, 32), 0.25)
 
 
 class Unobservable(RuntimeError):
@@ -47,12 +62,14 @@ class _Observer:
     def __init__(self) -> None:
         self.batch: Batch | None = None
         self.failure: str | None = None
+        self.ended = 0
 
     def on_step(self, step: Step) -> None:
         self.batch = step.scheduled.batch.kept()
 
     def on_end(self, record: RequestRecord) -> None:
         self.failure = self.failure or record.error
+        self.ended += 1
 
 
 def observe(
@@ -74,11 +91,9 @@ def observe(
 
 
 def probe(engine: Engine, *, seconds: float = PROBE_SECONDS, seed: int = 0) -> list[Observation]:
-    """Steps that tell how fast the machine is now, as of `observe`: a light load of short prompts
-    that arrive while a few others decode. One piece of it takes a tenth of a second (on a model of
-    100 million parameters), so that reading weights and computing are both seen at many moments: a
-    shared machine's speed wavers within seconds. Where steps are slow it goes on until there are
-    enough.
+    """Steps that tell how fast the machine is now, as of `observe`: traffic of a few users with
+    short prompts, so that reading weights and computing are both seen at many moments: a shared
+    machine's speed wavers within seconds. Where steps are slow it goes on until there are enough.
     """
     script = _Script(engine, seconds, seed)
     try:
@@ -118,25 +133,27 @@ class _Script:
         self._decode(short, len(short), 10)
         self._decode(long, len(long), 10)
         clock = self.engine.clock
-        while self._left() > 0:
+
+        def told() -> bool:
+            left = self._left()
+            progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
+            return left > 0
+
+        while told():
+            began = clock.now()
             for work in self._round(short, long):
                 work()
-                left = self._left()
-                if left <= 0:
-                    break
-                progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
+                if not told():
+                    return
                 clock.sleep_until(clock.now() + _PAUSE)
+            served_from = clock.now()
+            while clock.now() - served_from < served_from - began and told():
+                self._serve(_SERVED)
 
     def probe(self) -> None:
         self._warm_up()
-        pool = self._pool(_PROBED, _MOST_PROBED, self._readable(_PROBE_FOR_POOL * self._seconds))
-        for prompt in pool:
-            self._add(prompt, 1)
-            self._drained()
-        clock = self.engine.clock
         while self._left() > 0 or len(self.observations) < FEWEST:
-            self._arrive(pool)
-            clock.sleep_until(clock.now() + _PAUSE)
+            self._serve(_PROBED)
 
     def _warm_up(self) -> None:
         for _ in range(2):  # the first steps find cold caches, and are no observations
@@ -189,27 +206,34 @@ class _Script:
 
     def _mix(self, pool: Sequence[list[int]]) -> None:
         """Prompts arrive while others decode, few as often as many."""
-        some = int(np.exp(self._random.uniform(0, np.log(min(len(pool), 32) + 0.9))))
+        some = self._between(1, min(len(pool), 32))
         for index in self._random.permutation(len(pool))[:some]:
             self._add(pool[index], 24)
         self._step()
         for _ in range(4):
-            longest = np.log(min(self._most_tokens, self._longest // 2))
-            length = np.exp(self._random.uniform(min(2.0, longest), longest))
-            self._add(self._prompt(int(length)), 8)
+            longest = min(self._most_tokens, self._longest // 2)
+            self._add(self._prompt(self._between(min(8, longest), longest)), 8)
             self._steps(3)
         self._drain()
 
-    def _arrive(self, pool: Sequence[list[int]]) -> None:
-        """A prompt arrives while a few others decode, more often few than some."""
-        some = int(np.exp(self._random.uniform(0, np.log(min(len(pool), 8) + 0.9))))
-        for index in self._random.permutation(len(pool))[:some]:
-            self._add(pool[index], 20)
-        self._steps(6)
-        low, high = (min(tokens, self._longest // 2) for tokens in _COMING)
-        self._add(self._prompt(int(np.exp(self._random.uniform(np.log(low), np.log(high))))), 10)
-        self._steps(8)
+    def _serve(self, traffic: _Traffic) -> None:
+        """Each user sends another prompt in the step behind the answer's last token."""
+        low, high = traffic.users
+        coming = self._between(low, min(high, self._most_sequences))
+        clock = self.engine.clock
+        end = clock.now() + traffic.seconds
+        while clock.now() < end:
+            for _ in range(coming):
+                length = min(self._between(*traffic.prompt), self._longest // 2)
+                self._add(self._prompt(length), self._between(*traffic.answer))
+            ended = self._observer.ended
+            self._step()
+            coming = self._observer.ended - ended
         self._drain()
+
+    def _between(self, low: int, high: int) -> int:
+        """A number from ``low`` to ``high``, evenly in logarithms."""
+        return int(np.exp(self._random.uniform(np.log(low), np.log(high + 0.99))))
 
     # The engine
 
@@ -255,7 +279,7 @@ class _Script:
         pool: list[list[int]] = []
         room = kv.pool.num_blocks // 3
         for _ in range(min(most, self._most_sequences)):
-            length = int(np.exp(self._random.uniform(np.log(low), np.log(high))))
+            length = self._between(low, high)
             tokens -= length
             room -= peak_blocks(kv.layout, length)
             if pool and (tokens < 0 or room < 0):

@@ -49,7 +49,7 @@ class _Traffic(NamedTuple):
 
 
 _SERVED = _Traffic((1, 64), (8, 1000), (8, 128), 0.75)
-_PROBED = _Traffic((1, 8), (24, 256), (8, 32), 0.25)
+_PROBED = _Traffic((1, 8), (16, 300), (16, 128), 0.5)
 
 
 class Unobservable(RuntimeError):

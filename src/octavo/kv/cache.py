@@ -257,12 +257,14 @@ class KvCache:
         return filling
 
     def seconds_to_load(self, slot: int) -> float:
-        """What each of these is expected to take, with what is overwritten for it."""
+        """What each of these is expected to take, with what is overwritten for it: no less than in
+        the last step that loaded any, which a mean is slow to follow.
+        """
         assert self.tiers is not None
         worth = self.tiers.worth
         empty = self.pool.num_free - self.pool.num_cached
         spilling = worth.spilling.seconds if empty < self.num_to_load(slot) else 0.0
-        return worth.loading.seconds + spilling
+        return max(worth.loading.seconds + spilling, worth.copying)
 
     def _key(self, each: _ToLoad) -> Key:
         assert self.tiers is not None

@@ -173,13 +173,13 @@ class Tiers:
         """Before a step: what was decided is done. Raises what the arena raises when it cannot be
         written: what was to be there is not, and the cache must be emptied (`forget`).
         """
+        started = self._now()
         if self._spills:
             spills, self._spills = self._spills, []
             size = max(1, _SLICE_BYTES // self._block_bytes)
-            began = self._now()
             for first in range(0, len(spills), size):
                 self._copy_out(spills[first : first + size])
-            self.worth.spilling.took((self._now() - began) / len(spills))
+            self.worth.spilling.took((self._now() - started) / len(spills))
         if self._loads:
             began = self._now()
             try:
@@ -195,6 +195,7 @@ class Tiers:
             self._loading_seconds += took
             if count:
                 self.worth.loading.took(took / count)
+                self.worth.copying = (self._now() - started) / count
 
     def _copy_in(self, load: _Load) -> None:
         assert self.arena is not None

@@ -9,6 +9,7 @@ from octavo.kv.measured import Measured
 
 _HOST_BANDWIDTH = 2e9  # bytes a second, until it has been measured
 _DISK_BANDWIDTH = 200e6
+_SLOW_BANDWIDTH = 100e6  # so that the first step that loads something loads too little
 
 
 class Computing(Protocol):
@@ -39,6 +40,8 @@ class Worth:
         self.loading = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, into the pool
         self.spilling = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, out of the pool
         self.reading = Measured(block_bytes / _DISK_BANDWIDTH, now)  # a block, from disk
+        # Seconds for a block loaded in the last step that did, with what was spilled for it.
+        self.copying = block_bytes / _SLOW_BANDWIDTH
         self.left_alone = 0  # hits, because computing was predicted to be quicker
         self._tokens_per_block = tokens_per_block
         self._computing = computing

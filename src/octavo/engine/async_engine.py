@@ -10,11 +10,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import TypeVar
 
 from octavo.engine import collector
 from octavo.engine.admission import Admission
 from octavo.engine.engine import Engine, Observer
+from octavo.engine.inspection import Inspection
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
@@ -50,7 +51,7 @@ class AsyncEngine:
         self._aborts: list[str] = []
         self._streams: dict[str, Stream] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
-        self._inspections: list[_Inspection] = []
+        self._inspections: list[Inspection] = []
         self._draining = False
         self._stopping = False
         self._error: EngineDead | None = None
@@ -176,7 +177,7 @@ class AsyncEngine:
         """
         loop = asyncio.get_running_loop()
         seen: asyncio.Future[T] = loop.create_future()
-        inspection = _Inspection(at, loop, seen)
+        inspection = Inspection(at, loop, seen)
         with self._condition:
             if self._error is not None or self._stopping:
                 raise self._error or EngineDead("the engine was stopped")
@@ -361,25 +362,3 @@ class AsyncEngine:
             self._fail_streams(self._hung())
         elif self._streams:
             self._arm_watchdog()
-
-
-class _Inspection(NamedTuple):
-    at: Callable[[Engine], Any]
-    loop: asyncio.AbstractEventLoop
-    seen: asyncio.Future[Any]
-
-    def take(self, engine: Engine) -> None:
-        if self.seen.cancelled():
-            return
-        try:
-            self.end(self.seen.set_result, self.at(engine))
-        except Exception as error:
-            self.end(self.seen.set_exception, error)
-
-    def end(self, settle: Callable[[Any], None], value: object) -> None:
-        def told() -> None:
-            if not self.seen.done():  # whoever asked may have gone
-                settle(value)
-
-        with suppress(RuntimeError):  # the loop is closed
-            self.loop.call_soon_threadsafe(told)

@@ -31,7 +31,6 @@ from octavo.schedule.request import (
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import RequestState, Sequence, Status
 from octavo.speculate.speculator import Speculator
-from octavo.speculate.verify import agreement
 
 logger = logging.getLogger(__name__)
 
@@ -362,25 +361,14 @@ class Engine:
         if tiers is not None:
             tiers.after_step()
         stats = self._stats
-        stats.decode_passes += len(scheduled.decodes)
-        stats.steps += 1
-        stats.last_step_tokens = scheduled.batch.num_tokens
-        stats.computed_tokens += scheduled.batch.num_tokens
         ended = self.clock.now()
         stats.schedule_seconds += ready - started
         stats.sample_seconds += sampled - computed
         stats.deliver_seconds += ended - now
-        stats.last_step_seconds = ended - started
-        stats.step_seconds += stats.last_step_seconds
-        if scheduled.decodes:
-            stats.decode_steps += 1
-            stats.late_steps += stats.last_step_late
+        stats.add_step(len(scheduled.decodes), scheduled.batch.num_tokens, ended - started)
         if self.pace is not None:
             if scheduled.chunks and stats.itl_target is not None:
-                stats.paced_steps += 1
-                stats.paced_seconds += stats.last_step_seconds
-                stats.predicted_seconds += self.pace.predict(scheduled.batch)
-                stats.step_spread = self.pace.spread
+                stats.add_paced(self.pace.predict(scheduled.batch), self.pace.spread)
             self.pace.ran(scheduled.batch, began, None if self.has_work() else self.clock.now())
 
     def leap(self, until: float) -> Leap | None:
@@ -509,7 +497,7 @@ class Engine:
             if scheduled.drafts and index < len(scheduled.drafts) and scheduled.drafts[index]:
                 branches = scheduled.branches.get(index, ())
                 guesses = [scheduled.drafts[index], *(branch.token_ids for branch in branches)]
-                self._count_draft(record, guesses, run)
+                self._stats.add_draft(record, guesses, run)
             if reason is not None:
                 self._leave(seq, beyond)
                 self.scheduler.finish(seq, reason)
@@ -517,21 +505,6 @@ class Engine:
                     self._close(record, Outcome.FINISHED, now)
                     self._drop(owner)
         self._stats.generation_tokens += generated
-
-    def _count_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
-        """A draft and its alternatives were checked; ``run`` is what became output."""
-        accepted = max(agreement(guess, run) for guess in guesses)
-        drafted = sum(map(len, guesses))
-        stats = self._stats
-        stats.drafts += 1
-        stats.draft_tokens += drafted
-        stats.accepted_tokens += accepted
-        positions = stats.accepted_per_position
-        positions += [0] * (max(map(len, guesses)) - len(positions))
-        for at in range(accepted):
-            positions[at] += 1
-        record.draft_tokens += drafted
-        record.accepted_tokens += accepted
 
     def _leave(self, seq: Sequence, beyond: int = 0) -> None:
         """The sequence has ended, before the last ``beyond`` of its tokens: no more drafts."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from octavo.kv.tiers import TierStats
+from octavo.schedule.request import RequestRecord
 from octavo.schedule.scheduler import Scheduler
 from octavo.speculate.speculator import Speculator
+from octavo.speculate.verify import agreement
 
 
 @dataclass(slots=True)
@@ -68,6 +70,39 @@ class EngineStats:
     def last_step_late(self) -> bool:
         """Whether the last step took longer than the target."""
         return self.itl_target is not None and self.last_step_seconds > self.itl_target
+
+    def add_step(self, decodes: int, tokens: int, seconds: float) -> None:
+        """A step of so many ``tokens`` has been delivered, in which ``decodes`` sequences decoded."""
+        self.decode_passes += decodes
+        self.steps += 1
+        self.last_step_tokens = tokens
+        self.computed_tokens += tokens
+        self.last_step_seconds = seconds
+        self.step_seconds += seconds
+        if decodes:
+            self.decode_steps += 1
+            self.late_steps += self.last_step_late
+
+    def add_paced(self, predicted: float, spread: float) -> None:
+        """The last step had prompts, by the time that it was ``predicted`` to take."""
+        self.paced_steps += 1
+        self.paced_seconds += self.last_step_seconds
+        self.predicted_seconds += predicted
+        self.step_spread = spread
+
+    def add_draft(self, record: RequestRecord, guesses: list[list[int]], run: list[int]) -> None:
+        """A draft and its alternatives were checked; ``run`` is what became output."""
+        accepted = max(agreement(guess, run) for guess in guesses)
+        drafted = sum(map(len, guesses))
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        positions = self.accepted_per_position
+        positions += [0] * (max(map(len, guesses)) - len(positions))
+        for at in range(accepted):
+            positions[at] += 1
+        record.draft_tokens += drafted
+        record.accepted_tokens += accepted
 
     def now(self, scheduler: Scheduler, speculator: Speculator | None) -> EngineStats:
         """A copy, with what others count and what is there now."""

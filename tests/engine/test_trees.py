@@ -84,7 +84,7 @@ def live(seed: int, worlds: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str
 
 
 def test_random_trees(monkeypatch: pytest.MonkeyPatch) -> None:
-    counts = live(1, 100, monkeypatch)
+    counts = live(3, 100, monkeypatch)
     kinds = ("made", "refused", "adopted", "closed", "preempted")
     assert min(counts[kind] for kind in kinds) > 1, counts
 

@@ -72,7 +72,7 @@ class EngineStats:
         return self.itl_target is not None and self.last_step_seconds > self.itl_target
 
     def add_step(self, decodes: int, tokens: int, seconds: float) -> None:
-        """A step of so many ``tokens`` has been delivered, in which ``decodes`` sequences decoded."""
+        """A step of so many ``tokens`` was delivered, in which ``decodes`` sequences decoded."""
         self.decode_passes += decodes
         self.steps += 1
         self.last_step_tokens = tokens

@@ -14,7 +14,8 @@ import json
 from dataclasses import asdict, dataclass
 
 from _workloads import workloads
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import load_engine
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request
 from octavo.speculate.suffix import SuffixDrafter

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.plan.hardware import device
 from octavo.plan.report import figures
 from octavo.plan.simulation import Setup, Simulation, simulate, weights_on

@@ -102,7 +102,7 @@ def llama_cpp_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
 def octavo_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
     """Octavo as it serves, one sequence at a time in chunks."""
     from octavo.bench.drive import Drive, Load
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.quant.fidelity import Served
 
     drive = Drive.load(path, EngineConfig(threads=2), [Load(1, max(map(len, sequences)), 1)])

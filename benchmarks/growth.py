@@ -21,7 +21,7 @@ import numpy as np
 
 from _models import models
 from octavo.bench.drive import Drive, Load
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.execute.batch import Batch
 from octavo.execute.limits import highest
 

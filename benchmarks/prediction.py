@@ -38,8 +38,9 @@ import numpy as np
 
 import octavo.checkpoint
 from _models import models
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Rates
 from octavo.execute.native import NativeExecutor

@@ -17,8 +17,9 @@ from typing import Any
 
 import octavo.checkpoint
 from octavo.checkpoint.pull import resolve
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.load import load_engine
 from octavo.kv.cache import peak_blocks
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord

@@ -30,7 +30,7 @@ from typing import Any
 import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import DoesNotFit, EngineConfig
+from octavo.engine.config import DoesNotFit, EngineConfig
 from octavo.sample.params import SamplingParams
 from octavo.speculate.config import SpeculativeConfig
 from octavo.verify.certificate import methods

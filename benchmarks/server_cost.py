@@ -63,7 +63,8 @@ def stretch(times: list[list[float]]) -> float:
 def engine_alone(pipe: Connection, model: str, streams: int, tokens: int) -> None:
     """For each message received: (wall, processor) microseconds a token."""
     from octavo.checkpoint.pull import resolve
-    from octavo.engine.load import EngineConfig, load_engine
+    from octavo.engine.config import EngineConfig
+    from octavo.engine.load import load_engine
     from octavo.sample.params import SamplingParams
     from octavo.schedule.request import Request
 

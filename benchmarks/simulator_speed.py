@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.plan.hardware import PUBLISHED
 from octavo.plan.simulation import Setup, simulate, weights_on
 from octavo.plan.subject import Subject

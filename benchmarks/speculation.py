@@ -35,8 +35,9 @@ from _peers.llama_cpp_speculation import measure
 from _workloads import workloads
 from octavo.checkpoint import load
 from octavo.checkpoint.pull import resolve
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.load import load_engine
 from octavo.execute.cpu import usable_cpus
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord

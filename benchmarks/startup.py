@@ -110,7 +110,8 @@ def start(path: Path) -> tuple[float, int, float]:
 
 
 def measure(name: str, path: Path, rounds: int) -> Row:
-    from octavo.engine.load import EngineConfig, load_engine
+    from octavo.engine.config import EngineConfig
+    from octavo.engine.load import load_engine
 
     small = EngineConfig(kv_cache_memory_bytes=64 << 20)
     weights = load_engine(path, small).weight_bytes

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.load import EngineConfig, LoadedEngine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import LoadedEngine
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import (

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from octavo.engine.async_engine import AsyncEngine as AsyncEngine
-    from octavo.engine.load import EngineConfig as EngineConfig
+    from octavo.engine.config import EngineConfig as EngineConfig
     from octavo.engine.load import load_engine as load_engine
     from octavo.llm import LLM as LLM
     from octavo.llm import CompletionOutput as CompletionOutput
@@ -29,7 +29,7 @@ _HOMES = {
     "CompletionOutput": "octavo.llm",
     "RequestOutput": "octavo.llm",
     "AsyncEngine": "octavo.engine.async_engine",
-    "EngineConfig": "octavo.engine.load",
+    "EngineConfig": "octavo.engine.config",
     "load_engine": "octavo.engine.load",
     "SamplingParams": "octavo.sample.params",
 }

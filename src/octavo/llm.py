@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import AdmissionError, Request, RequestRecord

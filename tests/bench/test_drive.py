@@ -12,7 +12,7 @@ import pytest
 from octavo.bench.drive import Drive, Load
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
-from octavo.engine.load import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.execute.cost import Rates
 
 ORACLE = Path(__file__).parents[1] / "oracle"

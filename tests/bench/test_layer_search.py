@@ -25,7 +25,8 @@ from octavo.bench.layer_search import (
 from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.cli import app
 from octavo.cli.search.layer_skip import as_text
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.execute.batch import Batch
 from octavo.execute.native import NativeExecutor
 from octavo.model.families import program

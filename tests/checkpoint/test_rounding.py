@@ -11,7 +11,7 @@ from execute import reference, tiny
 from execute.driving import Driver
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.checkpoint.rounding import QUANTIZATIONS, rounded, summary
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.execute.native import held_bytes
 from octavo.model import families
 from octavo.model.config import ModelConfig

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import strict_json
 from execute.test_limits import made_up
 from octavo.cli import app
-from octavo.engine.load import SettingsError
+from octavo.engine.config import SettingsError
 from octavo.execute.limits import Limits
 
 

@@ -18,7 +18,7 @@ import octavo
 import strict_json
 from counting import CountingEngine, loaded
 from octavo.cli import app, main
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.serve.config import ServeConfig
 
 COMMANDS = ("serve", "chat", "generate", "pull", "inspect", "fidelity")

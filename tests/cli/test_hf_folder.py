@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import strict_json
 from listening import listening
 from octavo.cli import app
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import load_engine
 from oracle.tiny_folders import talking_folder
 
 START = "from octavo.cli import main; main()"

@@ -13,7 +13,8 @@ from checkpoint.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
 from octavo.checkpoint import load
 from octavo.cli import app
 from octavo.cli.inspect import part_of
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.execute.native import NativeExecutor
 from oracle.tiny_folders import quantized_folder
 

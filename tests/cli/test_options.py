@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.cli import options
 from octavo.cli.serve import OFFLOAD_OPTIONS, QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.config import ServeConfig

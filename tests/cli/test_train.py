@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import octavo.train.run
 import strict_json
 from octavo.cli import app
-from octavo.engine.load import SettingsError
+from octavo.engine.config import SettingsError
 from octavo.train.medusa import Recipe
 
 FACTS = {

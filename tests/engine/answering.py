@@ -11,7 +11,8 @@ import sys
 from typing import Any
 from unittest.mock import patch
 
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import load_engine
 from octavo.engine.recompute import Recomputing
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request

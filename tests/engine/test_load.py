@@ -14,15 +14,9 @@ import octavo.checkpoint
 from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from execute import tiny
 from octavo.checkpoint.base import CheckpointError, WeightFormat
-from octavo.engine.load import (
-    CachePlan,
-    DoesNotFit,
-    EngineConfig,
-    SettingsError,
-    load_engine,
-    plan_cache,
-    work_bytes,
-)
+from octavo.engine.cache_plan import CachePlan, plan_cache, work_bytes
+from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.execute.lower import lower
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks

@@ -20,7 +20,9 @@ from engine.answering import answers
 from execute import tiny
 from octavo.checkpoint.base import WeightFormat
 from octavo.engine import offload
-from octavo.engine.load import DoesNotFit, EngineConfig, SettingsError, load_engine, plan_cache
+from octavo.engine.cache_plan import plan_cache
+from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program

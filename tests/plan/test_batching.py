@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 import strict_json
 from octavo.cli import app
 from octavo.engine.clock import VirtualClock
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
-from octavo.engine.load import EngineConfig, SettingsError
 from octavo.execute.batch import Batch, Int32, StepResult
 from octavo.execute.cost import Rates
 from octavo.kv.layout import KvLayout

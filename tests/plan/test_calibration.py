@@ -17,7 +17,8 @@ from execute.test_limits import made_up
 from octavo.checkpoint.base import WeightFormat
 from octavo.cli import app
 from octavo.cli.calibrate import as_text
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
 from octavo.execute.limits import Limits

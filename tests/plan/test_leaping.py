@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Step
 from octavo.engine.leap import Leap
-from octavo.engine.load import EngineConfig
 from octavo.plan.hardware import PUBLISHED
 from octavo.plan.simulation import Setup, simulate, weights_on
 from octavo.plan.subject import Subject

@@ -16,7 +16,8 @@ from execute import tiny
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, Tokenizer, Weight, WeightFormat
 from octavo.checkpoint.rounding import rounded
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import load_engine
 from octavo.execute.native import NativeExecutor, held_bytes, scaled_bytes
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model import families

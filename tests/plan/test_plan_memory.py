@@ -17,7 +17,7 @@ import strict_json
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
 from octavo.cli.simulate import configure
-from octavo.engine.load import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvDtype
 from octavo.plan.hardware import PUBLISHED

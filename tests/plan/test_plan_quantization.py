@@ -18,7 +18,8 @@ from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError
 from octavo.cli import app
 from octavo.cli.plan.quantization import EXAMPLES
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvLayout
 from octavo.plan.hardware import Device

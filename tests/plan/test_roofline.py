@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import strict_json
 from octavo.cli import app
-from octavo.engine.load import SettingsError
+from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.kv.layout import KvLayout
 from octavo.plan.hardware import Device

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.engine.load import DoesNotFit, EngineConfig, SettingsError
+from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import CostExecutor
 from octavo.plan import replay as replays
 from octavo.plan.hardware import PUBLISHED, Device

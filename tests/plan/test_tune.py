@@ -21,7 +21,8 @@ from octavo.cli import app
 from octavo.cli import serve as serve_cli
 from octavo.cli.options import engine_flags
 from octavo.cli.tune import _confirmed_lines, comparison, serve_command
-from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError
+from octavo.engine.cache_plan import CachePlan
+from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.execute.cost import Rates
 from octavo.plan import confirm, tune_plot
 from octavo.plan.frontier import frontier

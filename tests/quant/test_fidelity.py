@@ -19,7 +19,7 @@ from execute.reference import run as plain_run
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Tokenizer
 from octavo.cli import app
-from octavo.engine.load import SettingsError
+from octavo.engine.config import SettingsError
 from octavo.execute.native import held_bytes
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import serve_fakes
 
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.serve import server
 from octavo.serve.config import ServeConfig
 

@@ -23,7 +23,7 @@ pytest.importorskip("octavo._native")
 
 START = """
 import json, sys
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.serve import ServeConfig, run
 engine = EngineConfig(
     **{"kv_cache_memory_bytes": 48 << 20, "max_num_seqs": 16} | json.loads(sys.argv[4]),

@@ -18,7 +18,7 @@ pytest.importorskip("octavo._native")
 
 START = """
 import sys
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.serve import ServeConfig, run
 engine = EngineConfig(kv_cache_memory_bytes=64 << 20, max_num_seqs=16)
 sys.exit(run(sys.argv[1], engine, ServeConfig(port=0, served_model_name=("smollm2",))))

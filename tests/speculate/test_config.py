@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.ngram import NgramDrafter
 from octavo.speculate.suffix import SuffixDrafter

@@ -21,9 +21,11 @@ import pytest
 from engine.test_same_bits import Setting, draft_model_drafter, fewer_layers
 from execute import tiny
 from octavo.checkpoint.base import Checkpoint, WeightFormat
+from octavo.engine.cache_plan import plan_cache
 from octavo.engine.clock import RealClock
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
-from octavo.engine.load import EngineConfig, SettingsError, load_engine, plan_cache
+from octavo.engine.load import load_engine
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.native import NativeExecutor
 from octavo.kv.cache import peak_blocks

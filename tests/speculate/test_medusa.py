@@ -15,14 +15,10 @@ import pytest
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.engine.cache_plan import plan_cache, work_bytes
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Step
-from octavo.engine.load import (
-    EngineConfig,
-    SettingsError,
-    load_engine,
-    plan_cache,
-    work_bytes,
-)
+from octavo.engine.load import load_engine
 from octavo.llm import LLM, RequestOutput
 from octavo.model.families import program
 from octavo.quant.blocks import dequantize

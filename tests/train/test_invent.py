@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import load_engine
 from octavo.engine.outputs import Delta
 from octavo.schedule.request import FinishReason, Request
 from octavo.train.invent import invented, unlike

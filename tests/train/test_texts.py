@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.llm import LLM
 from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams

@@ -11,7 +11,8 @@ import pytest
 
 import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import load_engine
 from octavo.llm import LLM
 from octavo.sample.params import SamplingParams
 from octavo.speculate.heads import read_heads

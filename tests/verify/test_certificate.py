@@ -17,7 +17,7 @@ import strict_json
 from octavo.checkpoint.base import Checkpoint
 from octavo.cli import _explain, app
 from octavo.cli.verify import as_text
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.execute.batch import Batch, StepResult
 from octavo.sample.params import SamplingParams
 from octavo.speculate.config import SpeculativeConfig

@@ -15,8 +15,9 @@ import numpy as np
 import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.execute.batch import Batch
 from octavo.execute.limits import Limits, Progress
 from octavo.execute.native import NativeExecutor

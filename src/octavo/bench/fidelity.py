@@ -12,7 +12,7 @@ from octavo.bench.drive import Drive, Load
 from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
-from octavo.engine.load import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.execute.limits import Progress
 from octavo.execute.native import held_bytes
 from octavo.quant import fidelity

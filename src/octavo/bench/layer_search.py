@@ -27,7 +27,7 @@ from octavo.checkpoint import load
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import resolve
 from octavo.checkpoint.rounding import rounded
-from octavo.engine.load import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.execute.batch import Batch, Int32
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.limits import Progress

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from octavo.bench.drive import Drive, Load
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.execute.batch import Batch, StepResult
 from octavo.execute.cost import OpCost, Rates
 from octavo.execute.limits import Limits, Progress, highest

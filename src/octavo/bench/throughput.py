@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from octavo.bench.drive import Drive, Load, Phase
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.execute.cost import Rates
 from octavo.execute.limits import Limits, Progress, highest
 

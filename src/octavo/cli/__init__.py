@@ -109,7 +109,7 @@ def main() -> None:
 def _explain(error: Exception) -> str:
     # These have been imported by whatever raised one of them.
     from octavo.checkpoint.base import ChatTemplateError, CheckpointError
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.sample.params import InvalidParameter
     from octavo.schedule.request import AdmissionError
 

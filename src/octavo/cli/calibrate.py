@@ -10,7 +10,7 @@ from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.plan.calibration import Calibration
 
 EXAMPLES = (
@@ -45,7 +45,8 @@ def command(
     processor take now.
     """
     from octavo.checkpoint.pull import resolve
-    from octavo.engine.load import SettingsError, load_engine
+    from octavo.engine.config import SettingsError
+    from octavo.engine.load import load_engine
     from octavo.plan.calibration import Calibration
 
     with on_stderr() as progress:

@@ -11,7 +11,7 @@ from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 EXAMPLES = (
     "octavo fidelity smollm2",
@@ -88,7 +88,7 @@ def command(
     99th percentile; how often both rank the same token first; when greedy answers part. Bytes;
     tokens a second. Engine options hold for the MODELs, so that what they lose is measured, too.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     if reference not in ("exact", "served"):
         raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")

@@ -19,7 +19,7 @@ from octavo.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.llm import LLM, Prompt, RequestOutput
     from octavo.sample.params import SamplingParams
 

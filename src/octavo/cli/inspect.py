@@ -12,7 +12,7 @@ from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
     from octavo.checkpoint.base import Checkpoint
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 EXAMPLES = (
     "octavo inspect smollm2",
@@ -45,7 +45,8 @@ def command(
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
     from octavo.checkpoint.rounding import rounded
-    from octavo.engine.load import DoesNotFit, SettingsError, plan_cache
+    from octavo.engine.cache_plan import plan_cache
+    from octavo.engine.config import DoesNotFit, SettingsError
     from octavo.execute.memory import available_memory
     from octavo.model.families import program
 

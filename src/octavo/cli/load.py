@@ -229,7 +229,7 @@ def demand(values: Mapping[str, Any]) -> Demand:
 
 def samples(demand: Demand) -> tuple[list[Sample], list[str]]:
     """The requests of a simulation with their arrivals, and notices. Raises `SettingsError`."""
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     try:
         return demand.timed(len, strict=True)

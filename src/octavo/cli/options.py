@@ -120,7 +120,7 @@ def check_file(path: Path, suffix: str | None = None) -> None:
     """That a plot, or a file of this suffix, can be written there, before anything is computed.
     Raises `SettingsError`.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.quant.plot import PlotError, check_suffix
 
     try:
@@ -313,7 +313,7 @@ _SETTINGS = re.compile(
 
 def engine_config(given: Mapping[str, Any]) -> Any:
     """`EngineConfig` with its own defaults for what was not given."""
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
     return EngineConfig(**{name: value for name, value in given.items() if value is not None})
 

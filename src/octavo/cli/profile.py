@@ -13,7 +13,7 @@ from octavo.cli.options import ENGINE_OPTIONS, LIMITS_HELP, Model, engine_config
 
 if TYPE_CHECKING:
     from octavo.bench.profile import Profile
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 EXAMPLES = (
     "octavo profile smollm2",

@@ -21,7 +21,7 @@ from octavo.cli.options import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.serve.config import ServeConfig
 
 EXAMPLES = (

@@ -36,8 +36,8 @@ from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
 
 if TYPE_CHECKING:
+    from octavo.engine.config import EngineConfig
     from octavo.engine.engine import Observer
-    from octavo.engine.load import EngineConfig
     from octavo.plan.hardware import Device
     from octavo.workload.classes import LoadClass
     from octavo.workload.demand import Demand
@@ -181,7 +181,7 @@ def command(
     The engine's own scheduler, cache and limits run it; only the arithmetic is replaced, by what a
     cost model says that it takes. Same options, same result, to the last digit.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.execute.cost import Arithmetic
     from octavo.plan import hardware, report, schemes
     from octavo.plan.simulation import Setup, simulate, weights_on
@@ -320,7 +320,7 @@ def configure(
     """The engine's settings, with a GPU's defaults where it is one, and notices. Raises
     `SettingsError`.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     values = engine_defaults(device.measured)._asdict() | dict(given)
     notices = []

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.sample.params import SamplingParams
     from octavo.verify.passes import Pass
 

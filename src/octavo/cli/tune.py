@@ -110,7 +110,7 @@ def command(
     speculation if you say how often guesses are right.
     Engine options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
     """
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.plan import hardware, tune_plot
     from octavo.plan.simulation import check_simulated, weights_on
     from octavo.plan.slo import Slo

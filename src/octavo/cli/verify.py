@@ -10,7 +10,7 @@ from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object, takes
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.verify.certificate import Certificate
 
 EXAMPLES = (

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple, Self
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.pull import cache_dir
-from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import LoadedEngine
 from octavo.execute.cost import KNEES, Rates
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.limits import Limits, cpu_model, kernel_build, store

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.config import EngineConfig
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.plan.replay import replay
 from octavo.plan.slo import Figures, Slo, promised

@@ -19,7 +19,7 @@ GPU = Defaults(0.9, 2048)
 
 def engine_defaults(measured: bool) -> Defaults:
     """Of this machine, which is ``measured``, or of another device."""
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
     usual = EngineConfig()
     machine = Defaults(usual.memory_utilization, usual.max_num_batched_tokens)

@@ -22,7 +22,8 @@ from typing import NamedTuple
 
 from octavo.checkpoint.base import WeightFormat
 from octavo.checkpoint.rounding import FLOATS, QUANTIZATIONS
-from octavo.engine.load import EngineConfig, all_work_bytes
+from octavo.engine.cache_plan import all_work_bytes
+from octavo.engine.config import EngineConfig
 from octavo.kv.cache import peak_blocks, peak_of_window
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig

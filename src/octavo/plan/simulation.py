@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from octavo.engine.cache_plan import CachePlan, plan_cache
 from octavo.engine.clock import VirtualClock
+from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
-from octavo.engine.load import CachePlan, DoesNotFit, EngineConfig, SettingsError, plan_cache
 from octavo.engine.pace import Pace
 from octavo.execute.cost import Arithmetic, CostExecutor, Rates
 from octavo.kv.layout import KvDtype, KvLayout

@@ -27,7 +27,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from octavo.engine.load import DoesNotFit, SettingsError
+from octavo.engine.config import DoesNotFit, SettingsError
 from octavo.plan.frontier import frontier
 from octavo.plan.slo import Figures
 from octavo.plan.sustained import arrival_rate, sustained

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from octavo.engine.load import CachePlan, EngineConfig
+from octavo.engine.cache_plan import CachePlan
+from octavo.engine.config import EngineConfig
 from octavo.execute.cost import Rates
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored

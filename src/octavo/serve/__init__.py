@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from octavo.serve.config import ServeConfig
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 __all__ = ["ServeConfig", "run"]
 

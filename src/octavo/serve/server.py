@@ -24,7 +24,8 @@ from starlette.types import ASGIApp
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
-from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.schedule.policies.config import PolicyName
 from octavo.serve.app import create_app

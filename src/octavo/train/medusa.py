@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import SettingsError
+from octavo.engine.config import SettingsError
 from octavo.model.families import program
 from octavo.model.program import Embed
 from octavo.quant.blocks import dequantize

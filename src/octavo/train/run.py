@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.checkpoint.pull import resolve
-from octavo.engine.load import EngineConfig, LoadedEngine, SettingsError, load_engine
+from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.execute.cpu import usable_cpus
 from octavo.quant.text import read_text
 from octavo.train import medusa, texts

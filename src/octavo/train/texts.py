@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.engine.config import SettingsError
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import SettingsError
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.execute.cpu import usable_cpus
 from octavo.kv.cache import peak_blocks
 from octavo.verify.faults import FlippedBit

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import DoesNotFit, EngineConfig
+from octavo.engine.config import DoesNotFit, EngineConfig
 from octavo.kv.layout import KvDtype
 from octavo.speculate.config import SpeculativeConfig
 from octavo.verify import bits, distribution, guessing

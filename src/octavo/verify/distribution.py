@@ -22,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Step
-from octavo.engine.load import EngineConfig
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Sampler
 from octavo.schedule.batching import Distributions

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.engine.load import EngineConfig
+from octavo.engine.config import EngineConfig
 from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.heads import read_heads
 from octavo.verify.bits import Comparison, Reference, threads_of

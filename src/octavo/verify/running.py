@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
+from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
-from octavo.engine.load import EngineConfig, LoadedEngine, load_engine
+from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.engine.stats import EngineStats
 from octavo.execute.batch import Batch, Executor, StepResult

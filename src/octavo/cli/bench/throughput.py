@@ -18,7 +18,7 @@ from octavo.cli.options import (
 
 if TYPE_CHECKING:
     from octavo.bench.throughput import Row
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 EXAMPLES = (
     "octavo bench throughput smollm2",

@@ -157,7 +157,7 @@ def command(
 
 
 def _refused(message: str) -> Exception:
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     return SettingsError(message)
 
@@ -250,7 +250,7 @@ def _model(
     memory_utilization: float | None, load: Load, max_num_seqs: int, tokens: int | None,
 ) -> tuple[ModelStep, Limits, dict[str, Any]]:  # fmt: skip
     """Step times of the cost model, and the cache that the engine would have there."""
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.kv.cache import peak_blocks
     from octavo.plan import hardware
     from octavo.plan import quantization as formats

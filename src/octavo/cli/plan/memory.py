@@ -108,7 +108,7 @@ def command(
     this machine and common GPUs; and what would fit where it does not. No weights
     are needed.
     """
-    from octavo.engine.load import EngineConfig, SettingsError
+    from octavo.engine.config import EngineConfig, SettingsError
     from octavo.kv.layout import KvDtype
     from octavo.plan import memory
     from octavo.plan.subject import Subject
@@ -230,7 +230,7 @@ def _places(device: str | None) -> list[Place]:
 
 def _same_vocabulary(subject: Subject, draft: Subject) -> None:
     """As far as shapes say. Raises `SettingsError`."""
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     own, others = (each.program.config.vocab_size for each in (subject, draft))
     if own != others:

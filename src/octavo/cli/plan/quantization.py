@@ -79,7 +79,7 @@ def command(
     second that reading them allows in decode, and operations in prefill; and the batch between the
     two. MODEL may also be a config.json alone, without weights.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import hardware, schemes
@@ -140,7 +140,7 @@ def command(
 
 def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
     """Raises `SettingsError` for more than the model's context."""
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     tokens = min(default, most) if given is None else int(given)  # parsed already
     if tokens > most:

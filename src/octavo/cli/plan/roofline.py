@@ -122,7 +122,7 @@ def command(
     their cost. All counted from the model's own list of operations. MODEL may also be a preset or
     a config.json alone, without weights.
     """
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
     from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import hardware, schemes
@@ -171,7 +171,7 @@ def command(
 
 def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -> tuple[int, ...]:
     """Raises `SettingsError` for more than the model's context."""
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
 
     if given is None:
         return tuple(sorted({min(tokens, most) for tokens in default}))

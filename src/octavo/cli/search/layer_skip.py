@@ -12,7 +12,7 @@ from octavo.cli.console import json_text, now_and_then, on_stderr, plural
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 
 if TYPE_CHECKING:
-    from octavo.engine.load import EngineConfig
+    from octavo.engine.config import EngineConfig
 
 EXAMPLES = (
     "octavo search layer-skip smollm2",
@@ -58,7 +58,7 @@ def command(
     with what is left (method layer_skip), which may be fewer than without.
     """
     from octavo.bench.layer_search import search
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.quant.fidelity import TextError
 
     try:

@@ -110,7 +110,7 @@ def command(
     learn, from the hidden rows that it answered from, what it says next. One answer in 21 is kept
     to measure on. Quantized models are fine: heads are for the model as it is served.
     """
-    from octavo.engine.load import SettingsError
+    from octavo.engine.config import SettingsError
     from octavo.train.medusa import Recipe, import_torch
     from octavo.train.run import train
 

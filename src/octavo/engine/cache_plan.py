@@ -1,0 +1,190 @@
+"""How memory is divided between weights, work space and blocks, and the arithmetic where it is not
+enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from octavo.engine.config import DoesNotFit, EngineConfig
+from octavo.execute.batch import slice_rows
+from octavo.kv.cache import peak_blocks
+from octavo.kv.layout import KvLayout
+from octavo.model.program import Program
+from octavo.speculate import draft_model, medusa
+from octavo.speculate.draft_checkpoint import DraftModel
+from octavo.speculate.guess import most_drawn
+from octavo.speculate.heads import Heads
+
+_TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
+
+
+class CachePlan(NamedTuple):
+    """How the memory is divided. Sizes in bytes unless they say otherwise."""
+
+    num_blocks: int
+    max_model_len: int  # tokens
+    kv_cache_bytes: int  # the draft model's too, as in the next two
+    weight_bytes: int
+    work_bytes: int  # activations and logits of the largest step, and what drafting holds
+    capacity_tokens: int
+    capacity_sequences: float
+    draft_blocks: int = 0  # of the draft model's cache
+
+
+def plan_cache(
+    config: EngineConfig,
+    compute: Program,
+    layout: KvLayout,
+    weight_bytes: int,
+    available: int,
+    draft: DraftModel | None = None,
+    heads: Heads | None = None,
+) -> CachePlan:
+    """Divide ``available`` bytes between weights, work space and blocks. A ``draft`` model's cache
+    holds as many of the longest sequences as the model's, as far as its own context goes.
+    ``weight_bytes`` are the model's with those of ``heads``.
+
+    Raises `DoesNotFit` with the arithmetic.
+    """
+    model = compute.config
+    work = all_work_bytes(config, compute, None if draft is None else draft.program, heads)
+    groups = len(layout.groups)
+    if draft is not None:
+        weight_bytes += draft.weight_bytes
+    host = config.kv_offload_bytes
+    left = available - weight_bytes - work - host
+    if config.kv_cache_memory_bytes is not None:
+        budget, asked = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+    else:
+        budget, asked = int(left * config.memory_utilization), "memory_utilization"
+    division = (
+        f"{as_size(available)} available - {as_size(weight_bytes)} weights - {as_size(work)} work "
+        f"space {f'- {as_size(host)} kv offload ' if host else ''}= {as_size(left)}"
+    )
+    if budget > left or left <= 0:
+        raise DoesNotFit(f"{asked} asks for {as_size(max(budget, 0))} of KV cache; {division}")
+    wanted = min(config.max_model_len or model.context_length, model.context_length)
+    if config.max_model_len is not None and config.max_model_len > model.context_length:
+        raise DoesNotFit(
+            f"max_model_len {config.max_model_len} is more than the model's context of "
+            f"{model.context_length} tokens"
+        )
+    # A model of windows only needs few blocks however long its context, but tables for all of it.
+    table_rows = config.max_num_seqs + config.max_branches
+    table_bytes = 4 * len(layout.groups) * table_rows  # a block of each
+    table_room = max(left // 8, _TABLES_ALWAYS)
+    longest_table = table_room // table_bytes * layout.block_size
+    if wanted > longest_table and (config.max_model_len is not None or not longest_table):
+        raise DoesNotFit(
+            f"block tables of {config.max_num_seqs} sequences of {wanted} tokens take "
+            f"{as_size(-(-wanted // layout.block_size) * table_bytes)}, more than "
+            f"{as_size(table_room)}: lower max_num_seqs or max_model_len"
+        )
+    wanted = min(wanted, longest_table)
+
+    def needed(length: int) -> tuple[int, int]:
+        """Bytes of a sequence in both caches; and what the draft model's takes once beside."""
+        size = peak_blocks(layout, length) * layout.block_bytes
+        if draft is None:
+            return size, 0
+        blocks, spare = _draft_blocks(draft, length)
+        return size + blocks * draft.layout.block_bytes, spare * draft.layout.block_bytes
+
+    fits = longest_length(wanted, lambda length: sum(needed(length)) <= budget)
+    least = max(wanted if config.max_model_len else 2, 2)
+    if fits < least and (fits < 2 or config.max_model_len is not None):
+        blocks = peak_blocks(layout, least)
+        raise DoesNotFit(
+            f"a sequence of {least} tokens needs {blocks} KV blocks of "
+            f"{as_size(layout.block_bytes)}{' and the draft model its own' if draft else ''} = "
+            f"{as_size(sum(needed(least)))}; {as_size(budget)} of KV cache hold "
+            f"{f'{fits} tokens' if draft else budget // layout.block_bytes} ({division})"
+        )
+    both, once = needed(fits)
+    num_blocks = (budget - once) * peak_blocks(layout, fits) // both
+    draft_blocks = draft_bytes = 0
+    if draft is not None:
+        blocks, spare = _draft_blocks(draft, fits)
+        draft_blocks, draft_bytes = (
+            (budget - once) * blocks // both + spare,
+            draft.layout.block_bytes,
+        )
+    return CachePlan(
+        num_blocks,
+        fits,
+        num_blocks * layout.block_bytes + draft_blocks * draft_bytes,
+        weight_bytes,
+        work,
+        num_blocks // groups * layout.block_size,
+        num_blocks / peak_blocks(layout, fits),
+        draft_blocks,
+    )
+
+
+def all_work_bytes(
+    config: EngineConfig,
+    compute: Program,
+    draft: Program | None = None,
+    heads: Heads | None = None,
+) -> int:
+    """Bytes of what steps work in, and of what drafting holds beside: a ``draft`` model's steps, or
+    those of ``heads``.
+    """
+    vocab_size = compute.config.vocab_size
+    rows = config.max_logits_rows(longest_draft(heads))
+    work = work_bytes(compute, config.max_num_batched_tokens, rows)
+    speculation = config.speculation
+    if speculation is not None and speculation.computes and speculation.rejection:
+        work += 4 * vocab_size * min(most_drawn(vocab_size), rows)
+    if heads is not None:
+        work += medusa.work_bytes(
+            heads, compute, config.max_num_batched_tokens, config.max_num_seqs, rows
+        )
+    if draft is not None:
+        work += work_bytes(draft, config.max_num_batched_tokens, config.max_num_seqs)
+    return work
+
+
+def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
+    """Bytes of the largest step's activations and held logits, in 32-bit floats."""
+    widths = compute.widths
+    activations = max_tokens * sum(widths.values())
+    if (experts := compute.config.experts) is not None:
+        # An expert's rows begin a panel of 8, so that up to 7 stay empty (kernels/experts.h).
+        empty = 7 * min(experts.count, max_tokens * experts.chosen)
+        row = widths["expert_gate"] + widths["expert_up"] + widths["expert_out"]
+        activations += empty * row // experts.chosen
+    vocab_size = compute.config.vocab_size
+    return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
+
+
+def longest_draft(heads: Heads | None) -> int | None:
+    """Tokens of a draft; None: as many as the settings allow."""
+    return None if heads is None else heads.num_heads
+
+
+def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:
+    """Blocks that a sequence takes in the draft model's cache, and that must be free beside."""
+    read = min(length, draft.checkpoint.config.context_length)
+    blocks = peak_blocks(draft.layout, read)
+    return blocks, draft_model.needed_blocks(draft.layout, read) - blocks
+
+
+def longest_length(wanted: int, fits: Callable[[int], bool]) -> int:
+    """The longest sequence, up to ``wanted`` tokens, that fits."""
+    low, high = 0, wanted
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low
+
+
+def as_size(count: float) -> str:
+    value = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} GiB"

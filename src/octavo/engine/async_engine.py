@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import threading
 import time
@@ -61,11 +60,12 @@ class AsyncEngine:
         self._watchdog_loop: asyncio.AbstractEventLoop | None = None
         # The thread's own: taken from the inbox and not yet admitted
         self._taken: deque[tuple[Request, RequestRecord]] = deque()
-        self._thresholds: collector.Thresholds | None = None  # the process's, before `start`
+        self._holds_back = False  # the garbage collector
 
     async def start(self) -> None:
         """Begin. The process's garbage collector makes fewer full passes until `stop`."""
-        self._thresholds = collector.hold_back()
+        collector.hold_back()
+        self._holds_back = True
         self.thread.start()
 
     def check(self, request: Request) -> Request:
@@ -246,9 +246,9 @@ class AsyncEngine:
         self._fail_streams(EngineDead("the engine was stopped"))
         if self._watchdog is not None:
             self._watchdog.cancel()
-        if self._thresholds is not None:
-            gc.set_threshold(*self._thresholds)
-            self._thresholds = None
+        if self._holds_back:
+            self._holds_back = False
+            collector.let_go()
 
     async def _emptied(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -11,18 +11,32 @@ before there is a full pass all the same: what circles some library makes cannot
 from __future__ import annotations
 
 import gc
+import threading
 
 _PASSES = 250  # of the middle generation, until a full one is due while streams run
 _IDLE = 10  # of them, after which one is worth it when nothing runs: CPython's own figure
 
-Thresholds = tuple[int, int, int]
+_lock = threading.Lock()
+_holders = 0
+_before = gc.get_threshold()  # before the first holder
 
 
-def hold_back() -> Thresholds:
-    """Make full passes rare; gives what `gc.set_threshold` restores."""
-    young, middle, old = before = gc.get_threshold()
-    gc.set_threshold(young, middle, max(old, _PASSES))
-    return before
+def hold_back() -> None:
+    """Make full passes rare, until `let_go` has been called as often."""
+    global _holders, _before
+    with _lock:
+        if not _holders:
+            young, middle, old = _before = gc.get_threshold()
+            gc.set_threshold(young, middle, max(old, _PASSES))
+        _holders += 1
+
+
+def let_go() -> None:
+    global _holders
+    with _lock:
+        _holders -= 1
+        if not _holders:
+            gc.set_threshold(*_before)
 
 
 def catch_up() -> None:

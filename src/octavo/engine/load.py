@@ -272,7 +272,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         speculator=speculator,
         pace=pace,
     )
-    gc.freeze()  # what was loaded stays: the collector need not walk it between steps
+    # What was loaded stays: the collector need not walk it between steps. Garbage would stay, too.
+    gc.collect()
+    gc.freeze()
     return LoadedEngine(
         engine,
         checkpoint,

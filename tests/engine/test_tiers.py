@@ -14,6 +14,7 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.kv import tiers as module
 from octavo.kv.measured import Measured
+from octavo.kv.read_ahead import ReadingAhead
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.schedule.sequence import Status
@@ -380,6 +381,23 @@ def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
     assert not copies
     assert content[:, 0].tolist() == [0, 9, 7, 7]
     assert tiers.stats().loaded_blocks == 1
+
+
+def test_who_was_let_in_is_not_read_for_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although nothing was read for it before, for want of room: others would pass it."""
+    engine, _ = made(disk=left_on_disk())
+    with monkeypatch.context() as patched:
+        patched.setattr(ReadingAhead, "room", 0)
+        again = ask(engine, "again", text(1), max_tokens=20)
+        engine.step()
+    scheduler = engine.scheduler
+    (seq,) = scheduler.decoding + scheduler.prefilling
+    scheduler._preempt(seq)
+    scheduler.kv.clear()
+    scheduler.waiting.poll(may_read=True)
+    assert seq.status is Status.WAITING
+    run(engine)
+    assert (again.outcome, again.cached_tokens) == (Outcome.FINISHED, 0)
 
 
 def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:

@@ -334,6 +334,7 @@ class Scheduler:
         at_once = self.config.itl_target is None
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt, at_once=at_once)
         self.waiting.end_ahead(seq)
+        seq.sought = True  # or will never be: what it has is in the pool from now on
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
         seq.status = Status.PREFILLING

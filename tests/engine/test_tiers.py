@@ -598,6 +598,17 @@ def test_a_hit_is_copied_in_as_steps_have_time_for_it() -> None:
     assert hit.copied == 18
 
 
+def test_copying_a_hit_in_is_not_taken_for_a_wrong_prediction() -> None:
+    hit = Hit(0.006)
+    stats, began, copied = hit.engine.stats(), 0, 0
+    while stats.paced_steps == began or not copied:
+        before, began = stats, stats.paced_steps
+        copied, seconds = hit.step()
+        stats = hit.engine.stats()
+    computing = stats.paced_seconds - before.paced_seconds
+    assert computing == pytest.approx(seconds - copied * 0.001)
+
+
 def test_a_hit_that_no_step_has_time_for_is_copied_in_all_the_same() -> None:
     hit = Hit(1e-6)
     while hit.copied < 18:

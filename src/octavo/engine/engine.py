@@ -368,7 +368,8 @@ class Engine:
         stats.add_step(len(scheduled.decodes), scheduled.batch.num_tokens, ended - started)
         if self.pace is not None:
             if scheduled.chunks and stats.itl_target is not None:
-                stats.add_paced(self.pace.predict(scheduled.batch), self.pace.spread)
+                predicted = self.pace.predict(scheduled.batch)
+                stats.add_paced(ended - began, predicted, self.pace.spread)
             self.pace.ran(scheduled.batch, began, None if self.has_work() else self.clock.now())
 
     def leap(self, until: float) -> Leap | None:

@@ -49,7 +49,7 @@ class EngineStats:
     itl_target: float | None = None  # seconds; of these steps each is to take no longer
     late_steps: int = 0  # of these, the longer ones
     paced_steps: int = 0  # with prompts, sized by the time that they were predicted to take
-    paced_seconds: float = 0.0  # that they took
+    paced_seconds: float = 0.0  # that they took, block copies before them left out,
     predicted_seconds: float = 0.0  # and were predicted to take
     step_spread: float = 0.0  # standard deviation of actual ÷ predicted, of late
     decode_passes: int = 0  # times a sequence that decodes went through the model
@@ -83,10 +83,12 @@ class EngineStats:
             self.decode_steps += 1
             self.late_steps += self.last_step_late
 
-    def add_paced(self, predicted: float, spread: float) -> None:
-        """The last step had prompts, by the time that it was ``predicted`` to take."""
+    def add_paced(self, seconds: float, predicted: float, spread: float) -> None:
+        """The last step had prompts, by the time that it was ``predicted`` to take; it took
+        ``seconds``. Neither counts the block copies before it.
+        """
         self.paced_steps += 1
-        self.paced_seconds += self.last_step_seconds
+        self.paced_seconds += seconds
         self.predicted_seconds += predicted
         self.step_spread = spread
 

@@ -180,10 +180,14 @@ PACE_COUNTERS = (
         "Steps with prompts, whose size was chosen by the time they were predicted to take.",
         lambda s: s.paced_steps,
     ),
-    _Reading("paced_step_seconds", "Time that paced steps took.", lambda s: s.paced_seconds),
+    _Reading(
+        "paced_step_seconds",
+        "Time that paced steps took, without copies of blocks from other tiers.",
+        lambda s: s.paced_seconds,
+    ),
     _Reading(
         "paced_step_predicted_seconds",
-        "Time that paced steps were predicted to take.",
+        "Time that paced steps were predicted to take, without copies of blocks from other tiers.",
         lambda s: s.predicted_seconds,
     ),
 )

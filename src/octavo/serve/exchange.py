@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from starlette.types import Scope
@@ -21,6 +22,7 @@ class Exchange:
     request_id: str  # the client's X-Request-Id, else drawn
     method: str
     path: str  # below the root path
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)  # what is given twice is one list
     started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     status: int = 0  # 0: no answer has begun

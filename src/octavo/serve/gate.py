@@ -22,8 +22,7 @@ _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _CLIENT_CLOSED = 499  # what nginx logs when nobody waited for the answer
 
 
-# Told of an exchange that is over, and its headers; returns the id of its trace.
-Trace = Callable[[Exchange, Iterable[tuple[bytes, bytes]]], str]
+Trace = Callable[[Exchange], str]  # told of an exchange that is over; returns the id of its trace
 
 
 class Gate:
@@ -52,12 +51,14 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = headers_of(scope).get(b"x-request-id")
+        headers = _lists(scope["headers"])
+        given = headers.get(b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
         exchange = Exchange(
             given.decode() if given and valid else uuid.uuid4().hex,
             scope["method"],
             scope["path"].removeprefix(scope.get("root_path", "")),
+            headers,
         )
         exchange.attach(scope)
         request_id = (b"x-request-id", exchange.request_id.encode())
@@ -84,9 +85,9 @@ class Gate:
         finally:
             if not complete:  # whatever its head said
                 exchange.status = 500
-            self._finish(exchange, scope)
+            self._finish(exchange)
 
-    def _finish(self, exchange: Exchange, scope: Scope) -> None:
+    def _finish(self, exchange: Exchange) -> None:
         exchange.ended = time.monotonic()
         if exchange.client_gone:
             exchange.status = _CLIENT_CLOSED
@@ -97,7 +98,7 @@ class Gate:
             exchange.status,
         )
         if self._trace is not None:
-            exchange.trace_id = self._trace(exchange, scope["headers"])
+            exchange.trace_id = self._trace(exchange)
         if self._access_log:
             routine = exchange.path in _ROUTINE and exchange.status < 400
             log_access(exchange, logging.DEBUG if routine else logging.INFO)
@@ -119,17 +120,17 @@ class Door:
         exchange = Exchange.of(scope)
         scope["app"] = self  # so that the router raises instead of answering in plain text
         try:
-            self._check_key(scope, exchange)
+            self._check_key(exchange)
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
         except Exception as error:
             await _answer(send, exchange, as_api_error(error))
 
-    def _check_key(self, scope: Scope, exchange: Exchange) -> None:
+    def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.path in PROBES:
             return
-        scheme, _, key = headers_of(scope).get(b"authorization", b"").partition(b" ")
+        scheme, _, key = exchange.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
             exchange.account = self._keys.find(key.strip())
         if exchange.account is None:
@@ -164,9 +165,9 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-def headers_of(scope: Scope) -> dict[bytes, bytes]:
+def _lists(headers: Iterable[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
     """By name. What is given several times is one list (RFC 9110, section 5.3)."""
-    headers: dict[bytes, bytes] = {}
-    for name, value in scope["headers"]:
-        headers[name] = headers[name] + b", " + value if name in headers else value
-    return headers
+    values: dict[bytes, list[bytes]] = {}
+    for name, value in headers:
+        values.setdefault(name, []).append(value)
+    return {name: b", ".join(given) for name, given in values.items()}

@@ -31,7 +31,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.deltas import Gaps, Together
 from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, unavailable
 from octavo.serve.exchange import Exchange
-from octavo.serve.gate import headers_of, send_json
+from octavo.serve.gate import send_json
 from octavo.serve.keys import ApiKey
 from octavo.serve.metrics import Metrics
 from octavo.serve.protocol import LABELS, Slo
@@ -154,7 +154,7 @@ class Generate:
             await watch.close()
 
     async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> _Read:
-        async with self._bodies.read(headers_of(scope), receive) as body:
+        async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
             # Others have come meanwhile; and who asks for nothing of its own is known by now.
             asks = None
             if not any(term in body for term in _TERMS):

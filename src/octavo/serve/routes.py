@@ -13,7 +13,8 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import AdmissionError
 from octavo.serve.body import Bodies, decode_object, unless_gone
 from octavo.serve.errors import ApiError, unavailable
-from octavo.serve.gate import headers_of, send_json
+from octavo.serve.exchange import Exchange
+from octavo.serve.gate import send_json
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import chat_prompt
@@ -88,7 +89,7 @@ class Worker:
         self._work = work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.read(headers_of(scope), receive) as body:
+        async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
             work = self._workers.run(lambda body: json.encode(self._work(body)), body)
             answer = await unless_gone(receive, work)
         await send_json(send, 200, answer)
@@ -132,6 +133,6 @@ class MetricsRoute:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        accept = headers_of(scope).get(b"accept", b"").decode("latin-1")
+        accept = Exchange.of(scope).headers.get(b"accept", b"").decode("latin-1")
         body, content_type = self._metrics.exposition(accept)
         await Response(body, headers={"content-type": content_type})(scope, receive, send)

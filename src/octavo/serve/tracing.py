@@ -14,7 +14,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -139,9 +139,9 @@ class Tracer:
         self._tracer = self._provider.get_tracer("octavo", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
-    def trace(self, exchange: Exchange, headers: Iterable[tuple[bytes, bytes]]) -> str:
-        """Make the spans of an exchange that is over, as part of the trace that its ``headers``
-        name, if they do. Returns the trace's id, in hexadecimal; "" for what is no generation.
+    def trace(self, exchange: Exchange) -> str:
+        """Make the spans of an exchange that is over, as part of the trace that its headers name,
+        if they do. Returns the trace's id, in hexadecimal; "" for what is no generation.
         """
         operation = _OPERATIONS.get(exchange.path)
         if operation is None:
@@ -155,7 +155,7 @@ class Tracer:
 
         span = self._tracer.start_span(
             f"{operation} {exchange.model}".rstrip(),
-            context=self._propagator.extract(_carrier(headers)),
+            context=self._propagator.extract(_carrier(exchange.headers)),
             kind=SpanKind.SERVER,
             start_time=at(exchange.started),
         )
@@ -307,10 +307,10 @@ def _of_records(
     return attributes
 
 
-def _carrier(headers: Iterable[tuple[bytes, bytes]]) -> Mapping[str, str]:
-    """The headers of W3C Trace Context."""
+def _carrier(headers: Mapping[bytes, bytes]) -> Mapping[str, str]:
+    """The headers of W3C Trace Context: several states are one list, several parents are none."""
     return {
-        name.decode("latin-1"): value.decode("latin-1")
-        for name, value in headers
-        if name in (b"traceparent", b"tracestate")
+        name: headers[name.encode()].decode("latin-1")
+        for name in ("traceparent", "tracestate")
+        if name.encode() in headers
     }

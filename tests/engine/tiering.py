@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.engine.clock import VirtualClock
-from octavo.kv import disk, ledger
+from octavo.kv import disk, folders, ledger
 from octavo.kv.arena import Bytes
 from octavo.kv.digest import Key
 from octavo.kv.disk import HEADER_BYTES, Disk
@@ -79,6 +79,11 @@ class FakeDisk(Disk):
             self.bytes_written += self.block_bytes
 
 
+_MAY_FAIL = frozenset(
+    ("listdir", "mkdir", "open", "rename", "rmdir", "scandir", "stat", "unlink", "utime")
+)
+
+
 class FaultyOs:
     """`os`, whose calls fail now and then, do less than they were asked to, or read wrong bits."""
 
@@ -87,7 +92,7 @@ class FaultyOs:
 
     def __getattr__(self, name: str) -> Any:
         real = getattr(os, name)
-        if name not in ("open", "rename", "unlink", "lstat", "stat", "listdir", "scandir", "utime"):
+        if name not in _MAY_FAIL:
             return real
 
         def call(*given: Any, **more: Any) -> Any:
@@ -126,11 +131,11 @@ class FaultyDisk(Disk):
     @contextmanager
     def _faults(self) -> Iterator[None]:
         faulty = FaultyOs(self._rng)
-        disk.os = ledger.os = faulty  # type: ignore[assignment]
+        disk.os = folders.os = ledger.os = faulty  # type: ignore[assignment]
         try:
             yield
         finally:
-            disk.os = ledger.os = os
+            disk.os = folders.os = ledger.os = os
 
     def read(self, key: Key, into: Bytes) -> bool:
         into[:] = 255

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,7 +46,7 @@ def content(disk: Disk, key: Key) -> Bytes | None:
 
 
 def path(disk: Disk, key: Key) -> Path:
-    return Path(disk._path(key))
+    return Path(disk._root, disk._path(key))
 
 
 def test_written_read_and_found_again(tmp_path: Path) -> None:
@@ -350,8 +352,13 @@ def test_room_is_made_without_listing_all_files(
     for number in range(1000):
         disk.write(name(number), block(number))
     looked: list[str] = []
-    real = os.lstat
-    monkeypatch.setattr(os, "lstat", lambda file: (looked.append(file), real(file))[1])
+    real = os.stat
+
+    def stat(file: str, **more: Any) -> os.stat_result:
+        looked.append(file)
+        return real(file, **more)
+
+    monkeypatch.setattr(os, "stat", stat)
     for number in range(1000, 1020):
         before = len(looked)
         disk.write(name(number), block(number))
@@ -542,3 +549,20 @@ def test_others_may_not_read_what_users_asked(tmp_path: Path) -> None:
     assert file.stat().st_mode & 0o077 == 0
     for made in [*file.parents][:3]:
         assert made.stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("level", range(5))
+def test_nor_once_a_folder_has_been_made_again(tmp_path: Path, level: int) -> None:
+    disk = opened(tmp_path / "users" / "cache")
+    disk.write(name(1), block(1))
+    file = path(disk, name(1))
+    made = [*file.parents][:5]
+    for again in (False, True):
+        if again:
+            shutil.rmtree(made[level])
+            disk.write(name(2), block(2))
+            disk._index.pop(name(1), None)
+            disk.write(name(1), block(1))
+        for each in made:
+            assert each.stat().st_mode & 0o077 == 0
+    assert content(disk, name(1)) is not None

@@ -15,7 +15,8 @@ from octavo.checkpoint.base import Tokenizer
 from octavo.checkpoint.tokenizer import BpeTokenizer
 from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
-from octavo.kv.disk import Disk, check_folder
+from octavo.kv.disk import Disk
+from octavo.kv.folders import check_folder
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
 from octavo.kv.tiers import Tiers

@@ -22,7 +22,6 @@ import os
 import secrets
 import stat
 import struct
-import tempfile
 import time
 import zlib
 from collections.abc import Callable
@@ -32,7 +31,8 @@ from typing import Any
 
 from octavo.kv.arena import Bytes
 from octavo.kv.digest import DIGEST_BYTES, Key
-from octavo.kv.ledger import UNFINISHED, Ledger, opened, remove
+from octavo.kv.folders import check_folder, opened, unlink
+from octavo.kv.ledger import UNFINISHED, Ledger
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +42,6 @@ HEADER_BYTES = _HEADER.size
 _MAGIC = b"octavokv"
 _PAUSE = 60.0  # seconds without writing after a write has failed
 _FOR_NOW = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # cannot be read
-
-
-def check_folder(folder: Path) -> None:
-    """Make it where it is not there, and try to write to it. Raises `OSError`."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
 
 
 class Disk:
@@ -74,12 +67,12 @@ class Disk:
         self.failed_reads = 0  # of which nobody knows what the file is
         self.failed_writes = 0
         self._engine = engine.ljust(DIGEST_BYTES, b"\0")[:DIGEST_BYTES]
-        self._root = folder / FORMAT
-        self._folder = self._root / self._engine.hex()[:16]
+        self._root = str(folder / FORMAT)
+        self._folder = self._engine.hex()[:16]
         self._file_bytes = HEADER_BYTES + block_bytes
         self._now = now
         self._paused_until = -float("inf")
-        for own in (self._root, self._folder):
+        for own in (folder / FORMAT, folder / FORMAT / self._folder):
             if own.is_symlink():
                 raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")
             check_folder(own)
@@ -145,6 +138,7 @@ class Disk:
     # A file
 
     def _path(self, key: Key) -> str:
+        """Of a block's file, from the root on."""
         digest, group = key
         name = digest.hex()
         return f"{self._folder}/{name[:2]}/{name}-{group}"
@@ -155,7 +149,7 @@ class Disk:
 
     def _read(self, key: Key, path: str, into: Bytes) -> bool:
         folder, name = os.path.split(path)
-        with opened(folder) as where:
+        with opened(self._root, folder) as where:
             # What is no file is not opened: that may wait, or do whatever a device does.
             found = os.stat(name, dir_fd=where, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode) or found.st_size != self._file_bytes:
@@ -172,10 +166,9 @@ class Disk:
 
     def _write(self, key: Key, path: str, data: Bytes) -> None:
         folder, name = os.path.split(path)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
         unfinished = f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with opened(folder) as where:
+        with opened(self._root, folder, make=True) as where:
             file = os.open(unfinished, flags, 0o600, dir_fd=where)
             try:
                 try:
@@ -198,9 +191,13 @@ class Disk:
     def _discard(self, path: str, why: str) -> bool:
         self.corrupted += 1
         if self.corrupted == 1:
-            logger.warning("kv offload: %s is dropped: %s (more are only counted)", path, why)
+            logger.warning(
+                "kv offload: %s/%s is dropped: %s (more are only counted)", self._root, path, why
+            )
+        folder, name = os.path.split(path)
         try:
-            remove(path)
+            with opened(self._root, folder) as where:
+                unlink(name, where)
         except OSError:
             return False
         return True
@@ -209,7 +206,7 @@ class Disk:
         self.failed_reads += 1
         if self.failed_reads == 1:
             why = error.strerror or error
-            logger.warning("kv offload: %s: %s (more are only counted)", path, why)
+            logger.warning("kv offload: %s/%s: %s (more are only counted)", self._root, path, why)
         if error.errno not in _FOR_NOW:  # when it has been computed again it is written anew
             self._index.pop(key, None)
 

@@ -16,10 +16,10 @@ import stat
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from contextlib import suppress
 
 from octavo.kv.digest import DIGEST_BYTES
+from octavo.kv.folders import opened, unlink
 
 UNFINISHED = ".tmp"
 _ENGINE = re.compile("[0-9a-f]{16}")
@@ -32,31 +32,9 @@ _AT_ONCE = 64  # files removed for one, at most
 _TOLD = 1 << 16  # files used or gone of late that are remembered until the next is written
 
 
-@contextmanager
-def opened(folder: str) -> Iterator[int]:
-    """A descriptor of ``folder``, for calls relative to it, which then reach no other folder that
-    was put in its place. Raises `OSError`, for a link, too.
-    """
-    where = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    try:
-        yield where
-    finally:
-        os.close(where)
-
-
-def remove(path: str) -> None:
-    """Whatever is named like a block, if it is no folder with something in it. Raises `OSError`."""
-    folder, name = os.path.split(path)
-    with opened(folder) as where:
-        try:
-            os.unlink(name, dir_fd=where)
-        except IsADirectoryError:
-            os.rmdir(name, dir_fd=where)
-
-
 class Ledger:
-    """The files ROOT/<engine>/<2 hex>/<name>, least recently used first. For one thread, but for
-    `use` and `gone`, which another may call.
+    """The files ROOT/<engine>/<2 hex>/<name>, least recently used first; a path is what comes after
+    the root. For one thread, but for `use` and `gone`, which another may call.
 
     ``found`` is asked about a file that lies there, and says how many bytes it counts; None if it
     is no block, and was removed. ``lost`` is told the path of one that is no more.
@@ -64,14 +42,14 @@ class Ledger:
 
     def __init__(
         self,
-        root: Path,
+        root: str,
         budget: int,
         found: Callable[[str, os.stat_result], int | None],
         lost: Callable[[str], None],
     ) -> None:
         self.budget = budget
         self.used = 0  # bytes, as far as is known here
-        self._root = str(root)
+        self._root = root
         self._found, self._lost = found, lost
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # size, last use in ns
         self._folders: dict[str, set[str]] = {}  # the same paths
@@ -79,18 +57,19 @@ class Ledger:
         self._unlisted = self._list()  # folders of this round
         self._round = len(self._unlisted)
         self._due = 0.0  # folders to be listed by now
-        there: list[str] = []
+        there: list[tuple[int, int, str]] = []
         for folder in self._unlisted:
-            with suppress(OSError):
-                there += _paths(folder)
-        for used, size, path in sorted(self._read(there)):
+            with suppress(OSError), opened(self._root, folder) as where:
+                there += self._read(_paths(where, folder), where)
+        for used, size, path in sorted(there):
             self._enter(path, size, used)
 
     def use(self, path: str) -> None:
         """It was wanted just now."""
         now = time.time_ns()
-        with suppress(OSError):
-            os.utime(path, ns=(now, now), follow_symlinks=False)
+        folder, name = os.path.split(path)
+        with suppress(OSError), opened(self._root, folder) as where:
+            os.utime(name, ns=(now, now), dir_fd=where, follow_symlinks=False)
         self._told.append((path, True))
 
     def gone(self, path: str) -> None:
@@ -123,14 +102,16 @@ class Ledger:
     def _evict(self) -> None:
         """The least recently used, unless another server has used it since."""
         path, (_, used) = next(iter(self._files.items()))
+        folder, name = os.path.split(path)
         try:
-            seen = os.lstat(path).st_mtime_ns
-            if seen > used:
-                self._move(path, seen)
-                return
-            remove(path)
-        except FileNotFoundError:  # another was quicker
-            pass
+            with opened(self._root, folder) as where:
+                seen = os.stat(name, dir_fd=where, follow_symlinks=False).st_mtime_ns
+                if seen > used:
+                    self._move(path, seen)
+                    return
+                unlink(name, where)
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # another was quicker, or its folder has become something else
         except OSError:  # it takes its place all the same
             self._move(path, used)
             return
@@ -151,30 +132,49 @@ class Ledger:
 
     def _compare(self, folder: str) -> None:
         known = self._folders.get(folder, set())
+        there: set[str] = set()
+        new: list[tuple[int, int, str]] = []
         try:
-            there = {*_paths(folder)}
+            with opened(self._root, folder) as where:
+                there.update(_paths(where, folder))
+                new += self._read(there - known, where)
         except (FileNotFoundError, NotADirectoryError):
-            there = set()
+            pass
         except OSError:  # nobody knows
             return
         for path in known - there:
             self._remove(path)
             self._lost(path)
-        for used, size, path in self._read(there - known):
+        for used, size, path in new:
             self._enter(path, size, used)
 
     def _list(self) -> list[str]:
         """All folders of files."""
-        engines = _folders(self._root, _ENGINE)
-        return [shard for engine in engines for shard in _folders(engine, _SHARD)]
+        return [
+            f"{engine}/{shard}"
+            for engine in self._folders_in("", _ENGINE)
+            for shard in self._folders_in(engine, _SHARD)
+        ]
 
-    def _read(self, paths: Iterable[str]) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, path) of those that are blocks; what is unfinished and abandoned
-        is removed.
+    def _folders_in(self, folder: str, named: re.Pattern[str]) -> list[str]:
+        try:
+            with opened(self._root, folder) as where, os.scandir(where) as entries:
+                return [
+                    entry.name
+                    for entry in entries
+                    if named.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+                ]
+        except OSError:
+            return []
+
+    def _read(self, paths: Iterable[str], where: int) -> Iterator[tuple[int, int, str]]:
+        """(last use in ns, bytes, path) of those in the folder ``where`` that are blocks; what is
+        unfinished and abandoned is removed.
         """
         for path in paths:
+            name = os.path.basename(path)
             try:
-                found = os.lstat(path)
+                found = os.stat(name, dir_fd=where, follow_symlinks=False)
             except OSError:
                 continue
             if not stat.S_ISREG(found.st_mode):
@@ -184,7 +184,7 @@ class Ledger:
                     yield found.st_mtime_ns, size, path
             elif abs(time.time() - found.st_mtime) > _ABANDONED:
                 with suppress(OSError):
-                    remove(path)
+                    unlink(name, where)
 
     def _move(self, path: str, used: int) -> None:
         """It was used last, and then."""
@@ -212,23 +212,11 @@ class Ledger:
             raise RuntimeError("a file of the disk tier is in no folder")
 
 
-def _paths(folder: str) -> list[str]:
-    """Of whatever is named as a block that belongs there. Raises `OSError`."""
-    with opened(folder) as where:
-        names = os.listdir(where)
+def _paths(where: int, folder: str) -> list[str]:
+    """Of whatever is named as a block that belongs in ``folder``. Raises `OSError`."""
     shard = os.path.basename(folder)
     return [
-        f"{folder}/{name}" for name in names if name.startswith(shard) and _BLOCK.fullmatch(name)
+        f"{folder}/{name}"
+        for name in os.listdir(where)
+        if name.startswith(shard) and _BLOCK.fullmatch(name)
     ]
-
-
-def _folders(folder: str, named: re.Pattern[str]) -> list[str]:
-    try:
-        with os.scandir(folder) as entries:
-            return [
-                entry.path
-                for entry in entries
-                if named.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
-            ]
-    except OSError:
-        return []

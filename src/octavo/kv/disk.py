@@ -40,8 +40,11 @@ FORMAT = "octavo-kv-1"
 _HEADER = struct.Struct("<8s32s32sIQI8x")  # magic, engine, digest, group, length, CRC-32
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"octavokv"
-_PAUSE = 60.0  # seconds without writing after a write has failed
+_PAUSE = 60.0  # seconds without writing after the disk has failed
 _FOR_NOW = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # cannot be read
+_STRANGE = frozenset(  # something else is in a folder's place, or it is somebody else's
+    (errno.EACCES, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EPERM)
+)
 
 
 class Disk:
@@ -72,6 +75,7 @@ class Disk:
         self._file_bytes = HEADER_BYTES + block_bytes
         self._now = now
         self._paused_until = -float("inf")
+        self._strange = False  # a folder was seen that could not be written to
         for own in (folder / FORMAT, folder / FORMAT / self._folder):
             if own.is_symlink():
                 raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")
@@ -100,7 +104,7 @@ class Disk:
             self._ledger.gone(path)
             return False
         except OSError as error:
-            self._count_failed(key, path, error)
+            self._count_unread(key, path, error)
             return False
         if not whole:
             self._drop(key, path, "its content is not what was written")
@@ -120,16 +124,7 @@ class Disk:
         try:
             self._write(key, path, data)
         except OSError as error:
-            self.failed_writes += 1
-            if isinstance(error, IsADirectoryError):
-                self._discard(path, "a folder in its place")
-            elif not isinstance(error, FileNotFoundError):  # the folder was removed meanwhile
-                self._paused_until = self._now() + _PAUSE
-                logger.warning(
-                    "kv offload: %s; nothing is written for %g seconds",
-                    error.strerror or error,
-                    _PAUSE,
-                )
+            self._count_unwritten(path, error)
             return
         self._ledger.add(path, size)
         self.bytes_written += self.block_bytes
@@ -191,9 +186,7 @@ class Disk:
     def _discard(self, path: str, why: str) -> bool:
         self.corrupted += 1
         if self.corrupted == 1:
-            logger.warning(
-                "kv offload: %s/%s is dropped: %s (more are only counted)", self._root, path, why
-            )
+            self._warn(path, f"{why}; it is dropped")
         folder, name = os.path.split(path)
         try:
             with opened(self._root, folder) as where:
@@ -202,13 +195,27 @@ class Disk:
             return False
         return True
 
-    def _count_failed(self, key: Key, path: str, error: OSError) -> None:
+    def _count_unwritten(self, path: str, error: OSError) -> None:
+        self.failed_writes += 1
+        if isinstance(error, IsADirectoryError):
+            self._discard(path, "a folder in its place")
+        elif error.errno not in _STRANGE:
+            self._paused_until = self._now() + _PAUSE
+            why = error.strerror or str(error)
+            logger.warning("kv offload: %s; nothing is written for %g seconds", why, _PAUSE)
+        elif not self._strange:  # other folders may be as good as ever
+            self._strange = True
+            self._warn(path, f"cannot be written: {error.strerror or error}")
+
+    def _count_unread(self, key: Key, path: str, error: OSError) -> None:
         self.failed_reads += 1
         if self.failed_reads == 1:
-            why = error.strerror or error
-            logger.warning("kv offload: %s/%s: %s (more are only counted)", self._root, path, why)
+            self._warn(path, f"cannot be read: {error.strerror or error}")
         if error.errno not in _FOR_NOW:  # when it has been computed again it is written anew
             self._index.pop(key, None)
+
+    def _warn(self, path: str, why: str) -> None:
+        logger.warning("kv offload: %s/%s: %s (more are only counted)", self._root, path, why)
 
     # Files of others
 

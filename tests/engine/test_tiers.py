@@ -16,6 +16,7 @@ from octavo.kv import tiers as module
 from octavo.kv.measured import Measured
 from octavo.kv.read_ahead import ReadingAhead
 from octavo.sample.params import SamplingParams
+from octavo.schedule.policies.fair import Fair
 from octavo.schedule.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.schedule.sequence import Status
 
@@ -530,8 +531,10 @@ class Hit:
     machine where copying a block in takes a millisecond, as a step does.
     """
 
-    def __init__(self, target: float | None) -> None:
-        self.engine, self.tiers = made(blocks=40, length=400, host=200, target=target)
+    def __init__(self, target: float | None, policy: str = "fcfs") -> None:
+        self.engine, self.tiers = made(
+            blocks=40, length=400, host=200, target=target, policy=policy
+        )
         for number in (1, 7, 8, 9):
             ask(self.engine, f"first {number}", text(number, 300))
             run(self.engine)
@@ -546,7 +549,9 @@ class Hit:
         self.stream = ask(self.engine, "stream", text(5, 20), max_tokens=100)
         for _ in range(30):  # what a step takes is learned
             self.engine.step()
-        self.again = ask(self.engine, "again", text(1, 300), max_tokens=5)
+        self.again = ask(
+            self.engine, "again", text(1, 300), max_tokens=5, terms={"client": "again"}
+        )
 
     def slow_import(self, *given: Any) -> None:
         if self.copied == self.fails_after:
@@ -572,12 +577,13 @@ class Hit:
         (seq,) = self.engine.scheduler.prefilling
         return seq
 
-    def end(self, cached: int = 288) -> None:
+    def end(self, cached: int = 288, from_host: int = 288) -> None:
         run(self.engine)
         assert self.again.outcome is Outcome.FINISHED
         assert self.again.cached_tokens == cached
         stats = self.engine.stats()
-        assert (stats.prefix_hits, stats.prefix_hits_host) == (cached, cached)
+        assert (stats.prefix_hits, stats.prefix_hits_host) == (cached, from_host)
+        assert not stats.swapped_tokens
         assert not self.tiers.memory.num_pins
 
 
@@ -624,15 +630,17 @@ def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:
     assert not hit.tiers.memory.num_pins
     hit.engine.scheduler.check_integrity()
     run(hit.engine)
+    assert not hit.again.cached_tokens
+    assert not hit.engine.stats().prefix_hits
 
 
 def test_half_of_a_hit_is_taken_back_after_a_preemption() -> None:
     hit = Hit(0.006)
     hit.engine.scheduler._preempt(hit.half())
     assert not hit.tiers.memory.num_pins
-    hit.end()
-    assert hit.copied == 18  # the first half was still in the pool
-    assert hit.engine.stats().swapped_tokens > 0
+    there = hit.copied * 16  # tokens, which are still in the pool
+    hit.end(from_host=288 - there)
+    assert hit.copied == 18
 
 
 def test_when_the_rest_of_a_hit_cannot_be_copied_in_it_is_computed() -> None:
@@ -640,10 +648,21 @@ def test_when_the_rest_of_a_hit_cannot_be_copied_in_it_is_computed() -> None:
     hit.half()
     hit.fails_after = hit.copied
     before = hit.engine.stats().computed_tokens
-    run(hit.engine)
-    assert hit.again.outcome is hit.stream.outcome is Outcome.FINISHED
+    hit.end(cached=0, from_host=0)  # what is not there was not cached
+    assert hit.stream.outcome is Outcome.FINISHED
     assert hit.engine.stats().computed_tokens - before > 300
-    assert not hit.tiers.memory.num_pins
+
+
+def test_what_is_lost_of_a_hit_is_charged_to_the_client() -> None:
+    hit = Hit(0.006, policy="fair")
+    policy = hit.engine.scheduler.policy
+    assert isinstance(policy, Fair)
+    hit.half()
+    charged = policy.served("again")
+    hit.fails_after = hit.copied
+    while hit.again.first_token is None:
+        hit.engine.step()
+    assert policy.served("again") - charged == 288 + 2  # and its first token
 
 
 def test_what_two_hits_have_in_common_is_copied_in_once() -> None:

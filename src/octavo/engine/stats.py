@@ -29,7 +29,7 @@ class EngineStats:
     kv_waste: float = 0.0  # allocated but unfilled slots ÷ allocated slots
     steps: int = 0
     admitted: int = 0  # requests, whatever became of them
-    prompt_tokens: int = 0  # of requests that were scheduled
+    prompt_tokens: int = 0  # of requests that have begun to be computed
     generation_tokens: int = 0
     computed_tokens: int = 0  # put through the model, recomputation included
     preemptions: int = 0

@@ -94,7 +94,7 @@ class RequestRecord:
     prompt_tokens: int
     n: int = 1
     max_tokens: int | None = None
-    cached_tokens: int = 0  # prompt tokens taken from the prefix cache at first scheduling
+    cached_tokens: int = 0  # of the prompt, in the prefix cache when its computation began
     completion_tokens: int = 0  # over all n sequences
     scheduled: float | None = None  # first time in a batch
     first_token: float | None = None

@@ -71,7 +71,7 @@ class Scheduler:
         self.waiting = Waiting(self.policy, self.kv)
         self._room = Room(config, self.kv, self.policy, self.decoding, self.prefilling)
         self.num_preemptions = 0
-        self.prompt_tokens = 0  # of requests that were scheduled
+        self.prompt_tokens = 0  # of requests that have begun
         self.prefix_queries = 0
         self.prefix_hits = 0
         self.prefix_hits_host = 0  # of these, from host memory,
@@ -340,7 +340,13 @@ class Scheduler:
         seq.status = Status.PREFILLING
         insort(self.prefilling, seq, key=self.policy.rank)
         self._reserved_slots += len(seq.followers)
-        self._count_first_time(seq, hit)
+        owner, computed = seq.owner, len(seq.token_ids) - hit.num_tokens
+        seq.hit = hit
+        if owner.record.scheduled is None:
+            owner.record.scheduled = self.policy.now
+        if not owner.counted and computed > owner.charged:
+            self.policy.begins(owner, computed - owner.charged)
+            owner.charged = computed
 
     def _admit_batch(self) -> Sequence | None:
         """Static batching: who waits when nobody runs is let in, as far as there is room; whoever
@@ -406,21 +412,6 @@ class Scheduler:
         self._let_in(seq, hit)
         return True
 
-    def _count_first_time(self, seq: Sequence, hit: Hit) -> None:
-        record = seq.owner.record
-        if record.scheduled is None:
-            record.scheduled = self.policy.now
-            record.cached_tokens = hit.num_tokens
-            self.policy.begins(seq.owner, len(seq.token_ids) - hit.num_tokens)
-            self.prompt_tokens += len(seq.token_ids)
-            if self.config.enable_prefix_caching and not seq.owner.scores_prompt:
-                self.prefix_queries += len(seq.token_ids)
-                self.prefix_hits += hit.num_tokens
-                self.prefix_hits_host += hit.num_host_tokens
-                self.prefix_hits_disk += hit.num_disk_tokens
-        else:
-            self.swapped_tokens += hit.num_host_tokens + hit.num_disk_tokens
-
     def _next_waiting(self) -> Sequence | None:
         """The queue's head; while a suspect must run alone, only its own."""
         alone = self.alone
@@ -453,7 +444,7 @@ class Scheduler:
             self.prefilling.remove(seq)
             self._reserved_slots -= len(seq.followers)
         self.kv.close(seq.slot)
-        seq.slot = -1
+        seq.slot, seq.hit = -1, None
         self._blocked = None
 
     def _update_decode_slots(self) -> None:
@@ -515,6 +506,7 @@ class Scheduler:
             seq, start, size = chunk
             if seq.slot < 0:
                 continue
+            self._count(seq)
             kv.advance(seq.slot, size)
             kv.register(seq.slot, seq.token_ids)
             if seq.owner.scores_prompt:
@@ -530,6 +522,24 @@ class Scheduler:
                 self.policy.drew((seq,), (len(run),))
         if self._suspects and scheduled.samples:
             self._clear_suspect(scheduled.samples[0].owner)
+
+    def _count(self, seq: Sequence) -> None:
+        """Its first chunk has been computed, so that it has had all of its hit."""
+        hit, seq.hit = seq.hit, None
+        owner = seq.owner
+        if hit is None:
+            return
+        if owner.counted:
+            self.swapped_tokens += hit.num_host_tokens + hit.num_disk_tokens
+            return
+        owner.counted = True
+        owner.record.cached_tokens = hit.num_tokens
+        self.prompt_tokens += owner.num_prompt_tokens
+        if self.config.enable_prefix_caching and not owner.scores_prompt:
+            self.prefix_queries += owner.num_prompt_tokens
+            self.prefix_hits += hit.num_tokens
+            self.prefix_hits_host += hit.num_host_tokens
+            self.prefix_hits_disk += hit.num_disk_tokens
 
     # Many steps at once
 
@@ -664,7 +674,7 @@ class Scheduler:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
                     self.waiting.push(seq, seq.queued if seq.slot < 0 else self.policy.now)
-                seq.slot = -1
+                seq.slot, seq.hit = -1, None
         if not suspects and (first := self.policy.head()) is not None:
             suspects = [first.owner]
         self._suspects.accuse(suspects)

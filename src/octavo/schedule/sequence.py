@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
+from octavo.kv.finding import Hit
 from octavo.kv.read_ahead import ReadAhead
 from octavo.schedule.request import Request, RequestRecord
 
@@ -37,6 +38,7 @@ class Sequence:
     stood: float = 0.0  # seconds that it stood at the head of its line: the policy's
     ahead: ReadAhead | None = None  # what is read for it, until it is let in
     sought: bool = False  # on disk
+    hit: Hit | None = None  # that it was let in with, until its first chunk has been computed
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules
 
     @property
@@ -61,6 +63,8 @@ class RequestState:
     max_tokens: int
     sequences: list[Sequence] = field(default_factory=list)
     num_unfinished: int = 0
+    charged: int = 0  # prompt tokens to be computed, as the policy was told
+    counted: bool = False  # something of it has been computed, and what was cached is counted
 
     @property
     def num_prompt_tokens(self) -> int:

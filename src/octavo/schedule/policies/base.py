@@ -77,7 +77,8 @@ class Policy(Collection[Sequence]):
 
     def begins(self, state: RequestState, num_computed: int) -> None:
         """The first of a request's sequences is let in, for the first time; so many tokens of the
-        prompt are to be computed.
+        prompt are to be computed. Told again of those that are more, if something of what was
+        cached is lost before it had it.
         """
 
     def drew(self, seqs: Items[Sequence], counts: Iterable[int]) -> None:

@@ -46,6 +46,41 @@ def made(
     return built, tiers
 
 
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_reader_that_takes_no_jobs_costs_no_slot(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    disk = Whole(layout([None]).block_bytes)
+    _, tiers = made(host=16, disk=disk, seconds_per_token=10.0)
+    keys = [(bytes([number]) * 32, 0) for number in range(6)]
+    for key in keys:
+        disk.write(key, np.zeros(disk.block_bytes, np.uint8))
+    reading, worker = tiers.reading, tiers.workers[0]
+    assert reading is not None
+    real = worker.submit
+
+    def refuse(job: Any) -> None:
+        if len(worker.jobs) == count:
+            raise MemoryError
+        real(job)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker, "submit", refuse)
+        with pytest.raises(MemoryError):
+            reading.begin(keys, 0, 24, 0.0)
+    assert reading.num_slots == count
+    assert tiers.memory.num_takeable == 16 - count
+    tiers.settle()
+    tiers.check([])
+    ahead = reading.begin(keys[count:], 0, 24, 0.0)
+    assert ahead is not None
+    tiers.settle()
+    assert reading.is_ready(ahead, 0.0)
+    assert len(ahead.pinned) == 6 - count
+    reading.end(ahead)
+    tiers.check([])
+
+
 class Whole(FakeDisk):
     """Loses nothing."""
 

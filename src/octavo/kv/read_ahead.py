@@ -103,7 +103,12 @@ class ReadingAhead:
                     slot = self._memory.take()
                     assert slot is not None
                     self._reading[key] = _Reading(slot, [])
-                    self._submit(key, slot)
+                    try:
+                        self._submit(key, slot)
+                    except Exception:  # nobody fills it
+                        del self._reading[key]
+                        self._memory.give_back(slot)
+                        raise
                 self._reading[key].waiting.append(ahead)
         except BaseException:
             self.end(ahead)

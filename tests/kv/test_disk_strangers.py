@@ -73,6 +73,33 @@ def test_nor_does_one_of_another_engine(tmp_path: Path) -> None:
     assert content(other, name(1)) is None
 
 
+def test_a_file_system_that_says_late_what_another_engines_blocks_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = filled(tmp_path, 6, budget=32 * FILE, engine=b"other")
+    real = os.stat
+
+    def lagging(file: str, **more: Any) -> os.stat_result:
+        found = real(file, **more)
+        return os.stat_result([*found], {"st_blocks": 1, "st_mtime_ns": found.st_mtime_ns})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", lagging)
+        one = opened(tmp_path, budget=32 * FILE)
+        assert one.used == 6 * 512
+        one.write(name(100), block(100))
+        assert one.used == 6 * 512 + FILE
+    order = [*one._ledger._files]
+    one.write(name(101), block(101))
+    assert one.used == 8 * FILE
+    assert [*one._ledger._files] == [*order, one._path(name(101))]
+    path(other, name(0)).unlink()
+    one.write(name(102), block(102))
+    assert one.used == 8 * FILE
+    assert not one._ledger._growing
+    one._ledger.check()
+
+
 def pipe(file: Path, outside: Path) -> None:
     os.mkfifo(file)
 

@@ -53,6 +53,9 @@ class Ledger:
         self._found, self._lost = found, lost
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # size, last use in ns
         self._folders: dict[str, set[str]] = {}  # the same paths
+        # Of these, what takes less on disk than it is long, perhaps only because its file system
+        # has not got round to it: it is looked at again in each round.
+        self._growing: set[str] = set()
         self._told: deque[tuple[str, bool]] = deque(maxlen=_TOLD)
         self._unlisted = self._list()  # folders of this round
         self._round = len(self._unlisted)
@@ -137,7 +140,7 @@ class Ledger:
         try:
             with opened(self._root, folder) as where:
                 there.update(_paths(where, folder))
-                new += self._read(there - known, where)
+                new += self._read((there - known) | (there & self._growing), where)
         except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:  # nobody knows
@@ -146,7 +149,11 @@ class Ledger:
             self._remove(path)
             self._lost(path)
         for used, size, path in new:
-            self._enter(path, size, used)
+            if path in self._files:
+                self.used += size - self._files[path][0]
+                self._files[path] = size, self._files[path][1]
+            else:
+                self._enter(path, size, used)
 
     def _list(self) -> list[str]:
         """All folders of files."""
@@ -181,6 +188,10 @@ class Ledger:
                 continue
             if not path.endswith(UNFINISHED):
                 if (size := self._found(path, found)) is not None:
+                    if size < found.st_size:
+                        self._growing.add(path)
+                    else:
+                        self._growing.discard(path)
                     yield found.st_mtime_ns, size, path
             elif abs(time.time() - found.st_mtime) > _ABANDONED:
                 with suppress(OSError):
@@ -199,6 +210,7 @@ class Ledger:
     def _remove(self, path: str) -> None:
         if (file := self._files.pop(path, None)) is not None:
             self.used -= file[0]
+            self._growing.discard(path)
             folder = os.path.dirname(path)
             self._folders[folder].discard(path)
             if not self._folders[folder]:

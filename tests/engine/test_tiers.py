@@ -394,7 +394,7 @@ def test_asking_whether_all_is_read_counts_nothing() -> None:
 
 
 def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
-    tiers = slow_tiers(layout(), 4, disk=False, clock=VirtualClock())
+    tiers = slow_tiers(layout(), 4, disk=None, clock=VirtualClock())
     content = np.zeros((4, tiers.memory.data.shape[1]), np.uint8)
     content[1] = 7
 
@@ -748,6 +748,6 @@ def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
 def test_tiers_need_a_prefix_cache() -> None:
     with pytest.raises(ValueError, match="prefix cache is off"):
         build(
-            tiers=slow_tiers(layout(), 4, disk=False, clock=VirtualClock()),
+            tiers=slow_tiers(layout(), 4, disk=None, clock=VirtualClock()),
             enable_prefix_caching=False,
         )

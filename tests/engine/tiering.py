@@ -123,8 +123,9 @@ class FaultyOs:
 class FaultyDisk(Disk):
     """The tier on a real disk, with a system that has faults: for one thread."""
 
-    def __init__(self, block_bytes: int, budget: int, now: Callable[[], float]) -> None:
+    def __init__(self, block_bytes: int, files: int, now: Callable[[], float]) -> None:
         self._own = tempfile.TemporaryDirectory()
+        budget = files * (HEADER_BYTES + block_bytes)
         super().__init__(Path(self._own.name), b"engine", block_bytes, budget, now=now)
         self._rng = random.Random(block_bytes)
 
@@ -200,19 +201,16 @@ def slow_tiers(
     layout: KvLayout,
     host_blocks: int,
     *,
-    disk: Disk | bool | None,
+    disk: Disk | None,
     clock: VirtualClock,
     engine: bytes = b"engine",
     seconds_per_token: float = 0.002,
 ) -> ToldTiers:
-    block_bytes = layout.block_bytes
     workers = [ToldWorker(), ToldWorker()]
-    if disk is True:
-        disk = FaultyDisk(block_bytes, 40 * (HEADER_BYTES + block_bytes), clock.now)
     tiers = ToldTiers(
         engine,
-        HostMemory(host_blocks, block_bytes),
-        disk if isinstance(disk, Disk) else None,
+        HostMemory(host_blocks, layout.block_bytes),
+        disk,
         reader=workers[0],
         writer=workers[1],
         tokens_per_block=layout.block_size / len(layout.groups),

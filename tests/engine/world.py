@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build, layout
 from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
-from engine.tiering import slow_tiers
+from engine.tiering import FaultyDisk, slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import Released
 from octavo.engine.engine import Step
@@ -186,11 +186,7 @@ class Setting:
         )
         if setting.enable_prefix_caching and rng.random() < 0.5:
             host_blocks = max(1, int(setting.num_blocks * rng.choice((0.3, 1.0, 4.0))))
-            setting = replace(
-                setting,
-                host_blocks=host_blocks,
-                disk=rng.random() < 0.5,
-            )
+            setting = replace(setting, host_blocks=host_blocks, disk=rng.random() < 0.5)
         if rng.random() < 0.15:
             setting = replace(setting, batching="static")
         if rng.random() < 0.15:
@@ -248,12 +244,9 @@ class World:
         self.tiers = None
         clock = Leaping()
         if setting.host_blocks:
-            self.tiers = slow_tiers(
-                layout(setting.windows, setting.block_size),
-                setting.host_blocks,
-                disk=setting.disk,
-                clock=clock,
-            )
+            shape = layout(setting.windows, setting.block_size)
+            disk = FaultyDisk(shape.block_bytes, 40, clock.now) if setting.disk else None
+            self.tiers = slow_tiers(shape, setting.host_blocks, disk=disk, clock=clock)
         self.engine = build(
             tiers=self.tiers,
             clock=clock,

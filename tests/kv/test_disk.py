@@ -504,8 +504,7 @@ def test_what_comes_in_pieces_is_put_together(
 def test_a_system_full_of_faults(tmp_path: Path, seed: int) -> None:
     """Nothing is raised, nothing wrong is read, and files and bytes add up."""
     rng = random.Random(seed)
-    budget = 40 * FILE
-    disk = FaultyDisk(SIZE, budget, time.monotonic)
+    disk = FaultyDisk(SIZE, 40, time.monotonic)
     hits = 0
     for _ in range(1500):
         number = rng.randrange(60)

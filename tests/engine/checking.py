@@ -301,9 +301,15 @@ class CheckingExecutor:
 
         return StepResult(np.zeros((size, 1), np.float32), self.duration, rows_from)
 
-    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
+    def export_blocks(
+        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
         self._transfer("export")
-        return self.content[blocks].view(np.uint8)
+        data = self.content[blocks].view(np.uint8)
+        if into is None:
+            return data
+        into[:] = data
+        return into
 
     def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
         self._transfer("import")

@@ -63,7 +63,7 @@ class LinearExecutor:
         seconds = self._step(float(decodes.sum()), 0, float(sizes[~decodes].sum()), 0)
         return StepResult(None, seconds)
 
-    def export_blocks(self, blocks: Int32) -> Any:
+    def export_blocks(self, blocks: Int32, into: Any = None) -> Any:
         raise NotImplementedError
 
     def import_blocks(self, blocks: Int32, data: Any) -> None:

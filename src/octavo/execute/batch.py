@@ -82,8 +82,12 @@ class Executor(Protocol):
 
     def execute(self, batch: Batch) -> StepResult: ...
 
-    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
-        """[len(blocks), block_bytes]: a copy of the blocks' bytes."""
+    def export_blocks(
+        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        """[len(blocks), block_bytes]: a copy of the blocks' bytes, in ``into`` (contiguous) or else
+        in memory of its own.
+        """
         ...
 
     def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None: ...

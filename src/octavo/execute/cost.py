@@ -486,8 +486,11 @@ class CostExecutor:
         """
         return repeat(0.0) if self._free else self.costs.decode_seconds(positions, self.rates)
 
-    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
-        return np.zeros((len(blocks), self.layout.block_bytes), dtype=np.uint8)
+    def export_blocks(
+        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        shape = len(blocks), self.layout.block_bytes
+        return np.zeros(shape, np.uint8) if into is None else into
 
     def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
         pass

@@ -320,8 +320,11 @@ class NativeExecutor:
         """
         return self._open.draft(programs, rows, token_ids, most, least, ids)
 
-    def export_blocks(self, blocks: Int32) -> npt.NDArray[np.uint8]:
-        data = np.empty((len(blocks), self.layout.block_bytes), np.uint8)
+    def export_blocks(
+        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        shape = len(blocks), self.layout.block_bytes
+        data = np.empty(shape, np.uint8) if into is None else into
         self._open.transfer(blocks, data, False)
         return data
 

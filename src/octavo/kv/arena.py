@@ -12,8 +12,8 @@ Int32 = npt.NDArray[np.int32]
 
 
 class Arena(Protocol):
-    def export_blocks(self, blocks: Int32) -> Bytes:
-        """[len(blocks), block_bytes], a copy."""
+    def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
+        """[len(blocks), block_bytes], a copy: in ``into``, or else in memory of its own."""
         ...
 
     def import_blocks(self, blocks: Int32, data: Bytes) -> None: ...

@@ -30,7 +30,6 @@ from octavo.kv.write_behind import WritingBehind
 
 logger = logging.getLogger(__name__)
 
-_SLICE_BYTES = 16 << 20  # copied out in one piece
 _FLUSH_SECONDS = 3.0  # for what is not on disk at the end
 _REST = 60.0  # seconds for which nothing is loaded, when copying in has failed
 
@@ -176,9 +175,7 @@ class Tiers:
         started = self._now()
         if self._spills:
             spills, self._spills = self._spills, []
-            size = max(1, _SLICE_BYTES // self._block_bytes)
-            for first in range(0, len(spills), size):
-                self._copy_out(spills[first : first + size])
+            self._copy_out(spills)
             self.worth.spilling.took((self._now() - started) / len(spills))
         if self._loads:
             began = self._now()
@@ -213,22 +210,28 @@ class Tiers:
         self._loading.clear()
 
     def _copy_out(self, spills: Sequence[_Spill]) -> None:
-        """To host memory, and on their way to the disk as far as it keeps up."""
+        """To host memory, and on their way to the disk as far as it keeps up. Each straight to its
+        place: a copy in between costs as much again, and many times that where its memory is new.
+        """
         assert self.arena is not None
-        try:
-            blocks = np.array([spill.block for spill in spills], np.int32)
-            data = self.arena.export_blocks(blocks)
-        except Exception:
-            logger.exception("kv offload: %d blocks could not be copied out", len(spills))
-            return
-        self._spilled += len(spills)
-        for spill, block in zip(spills, data, strict=True):
+        for done, (block, key) in enumerate(spills):
             slot = self.memory.take()
+            if slot is None and self.writing is None:
+                return
+            try:
+                into = None if slot is None else self.memory.data[slot : slot + 1]
+                data = self.arena.export_blocks(np.array([block], np.int32), into)
+            except Exception:
+                if slot is not None:
+                    self.memory.give_back(slot)
+                count = len(spills) - done
+                logger.exception("kv offload: %d blocks could not be copied out", count)
+                return
+            self._spilled += 1
             if slot is not None:
-                self.memory.data[slot] = block
-                self.memory.put(spill.key, slot)
+                self.memory.put(key, slot)
             if self.writing is not None:
-                self.writing.offer(spill.key, block)
+                self.writing.offer(key, data[0])
 
     def after_step(self) -> None:
         """A step has been committed."""

@@ -726,6 +726,31 @@ def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:
     assert tiers.stats().loaded_blocks == 0
 
 
+@pytest.mark.parametrize("takes", [0.0, 100.0])
+def test_nor_whoever_runs_alone_then(takes: float) -> None:
+    engine, tiers = made()
+    ask(engine, "first", text(1))
+    run(engine)
+    overwritten(engine)
+    executor, failed = engine.executor, 0
+    assert isinstance(executor, CheckingExecutor)
+
+    def broken(*_: object) -> None:
+        nonlocal failed
+        failed += 1
+        tiers.clock.advance(takes)
+        raise Crash("injected")
+
+    executor.import_blocks = broken  # type: ignore[method-assign]
+    again = ask(engine, "again", text(1))
+    while not failed:
+        engine.step()
+    tiers.clock.advance(100.0)
+    run(engine)
+    assert failed == 2
+    assert again.outcome is Outcome.FINISHED
+
+
 def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
     engine, tiers = made(disk=whole())
     executor = engine.executor

@@ -304,12 +304,14 @@ class Engine:
             self.pace.settle(started)
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
-        self._alone = self.scheduler.alone
+        self._alone = alone = self.scheduler.alone
         scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
         tiers, copying = self.scheduler.kv.tiers, 0.0
         if tiers is not None:
             before = self.clock.now()
+            self._alone = None  # what cannot be copied is nobody's fault
             tiers.transfer()
+            self._alone = alone
             copying = self.clock.now() - before
         if scheduled is None:
             # Nothing is computed where something is being loaded, either.

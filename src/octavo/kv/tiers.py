@@ -184,7 +184,7 @@ class Tiers:
                     self._copy_in(load)
             except BaseException:
                 # Whoever wanted it runs again, perhaps alone: that is not to fail, too.
-                self._rests_until = began + _REST
+                self._rests_until = self._now() + _REST
                 raise
             took, count = self._now() - began, sum(load.key is not None for load in self._loads)
             self._done_loading()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes.util
 import platform
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import pytest
@@ -42,7 +42,8 @@ def checkpoint(model: str) -> Checkpoint:
     return tiny.checkpoint(*MODELS[model])
 
 
-@cache
+# Those of one case of the test; all of them together hold gigabytes.
+@lru_cache(maxsize=24)
 def driver(model: str, isa: str, threads: int, kv_dtype: str = "auto") -> Driver:
     try:
         return Driver(checkpoint(model), isa=isa, threads=threads, kv_dtype=kv_dtype, seed=threads)
@@ -55,7 +56,7 @@ def prompt(model: str, length: int) -> list[int]:
     return [int(t) for t in np.random.default_rng(length).integers(0, vocab, length)]
 
 
-@cache
+@lru_cache(maxsize=64)
 def alone(model: str, isa: str, length: int, kv_dtype: str) -> Float32:
     return driver(model, isa, 1, kv_dtype).run(prompt(model, length))
 

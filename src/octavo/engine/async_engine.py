@@ -136,8 +136,8 @@ class AsyncEngine:
 
     def _check_life(self) -> None:
         """To come back later helps nobody where the engine is dead, however full its queue is."""
-        if self._error is not None:
-            raise self._error
+        if self._error is not None:  # raised itself, it would keep the frames of all who ask
+            raise EngineDead(*self._error.args)
         if self._hangs:
             raise self._hung()
 
@@ -180,7 +180,7 @@ class AsyncEngine:
         inspection = Inspection(at, loop, seen)
         with self._condition:
             if self._error is not None or self._stopping:
-                raise self._error or EngineDead("the engine was stopped")
+                raise EngineDead(*(self._error or EngineDead("the engine was stopped")).args)
             self._inspections.append(inspection)
             self._condition.notify()
         try:

@@ -138,6 +138,7 @@ async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
         raise
     finally:
         await watch.close()
+        del work, watch  # whose exception holds this frame
 
 
 class Watch:

@@ -49,6 +49,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     role = config.response_role
     if request.continue_final_message:
         role = str(request.messages[-1]["role"])
+    request.messages = []  # which are in ``prompt`` now
     reply = ChatReply(
         model, request, prompt, role=role, force_usage=config.enable_force_include_usage
     )

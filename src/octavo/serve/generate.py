@@ -150,6 +150,7 @@ class Generate:
             else:
                 await self._whole(prepared.reply, streams, watch, send)
         finally:
+            del refused  # if it is what is raised, it holds this frame, as everywhere below
             abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
 
@@ -171,7 +172,8 @@ class Generate:
             self._on_terms(prepared, key)
             requests = [self._engine.check(request) for request in prepared.requests]
         except (ApiError, InvalidParameter, AdmissionError) as error:
-            return prepared, error
+            # Its traceback has the frame of the worker, who has what is returned.
+            return prepared, error.with_traceback(None)
         return prepared._replace(requests=requests), None
 
     def _on_terms(self, prepared: Prepared, key: ApiKey | None) -> None:
@@ -206,6 +208,8 @@ class Generate:
                 raise self._draining(prepared.requests[0].client) from None
             error.param = prepared.aliases.get(error.param or "", error.param)
             raise
+        finally:
+            del refused
 
     async def _whole(self, reply: Reply, streams: list[Stream], watch: Watch, send: Send) -> None:
         outputs = [Output() for _ in range(reply.num_choices)]
@@ -220,7 +224,10 @@ class Generate:
         if watch.gone:
             raise ClientGone
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure
         large = sum(output.size for output in outputs) > _LARGE
         body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
         await send_json(send, 200, body)
@@ -257,7 +264,7 @@ class Generate:
                 if chunk:
                     await writer.write(chunk)
         except Exception as error:
-            failure = as_api_error(error)
+            failure = as_api_error(error).with_traceback(None)  # which holds this frame
         finally:
             if beat is not None:
                 beat.cancel()
@@ -267,7 +274,10 @@ class Generate:
             raise ClientGone
         if failure is not None:
             if not writer.begun:
-                raise failure
+                try:
+                    raise failure
+                finally:
+                    del failure
             end = b"data: " + failure.body() + b"\n\n" + DONE
         elif reply.include_usage:
             end = reply.usage_event() + DONE

@@ -90,9 +90,11 @@ class Worker:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
-            work = self._workers.run(lambda body: json.encode(self._work(body)), body)
-            answer = await unless_gone(receive, work)
+            answer = await unless_gone(receive, self._workers.run(self._encoded, body))
         await send_json(send, 200, answer)
+
+    def _encoded(self, body: bytes) -> bytes:
+        return json.encode(self._work(body))
 
 
 def tokenize(model: ServedModel, body: bytes) -> Tokenized:

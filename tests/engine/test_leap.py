@@ -207,7 +207,7 @@ def state(engine: Engine) -> dict[str, Any]:
             if isinstance(scheduler.policy, Fair)
             else None
         ),
-        "blocked": scheduler._blocked and (scheduler._blocked[0].order, scheduler._blocked[1]),
+        "blocked": scheduler._blocked,
         "to join": scheduler._to_join,
     }
 

@@ -15,6 +15,7 @@ from octavo.engine.engine import Engine
 from octavo.kv.measured import Measured
 from octavo.kv.read_ahead import ReadingAhead
 from octavo.sample.params import SamplingParams
+from octavo.schedule.budget import Budget
 from octavo.schedule.policies.fair import Fair
 from octavo.schedule.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.schedule.sequence import Status
@@ -654,6 +655,21 @@ def test_a_hit_that_no_step_has_time_for_is_copied_in_all_the_same() -> None:
     while hit.copied < 18:
         assert hit.step()[0] >= 1
     hit.end()
+
+
+def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
+    hit = Hit(1e-6)
+    scheduler = hit.engine.scheduler
+    kv, seq = scheduler.kv, hit.half()
+    budget = Budget(scheduler.config, scheduler.decode_positions(), hit.engine.pace)
+    budget.take(0, budget.fit(0, 100), 0)
+    scheduler._served.add(seq)  # the stream would be the one
+    while kv.pool.num_free:
+        kv.pool.allocate()
+    assert scheduler._chunk(seq, budget, ()) is None
+    kv._to_load.clear()
+    assert scheduler._chunk(seq, budget, ()) is None
+    assert not scheduler.num_preemptions
 
 
 def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:

@@ -10,11 +10,12 @@ The rules, all in this place:
   comes meanwhile waits no longer than that.
 - The prompt whose turn it is, by the policy, is served first, then the shortest of the others. One
   that does not get through in the step, while a shorter one is behind it, takes half of what is
-  left (``half``), and what is left in the end goes to the first: so a long prompt has at least half
-  of every step until it is through, and a short one does not wait for that.
+  left (``half``), and what is left in the end goes to the first that has a chunk: so a long prompt
+  has at least half of every step until it is through, and a short one does not wait for that.
 - What is cached of a prompt in another tier is copied into the pool before a step, in the step's
-  time: no more of it than there is time for (`Budget.blocks`), and at least what the time of
-  `LEAST` tokens is enough for, for the first. The prompt goes on when all of it is there.
+  time: no more of it than there is time for (`Budget.blocks`); for the first at least what the
+  time of `LEAST` tokens is enough for, and one block in any case. The prompt goes on when all of
+  it is there.
 - Drafts get what is left when prompts have been served, and nothing beyond the target.
 """
 
@@ -133,7 +134,9 @@ class Budget:
         return max(int(left / seconds) if left > 0 else 0, int(not self._served))
 
     def copy(self, seconds: float) -> None:
-        """So long the step's copies into the pool take."""
+        """So long the step's copies into the pool take, of who is served now."""
+        if not seconds:
+            return
         self._served = True
         if self._limit is not None:
             self._limit -= seconds

@@ -1,4 +1,6 @@
-"""Who fits beside those who run, and who of these gives way. It looks, and changes nothing."""
+"""Who fits beside those who run, and who of these gives way. It looks, and others do; what it keeps
+is only what need not be looked at again.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ class Room:
         self._policy = policy
         self._decoding = decoding
         self._prefilling = prefilling
-        self._short: tuple[Sequence, int] | None = None  # who could not displace enough of them
+        # The order of who could not displace enough of them, and how many blocks there were then.
+        self._short: tuple[tuple[int, int], int] | None = None
 
     def last(self, served: Collection[Sequence]) -> Sequence:
         """Who gives way: the running sequence of the highest rank, without those ``served``, that
@@ -67,7 +70,7 @@ class Room:
         running = sorted(chain(self._decoding, self._prefilling), key=policy.rank, reverse=True)
         displaced = list(takewhile(lambda other: policy.displaces(seq, other), running))
         free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
-        if self._short == (seq, free):
+        if self._short == (seq.order, free):
             return []
         return displaced
 
@@ -90,7 +93,7 @@ class Room:
         if count <= len(displaced):
             return count
         held = sum(self._kv.held_blocks(other.slot) for other in displaced)
-        self._short = seq, self._kv.pool.num_free + held
+        self._short = seq.order, self._kv.pool.num_free + held
         return None
 
     def forget(self) -> None:

@@ -79,7 +79,8 @@ class Scheduler:
         self.swapped_tokens = 0  # of preempted sequences, taken back from there
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
-        self._blocked: tuple[Sequence, int] | None = None  # queue head, free blocks when refused
+        # The order of the queue's head, which may have ended, and free blocks when it was refused.
+        self._blocked: tuple[tuple[int, int], int] | None = None
         self._scheduled: Scheduled | None = None
         self._served: set[Sequence] = set()  # whose turn it was for a chunk of the step
         self._suspects = Suspects()
@@ -252,6 +253,8 @@ class Scheduler:
         count = budget.fit(start, missing, scored=scored)
         if count < missing and self._shorter_behind(missing, others):
             count = budget.fit(start, missing, scored=scored, half=True)
+        if count < 1:
+            return None
         while (room := self.kv.room(seq.slot)) < 1 and (last := self._last()) is not seq:
             self._preempt(last)
         count = min(count, room)
@@ -265,15 +268,16 @@ class Scheduler:
     def _load(self, seq: Sequence, budget: Budget) -> bool:
         """As many blocks of the sequence's hit as budget and pool allow. Whether that is all."""
         kv = self.kv
-        while not kv.pool.num_free and (last := self._last()) is not seq:
-            self._preempt(last)
         each, to_load = kv.seconds_to_load(seq.slot), kv.num_to_load(seq.slot)
-        count = min(budget.blocks(to_load, each), kv.pool.num_free)
+        count = budget.blocks(to_load, each)
+        while count and not kv.pool.num_free and (last := self._last()) is not seq:
+            self._preempt(last)
+        count = min(count, kv.pool.num_free)
         budget.copy(each * kv.load(seq.slot, count))
         return count == to_load
 
     def _extend(self, chunk: Chunk, budget: Budget) -> Chunk:
-        """What nobody else took goes to the first prompt."""
+        """What nobody else took goes to the first prompt that has a chunk."""
         seq, start, count = chunk
         end = start + count
         missing = len(seq.token_ids) - end
@@ -312,11 +316,11 @@ class Scheduler:
             return None
         if running and self._blocked is not None:
             head, free = self._blocked
-            if head is seq and kv.pool.num_free <= free:
+            if head == seq.order and kv.pool.num_free <= free:
                 return None
         hit = self._lookup(seq)
         if running and not self._room.fits(seq, hit):
-            self._blocked = (seq, kv.pool.num_free)
+            self._blocked = seq.order, kv.pool.num_free
             return None
         self._blocked = None
         self._let_in(seq, hit)
@@ -559,8 +563,6 @@ class Scheduler:
         """Whether somebody may be let in, or be sent away, although nobody has left since the last
         step.
         """
-        if self.waiting.fetching:
-            return True  # what is read for them arrives some time
         if self.policy and self.shedding.is_asked:
             return True
         if self.config.batching == "static":
@@ -575,8 +577,8 @@ class Scheduler:
             return False
         if self._blocked is None or any(group.window for group in kv.layout.groups):
             return True  # windows give blocks back
-        seq, free = self._blocked
-        return seq is not head or kv.pool.num_free > free
+        refused, free = self._blocked
+        return refused != head.order or kv.pool.num_free > free
 
     def decode_positions(self) -> Int32:
         """Where each decoding sequence is."""

@@ -388,7 +388,7 @@ class Engine:
             return None
         taken = leap(self.executor, self.scheduler, self.sampler, self.clock, until)
         if taken is not None:
-            taken.add_to(self._stats)
+            self._stats.add_leap(len(taken.decodes), taken.seconds)
             for observer in observers:
                 observer.on_leap(taken)
         return taken

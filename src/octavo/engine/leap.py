@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from octavo.engine.clock import Clock, VirtualClock
-from octavo.engine.stats import EngineStats
 from octavo.execute.batch import Int32
 from octavo.schedule.scheduler import Scheduler
 from octavo.schedule.sequence import Sequence as Seq
@@ -32,19 +31,10 @@ class Leap(NamedTuple):
     def steps(self) -> int:
         return len(self.times) - 1
 
-    def add_to(self, stats: EngineStats) -> None:
-        """Add its steps, as each of them would have been added."""
-        tokens = len(self.decodes) * self.steps
-        stats.steps += self.steps
-        stats.decode_steps += self.steps
-        stats.decode_passes += tokens
-        stats.computed_tokens += tokens
-        stats.generation_tokens += tokens
-        stats.last_step_tokens = len(self.decodes)
-        for started, ended in pairwise(self.times):
-            stats.last_step_seconds = ended - started
-            stats.step_seconds += stats.last_step_seconds
-            stats.late_steps += stats.last_step_late
+    @property
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        return [ended - started for started, ended in pairwise(self.times)]
 
 
 class ForeseenSteps(Protocol):

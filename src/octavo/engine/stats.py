@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from octavo.kv.tiers import TierStats
@@ -73,15 +74,28 @@ class EngineStats:
 
     def add_step(self, decodes: int, tokens: int, seconds: float) -> None:
         """A step of so many ``tokens`` was delivered, in which ``decodes`` sequences decoded."""
-        self.decode_passes += decodes
-        self.steps += 1
+        self._add(decodes, tokens, (seconds,))
+
+    def add_leap(self, decodes: int, seconds: Sequence[float]) -> None:
+        """Steps of so many ``seconds`` each, in which ``decodes`` sequences drew a token each and
+        nothing else happened.
+        """
+        self._add(decodes, decodes, seconds)
+        self.generation_tokens += decodes * len(seconds)
+
+    def _add(self, decodes: int, tokens: int, seconds: Sequence[float]) -> None:
+        steps = len(seconds)
+        self.steps += steps
+        self.decode_passes += decodes * steps
+        self.computed_tokens += tokens * steps
         self.last_step_tokens = tokens
-        self.computed_tokens += tokens
-        self.last_step_seconds = seconds
-        self.step_seconds += seconds
         if decodes:
-            self.decode_steps += 1
-            self.late_steps += self.last_step_late
+            self.decode_steps += steps
+        for each in seconds:
+            self.last_step_seconds = each
+            self.step_seconds += each
+            if decodes:
+                self.late_steps += self.last_step_late
 
     def add_paced(self, seconds: float, predicted: float, spread: float) -> None:
         """The last step had prompts, by the time that it was ``predicted`` to take; it took

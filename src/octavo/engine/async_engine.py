@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_REST = 0.05  # seconds with nothing to do, after which there is time for the garbage collector
+
 
 class AsyncEngine:
     """Runs an `Engine` in a thread that sleeps when there is no work.
@@ -278,9 +280,10 @@ class AsyncEngine:
             if not (self._called_for or self.engine.has_work()):
                 self._busy_since = None
                 self._check_idle()
-                collector.catch_up()
-                while not (self._called_for or self._stopping):
-                    self._condition.wait()
+                # The last tokens are still to be sent by others, whom a pass would hold up.
+                if not self._condition.wait_for(self._woken, _REST):
+                    collector.catch_up()
+                self._condition.wait_for(self._woken)
             self._busy_since = time.monotonic()
             if self._error is not None:  # given up on in the last step, which took too long
                 raise self._error
@@ -308,6 +311,9 @@ class AsyncEngine:
     @property
     def _called_for(self) -> bool:
         return bool(self._inbox or self._aborts or self._inspections)
+
+    def _woken(self) -> bool:
+        return self._called_for or self._stopping
 
     def _check_idle(self) -> None:
         """A leak makes the cache smaller but no answer wrong: say so, and serve on."""

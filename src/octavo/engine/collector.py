@@ -3,18 +3,22 @@
 Requests that wait are what it takes for old objects: a full pass looks at every one of them, over
 HTTP at some hundred a request, holds the interpreter's lock meanwhile, and finds nothing, for what
 a request is made of refers to itself nowhere once it has ended. So while streams run there are few
-full passes, and one when nobody waits for anything; what is young is collected as ever. Objects
-beyond the young ones can have grown by no more than `_PASSES` × 11 × 700 (CPython's thresholds)
-before there is a full pass all the same: what circles some library makes cannot pile up.
+full passes, and one when nobody waits for anything; what is young is collected as ever. What
+circles some library makes cannot pile up: there is a full pass all the same when about `_OBJECTS`
+have grown old since the last, or a quarter of those that were there then, if that is more, which is
+CPython's own rule. From CPython 3.14 on there are no full passes to hold back: what is old is
+walked over a part at a time, and the third threshold is ignored. There this does nothing.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 
-_PASSES = 250  # of the middle generation, until a full one is due while streams run
+_OBJECTS = 2_000_000  # grown old, after which a full pass is due while streams run
 _IDLE = 10  # of them, after which one is worth it when nothing runs: CPython's own figure
+_FULL_PASSES = sys.version_info < (3, 14)  # whether there are any
 
 _lock = threading.Lock()
 _holders = 0
@@ -27,7 +31,10 @@ def hold_back() -> None:
     with _lock:
         if not _holders:
             young, middle, old = _before = gc.get_threshold()
-            gc.set_threshold(young, middle, max(old, _PASSES))
+            if _FULL_PASSES:
+                # Counts must exceed thresholds, and what is due is seen at the next young pass.
+                passes = _OBJECTS // ((young + 1) * (middle + 2)) - 1
+                gc.set_threshold(young, middle, max(old, passes))
         _holders += 1
 
 
@@ -41,5 +48,5 @@ def let_go() -> None:
 
 def catch_up() -> None:
     """Nothing runs: a pass holds up nobody, and there is little to walk over."""
-    if gc.isenabled() and gc.get_count()[2] >= _IDLE:
+    if _FULL_PASSES and gc.isenabled() and gc.get_count()[2] >= _IDLE:
         gc.collect()

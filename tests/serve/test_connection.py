@@ -307,19 +307,38 @@ async def test_refused_while_it_waits_for_leave_to_send(engine: FakeEngine) -> N
         (b"HTTP/1.1\r\nupgrade: h2c\r\nconnection: upgrade", b"400"),
         (b"HTTP/1.0", b"200"),
         (b"HTTP/1.1\r\nhost:", b"200"),
+        (b"HTTP/1.1\r\nhost: a \t", b"200"),
         (b"HTTP/1.1\r\nHOST: A_b.example:80", b"200"),
         (b"HTTP/1.1\r\nhost: [fe80::1]:8000", b"200"),
         (b"HTTP/1.1\r\nhost: 127.0.0.1:8000\r\nupgrade: h2c\r\nconnection: upgrade", b"200"),
     ],
 )
-async def test_a_request_is_for_one_host(engine: FakeEngine, head: bytes, status: bytes) -> None:
+async def test_a_request_is_for_one_host(
+    engine: FakeEngine, head: bytes, status: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     async with listening(engine) as url:
         peer = await Peer.of(url, b"GET /live " + head + b"\r\n\r\n")
         answer = await peer.read_until(b"}")
         assert answer.split()[1] == status
         if status == b"400":
             assert b"Host header" in answer
+            assert any("refused: the request" in line for line in caplog.messages)
             assert await peer.read() == b""
+        peer.socket.close()
+
+
+async def test_white_space_behind_a_value_is_no_part_of_it(engine: FakeEngine) -> None:
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x \r\ncontent-type: application/json\t\r\n"
+        b"authorization: Bearer key \t \r\nx-request-id: mine \t\r\n"
+        b"content-length: %d \r\n\r\n" % len(content)
+    )
+    async with listening(engine, api_key=("key",)) as url:
+        peer = await Peer.of(url, head + content)
+        answer = await peer.read_until(b"}}")
+        assert answer.split()[1] == b"200"
+        assert b"x-request-id: mine\r\n" in answer
         peer.socket.close()
 
 
@@ -385,7 +404,10 @@ async def test_a_body_in_single_bytes_is_read(engine: FakeEngine) -> None:
     [
         (b"transfer-encoding: gzip, chunked", b"501"),
         (b"transfer-encoding: gzip\r\ntransfer-encoding: chunked", b"501"),
-        (b"transfer-encoding: identity", b"501"),
+        (b"transfer-encoding: gzip, Chunked \t", b"501"),
+        (b"transfer-encoding: identity", b"400"),
+        (b"transfer-encoding: gzip", b"400"),
+        (b"transfer-encoding: chunked, gzip", b"400"),
         (b"transfer-encoding: chunked, chunked", b"400"),
         (b"transfer-encoding: chunked\r\ncontent-length: 3", b"400"),
         (b"Transfer-Encoding: Chunked", b"200"),

@@ -36,7 +36,7 @@ _HEAD_TIMEOUT = 30.0  # seconds
 _MOST_UNREAD = 64 << 20  # bytes
 _MOST_PIPELINED = 1 << 20  # bytes of further requests, read away while one is being answered
 # RFC 9110, section 7.2, of RFC 3986's host and port; it may be empty.
-_HOST = re.compile(rb"([\w.~!$&'()*+,;=%-]*|\[[\w.:]+\])(:[0-9]*)?", re.ASCII)
+_HOST = re.compile(rb"([\w.~!$&'()*+,;=%-]*|\[[\w.:]+\])(:[0-9]*)?")
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
 
 
@@ -66,6 +66,7 @@ class _Parser(httptools.HttpRequestParser):
             except httptools.HttpParserCallbackError as error:
                 cause = error.__context__
                 if isinstance(cause, _BadHead):
+                    log.warning("a request is refused: %.200s", cause.args[1])
                     self._connection.refuse(*cause.args)
                 elif not isinstance(cause, _Pipelined):
                     raise
@@ -123,7 +124,9 @@ class Connection(HttpToolsProtocol):
                 self.refuse(431, f"the request's headers are longer than {_LONGEST_HEAD} bytes")
         elif self._reading == "body":
             if self._beside > _LONGEST_HEAD:
-                self.refuse(431, f"the request's trailers are longer than {_LONGEST_HEAD} bytes")
+                self.refuse(
+                    431, f"what lies beside the request's body is longer than {_LONGEST_HEAD} bytes"
+                )
             elif self._answered:
                 self._throw_away(data, _MOST_UNREAD)
 
@@ -140,8 +143,9 @@ class Connection(HttpToolsProtocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         # Trailers are no headers: nobody in front has looked at them (RFC 9110, section 6.5.1).
+        # White space behind a value is no part of it (section 5.5); the parser leaves it there.
         if self._reading == "head":
-            super().on_header(name, value)
+            super().on_header(name, value.rstrip(b" \t"))
 
     def on_headers_complete(self) -> None:
         self._offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
@@ -205,11 +209,15 @@ class Connection(HttpToolsProtocol):
             raise _BadHead(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
         if hosts and not _HOST.fullmatch(hosts[0]):
             raise _BadHead(400, "the request's Host header is not a host and a port")
-        # RFC 9112, section 6.1. The parser looks at the last coding only.
+        # RFC 9112, sections 6.1 and 6.3: where the last coding is another, nobody knows the end.
         coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
-        if coding and coding.strip().lower() != b"chunked":
+        if coding and coding.lower() != b"chunked":
+            last = coding.rpartition(b",")[2].strip().lower()
             said = coding.decode("latin-1")
-            raise _BadHead(501, f"Transfer-Encoding: {said} is not supported, but chunked")
+            raise _BadHead(
+                501 if last == b"chunked" else 400,
+                f"Transfer-Encoding: {said} is not supported, but chunked",
+            )
 
     def head_without_offer(self) -> bytes | None:
         """The request's head without what offers another protocol; None if nothing does."""
@@ -226,6 +234,7 @@ class Connection(HttpToolsProtocol):
         self.refuse(400, "this is not an HTTP request")
 
     def refuse(self, status: int, message: str) -> None:
+        """Answer so, if no answer has begun, and close. Nothing more of what comes is a request."""
         if self._reading == "body":
             if self.cycle.response_started:
                 self._reset()  # another answer would be taken for a part of that one

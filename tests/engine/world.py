@@ -348,10 +348,11 @@ class World:
                 unfinished = []  # who is let in is charged for it, and ranked by that from then on
             first = min(unfinished, key=rank, default=None)
             if first is not None and first not in step.scheduled.sequences:
-                to_load = scheduler.kv.num_to_load(first.slot)
+                to_load = scheduler.kv.loading.num_blocks(first.slot)
                 assert to_load < self.to_load.get(first, 0), "the first does not progress"
         self.ran = scheduler.decoding + scheduler.prefilling
-        self.to_load = {seq: scheduler.kv.num_to_load(seq.slot) for seq in scheduler.prefilling}
+        num_blocks = scheduler.kv.loading.num_blocks
+        self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
         assert 0.0 <= scheduler.kv.waste() <= 1.0
         self.sizes.append(max(map(len, step.drawn.runs), default=0))
 

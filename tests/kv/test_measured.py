@@ -36,3 +36,10 @@ def test_it_is_forgotten() -> None:
     assert measured.seconds == pytest.approx(5.0)
     clock[0] = 100 * _HALF_LIFE
     assert measured.seconds == pytest.approx(1.0)
+
+
+def test_only_the_newest_may_count() -> None:
+    measured = Measured(8.0, lambda: 0.0, recent=1.0)
+    for seconds in (2.0, 3.0, 1.0):
+        measured.took(seconds)
+        assert measured.seconds == seconds

@@ -10,19 +10,17 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kv.digest import Key
 from octavo.kv.finding import NO_HIT, Finder, Hit
 from octavo.kv.layout import KvLayout
+from octavo.kv.loading import Loading, ToLoad
 from octavo.kv.pool import BlockPool
 from octavo.kv.prefix import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv.read_ahead import ReadAhead, ReadingAhead
@@ -53,14 +51,6 @@ class _Branch:
     slot: int
     first: int
     end: int
-
-
-class _ToLoad(NamedTuple):
-    """A block of a slot's hit that is in another tier, pinned there."""
-
-    position: int
-    node: Node
-    group: int
 
 
 class KvCache:
@@ -117,7 +107,7 @@ class KvCache:
         self._slots = list(range(max_seqs - 1, -1, -1))
         self._rows = list(range(num_rows - 1, max_seqs - 1, -1))  # for branches
         self._branches: dict[int, _Branch] = {}  # by row
-        self._to_load: dict[int, deque[_ToLoad]] = {}  # by slot
+        self.loading = Loading(self.tiers)
         if self.tiers is not None:
             self.tiers.forget()
 
@@ -126,6 +116,7 @@ class KvCache:
         if not self.enable_prefix_caching:
             raise ValueError("the prefix cache is off: it has no other tiers")
         self.tiers = self._finder.tiers = tiers
+        self.loading = Loading(tiers)
 
     # Sizes
 
@@ -138,17 +129,12 @@ class KvCache:
         return peak_blocks(self.layout, num_tokens)
 
     @property
-    def num_pinned(self) -> int:
-        """Blocks in another tier that are pinned until slots get them."""
-        return sum(map(len, self._to_load.values()))
-
-    @property
     def num_branches(self) -> int:
         return len(self._branches)
 
     def held_blocks(self, slot: int) -> int:
         end = int(self.num_blocks[slot])
-        return sum(end - first[slot] for first in self._first) - self.num_to_load(slot)
+        return sum(end - first[slot] for first in self._first) - self.loading.num_blocks(slot)
 
     def waste(self) -> float:
         """Allocated but unfilled slots ÷ allocated slots (0 when nothing is allocated)."""
@@ -197,25 +183,23 @@ class KvCache:
             self._registered[slot] = count
         self.num_blocks[slot] = count
         self.num_tokens[slot] = hit.num_tokens
-        to_load: deque[_ToLoad] = deque()
+        to_load: list[ToLoad] = []
         for group, first in enumerate(self._finder.first_needed(hit.num_tokens)):
             self._first[group][slot] = min(first, count)
             for position in range(first, count):
                 block = nodes[position].blocks[group]
                 if block < 0:
-                    to_load.append(_ToLoad(position, nodes[position], group))
+                    to_load.append(ToLoad(position, nodes[position], group))
                 else:
                     self.pool.share(block)
                     self.tables[group, slot, position] = block
         if count * self.block_size > hit.num_tokens:
             self.shared_tails.add(slot)
-        if to_load:
-            assert self.tiers is not None
-            for each in to_load:
-                self.tiers.memory.pin(self._key(each))
-            self._to_load[slot] = to_load
-            if at_once:
-                self.load(slot, len(to_load))
+        self.loading.begin(slot, to_load)
+        if to_load and at_once:
+            self.load(slot, len(to_load))
+        if hit.left_alone and self.tiers is not None:
+            self.tiers.worth.left_alone += 1
         return slot
 
     def _nodes(self, hit: Hit, salt: str | None) -> list[Node]:
@@ -230,45 +214,31 @@ class KvCache:
             nodes.append(node)
         return nodes
 
-    def num_to_load(self, slot: int) -> int:
-        """Blocks of the slot's hit that it has not got yet: until it has, it cannot go on."""
-        return len(self._to_load.get(slot, ()))
-
     def load(self, slot: int, count: int) -> int:
-        """Get ``count`` of these; so many blocks must be free. Returns how many of them the next
-        step will begin by filling: not those that others have had filled meanwhile.
+        """Get ``count`` of the blocks of the slot's hit that it waits for (``loading``): until it
+        has all of them, it cannot go on. So many blocks must be free. Returns how many of them the
+        next step will begin by filling: not those that others have had filled meanwhile.
         """
-        tiers, to_load, filling = self.tiers, self._to_load[slot], 0
+        tiers, filling = self.tiers, 0
         assert tiers is not None
-        for _ in range(count):
-            each = to_load.popleft()
-            key, block = self._key(each), each.node.blocks[each.group]
+        for (position, node, group), key in self.loading.take(slot, count):
+            block = node.blocks[group]
             if block >= 0:
                 self.pool.share(block)
             else:
                 block = self._allocate()
                 tiers.load(key, block, self.copies)
-                self.index.put(each.node, each.group, block)
+                self.index.put(node, group, block)
                 filling += 1
-            tiers.memory.unpin(key)
-            self.tables[each.group, slot, each.position] = block
-        if not to_load:
-            del self._to_load[slot]
+            self.tables[group, slot, position] = block
         return filling
 
     def seconds_to_load(self, slot: int) -> float:
-        """What each of these is expected to take, with what is overwritten for it: no less than in
-        the last step that loaded any, which a mean is slow to follow.
-        """
+        """What each of these is expected to take, with what is overwritten for it."""
         assert self.tiers is not None
-        worth = self.tiers.worth
         empty = self.pool.num_free - self.pool.num_cached
-        spilling = worth.spilling.seconds if empty < self.num_to_load(slot) else 0.0
-        return max(worth.loading.seconds + spilling, worth.copying)
-
-    def _key(self, each: _ToLoad) -> Key:
-        assert self.tiers is not None
-        return self.tiers.names.of(each.node), each.group
+        overwriting = empty < self.loading.num_blocks(slot)
+        return self.tiers.worth.seconds_to_load(overwriting=overwriting)
 
     def fork(self, slot: int) -> int:
         """A new slot with the same content; all blocks are shared."""
@@ -295,9 +265,7 @@ class KvCache:
         """
         for row in [row for row, branch in self._branches.items() if branch.slot == slot]:
             self._drop(row)
-        if self.tiers is not None:
-            for each in self._to_load.pop(slot, ()):
-                self.tiers.memory.unpin(self._key(each))
+        self.loading.end(slot)
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
             for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
@@ -566,12 +534,11 @@ class KvCache:
         """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
         self.pool.check()
         self.index.check()
-        for slot, to_load in self._to_load.items():
-            for position, node, group in to_load:
-                if slot in self._slots or self.tables[group, slot, position] >= 0:
-                    raise RuntimeError(f"slot {slot}: what is there is still to be loaded")
-                if node.refs == 0:
-                    raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
+        for slot, (position, node, group) in self.loading:
+            if slot in self._slots or self.tables[group, slot, position] >= 0:
+                raise RuntimeError(f"slot {slot}: what is there is still to be loaded")
+            if node.refs == 0:
+                raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
         held = [self.tables[:, : len(self.num_tokens)].ravel()]
         for row, branch in self._branches.items():
             held.append(self.tables[:, row, branch.first : branch.end].ravel())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from octavo.kv.digest import Key, after
@@ -26,6 +26,7 @@ class Hit:
     beyond: tuple[tuple[bytes, bytes], ...] = ()
     num_host_tokens: int = 0  # of these, those for which something is loaded from host memory,
     num_disk_tokens: int = 0  # and those for which something was read from disk
+    left_alone: bool = False  # there is more in host memory, but computing it will be quicker
 
     @property
     def num_blocks(self) -> int:
@@ -69,8 +70,7 @@ class Finder:
             return hit
         more = further.num_tokens - hit.num_tokens
         if tiers.worth.saved(len(further.missing), hit.num_tokens, more) <= 0:
-            tiers.worth.left_alone += 1
-            return hit
+            return replace(hit, left_alone=True)
         disk = {at for at, key in further.missing if tiers.memory.is_from_disk(key)}
         host = {at for at, _ in further.missing} - disk
         from_host = min(len(host) * size, further.num_tokens)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-_RECENT = 0.2  # weight of the newest measurement,
+_RECENT = 0.2  # weight of the newest measurement, if not said otherwise,
 _MOST = 4.0  # which counts as so many times what was expected, at most
 _HALF_LIFE = 30.0  # seconds after which half of what is known is forgotten
 
@@ -17,7 +17,9 @@ class Measured:
     count for as much.
     """
 
-    def __init__(self, expected: float, now: Callable[[], float]) -> None:
+    def __init__(self, expected: float, now: Callable[[], float], recent: float = _RECENT) -> None:
+        """``recent``: the weight of the newest measurement; 1: only that counts."""
+        self._recent = recent
         self._expected = expected
         self._now = now
         self._mean = expected
@@ -30,7 +32,7 @@ class Measured:
     def took(self, seconds: float) -> None:
         now = self._now()
         mean = self._known(now - seconds)
-        self._mean = mean + _RECENT * (min(seconds, _MOST * mean) - mean)
+        self._mean = mean + self._recent * (min(seconds, _MOST * mean) - mean)
         self._at = now
 
     def _known(self, now: float) -> float:

@@ -172,13 +172,13 @@ class Tiers:
         """Before a step: what was decided is done. Raises what the arena raises when it cannot be
         written: what was to be there is not, and the cache must be emptied (`forget`).
         """
+        spilled, loaded = len(self._spills), 0
         started = self._now()
         if self._spills:
             spills, self._spills = self._spills, []
             self._copy_out(spills)
-            self.worth.spilling.took((self._now() - started) / len(spills))
+        began = ended = self._now()
         if self._loads:
-            began = self._now()
             try:
                 for load in self._loads:
                     self._copy_in(load)
@@ -186,13 +186,12 @@ class Tiers:
                 # Whoever wanted it runs again, perhaps alone: that is not to fail, too.
                 self._rests_until = self._now() + _REST
                 raise
-            took, count = self._now() - began, sum(load.key is not None for load in self._loads)
+            ended = self._now()
+            loaded = sum(load.key is not None for load in self._loads)
             self._done_loading()
-            self._loaded += count
-            self._loading_seconds += took
-            if count:
-                self.worth.loading.took(took / count)
-                self.worth.copying = (self._now() - started) / count
+            self._loaded += loaded
+            self._loading_seconds += ended - began
+        self.worth.copied(spilled, began - started, loaded, ended - began)
 
     def _copy_in(self, load: _Load) -> None:
         assert self.arena is not None

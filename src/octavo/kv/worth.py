@@ -40,11 +40,28 @@ class Worth:
         self.loading = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, into the pool
         self.spilling = Measured(block_bytes / _HOST_BANDWIDTH, now)  # a block, out of the pool
         self.reading = Measured(block_bytes / _DISK_BANDWIDTH, now)  # a block, from disk
-        # Seconds for a block loaded in the last step that did, with what was spilled for it.
-        self.copying = block_bytes / _SLOW_BANDWIDTH
+        # A block loaded in the last step that did, with the one spilled for it: a mean is slow to
+        # follow when it takes longer.
+        self._copying = Measured(block_bytes / _SLOW_BANDWIDTH, now, recent=1.0)
         self.left_alone = 0  # hits, because computing was predicted to be quicker
         self._tokens_per_block = tokens_per_block
         self._computing = computing
+
+    def copied(self, spilled: int, spilling: float, loaded: int, loading: float) -> None:
+        """Before a step so many blocks were copied out of the pool, and so many into it, in so
+        many seconds.
+        """
+        each = spilling / spilled if spilled else 0.0
+        if spilled:
+            self.spilling.took(each)
+        if loaded:
+            self.loading.took(loading / loaded)
+            self._copying.took((loading + each * min(spilled, loaded)) / loaded)
+
+    def seconds_to_load(self, *, overwriting: bool) -> float:
+        """A block, with the one that is overwritten for it if so: no less than in the last step."""
+        mean = self.loading.seconds + (self.spilling.seconds if overwriting else 0.0)
+        return max(mean, self._copying.seconds)
 
     def keeping(self) -> bool:
         """Whether loading a block could ever pay."""

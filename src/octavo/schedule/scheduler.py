@@ -243,7 +243,7 @@ class Scheduler:
         """As many of the sequence's missing tokens as budget and blocks allow; none before all that
         is cached of it is in the pool.
         """
-        if self.kv.num_to_load(seq.slot) and not self._load(seq, budget):
+        if self.kv.loading.num_blocks(seq.slot) and not self._load(seq, budget):
             return None
         missing = self._missing(seq)
         start = len(seq.token_ids) - missing
@@ -268,7 +268,7 @@ class Scheduler:
     def _load(self, seq: Sequence, budget: Budget) -> bool:
         """As many blocks of the sequence's hit as budget and pool allow. Whether that is all."""
         kv = self.kv
-        each, to_load = kv.seconds_to_load(seq.slot), kv.num_to_load(seq.slot)
+        each, to_load = kv.seconds_to_load(seq.slot), kv.loading.num_blocks(seq.slot)
         count = budget.blocks(to_load, each)
         while count and not kv.pool.num_free and (last := self._last()) is not seq:
             self._preempt(last)
@@ -721,4 +721,4 @@ class Scheduler:
             raise RuntimeError("the queue's tokens are miscounted")
         if self.kv.tiers is not None:
             pins = (seq.ahead for seq in self.waiting if seq.ahead is not None)
-            self.kv.tiers.check(pins, self.kv.num_pinned)
+            self.kv.tiers.check(pins, len(self.kv.loading))

@@ -1,10 +1,12 @@
 """What a prompt's first token takes when its beginning is computed, or taken from each tier of the
 prefix cache; and what filling the tiers costs those who gain nothing.
 
-    python benchmarks/prefix_tiers.py [MODEL] [--tokens 2048] [--rounds 3]
+    python benchmarks/prefix_tiers.py [MODEL] [--tokens 2048] [--rounds 3] [--itl-target MS]
 
 Every round asks each kind in turn, so that a machine that drifts drifts for all of them. "restart"
-loads the engine anew and answers from the disk.
+loads the engine anew and answers from the disk. With ``--itl-target`` nothing of that, but the
+steps of an answer under way while such a prompt comes back from host memory; in the first rounds
+that has just been allocated.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.load import load_engine
 from octavo.kv.cache import peak_blocks
+from octavo.kv.tiers import TierStats
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request, RequestRecord
 
@@ -33,6 +36,31 @@ def ask(engine: Engine, name: str, prompt: list[int]) -> RequestRecord:
     return record
 
 
+def ask_beside(engine: Engine, name: str, prompt: list[int]) -> list[float]:
+    """The seconds of each step, until its first token, beside an answer under way."""
+    params = SamplingParams(max_tokens=100, temperature=0, ignore_eos=True)
+    stream = [*range(1000, 1016)]
+    engine.add_request(Request(request_id=f"{name} stream", prompt_token_ids=stream, params=params))
+    for _ in range(30):  # what a step takes is learned
+        engine.step()
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    record = engine.add_request(Request(request_id=name, prompt_token_ids=prompt, params=params))
+    steps = []
+    while record.first_token is None:
+        engine.step()
+        steps.append(engine.stats().last_step_seconds)
+    while engine.has_work():
+        engine.step()
+    assert record.cached_tokens > len(prompt) - 17
+    return steps
+
+
+def tier_stats(engine: Engine) -> TierStats:
+    stats = engine.stats().tiers
+    assert stats is not None
+    return stats
+
+
 def ttft(record: RequestRecord) -> float:
     assert record.first_token is not None
     return record.first_token - record.arrival
@@ -43,6 +71,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="smollm2")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--itl-target", type=float, metavar="MS")
     asked = parser.parse_args()
     rng = random.Random(1)
     folder = tempfile.TemporaryDirectory(prefix="octavo-kv-", ignore_cleanup_errors=True)
@@ -62,6 +91,23 @@ def main() -> None:
     def prompt() -> list[int]:
         return [rng.randrange(1000, 30_000) for _ in range(asked.tokens)]
 
+    if asked.itl_target is not None:
+        paced = engine(kv_offload_memory=3 * pool, itl_target=asked.itl_target)
+        for number in range(asked.rounds):
+            new = prompt()
+            ask(paced, f"n{number}", new)
+            ask(paced, f"o{number}", prompt())
+            before = tier_stats(paced)
+            steps = ask_beside(paced, f"h{number}", new)
+            after = tier_stats(paced)
+            print(
+                f"target {asked.itl_target:g} ms: {after.loaded_blocks - before.loaded_blocks} "
+                f"blocks in, {after.spilled_blocks - before.spilled_blocks} out, in "
+                f"{len(steps)} steps; the first {1e3 * steps[0]:.1f} ms, the longest "
+                f"{1e3 * max(steps):.1f} ms, together {1e3 * sum(steps):.1f} ms"
+            )
+        paced.close()
+        return
     plain, tiered = engine(), engine(**tiers)
     for each in (plain, tiered):
         for number in range(5):
@@ -79,8 +125,7 @@ def main() -> None:
         took.setdefault("host memory", []).append(ttft(host))
         kept.append(new)
         tiered.flush()
-    stats = tiered.stats().tiers
-    assert stats is not None
+    stats = tier_stats(tiered)
     tiered.close()
     plain.close()
     restarted = engine(**tiers)
@@ -90,8 +135,7 @@ def main() -> None:
         disk = ask(restarted, f"d{number}", known)
         assert disk.cached_tokens > asked.tokens - 17
         took.setdefault("disk, after a restart", []).append(ttft(disk))
-    last = restarted.stats().tiers
-    assert last is not None
+    last = tier_stats(restarted)
     restarted.close()
     base = statistics.median(took["computed, no tiers"])
     for name, seconds in took.items():

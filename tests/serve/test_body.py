@@ -8,15 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serve_fakes import served_model
 from starlette.types import Message
 
-from octavo.serve.body import Bodies, convert, decode_object
+from octavo.serve.body import Bodies, decode_object
 from octavo.serve.errors import ApiError, ClientGone, TooMany
 from octavo.serve.protocol import ChatRequest, CompletionRequest, parse
 
@@ -150,6 +152,8 @@ def test_accepted() -> None:
         ({"prompt": [1, 2.5]}, "prompt[1]"),
         ({"prompt": [True]}, "prompt[0]"),
         ({"prompt": [[1, "a"]]}, "prompt[0][1]"),
+        ({"prompt": ["a", [1], {}]}, "prompt[2]"),
+        ({"prompt": [[1], True]}, "prompt[1]"),
         ({"prompt": "a", "temperature": "0"}, "temperature"),
         ({"prompt": "a", "temperature": True}, "temperature"),
         ({"prompt": "a", "top_k": 0.01}, "top_k"),
@@ -228,7 +232,7 @@ def test_conversion_of_deep_values_is_bounded() -> None:
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(ApiError):
-        convert({"prompt": deep}, CompletionRequest)
+        parse({"prompt": deep}, CompletionRequest)
 
 
 def other_threads_turns(body: bytes) -> int:
@@ -349,6 +353,9 @@ async def test_a_field_given_twice(
     assert answer.status_code == status
 
 
+MANY = {str(key): 0.0 for key in range(70_000)}
+
+
 @pytest.mark.parametrize(
     ("route", "field", "value", "param"),
     [
@@ -358,6 +365,7 @@ async def test_a_field_given_twice(
         ("/v1/completions", "stop_token_ids", [0] * 70_000, "stop_token_ids"),
         ("/v1/chat/completions", "allowed_token_ids", [0] * 70_000, "allowed_token_ids"),
         ("/detokenize", "tokens", [0] * 70_000, "tokens"),
+        ("/v1/chat/completions", "chat_template_kwargs", MANY, "chat_template_kwargs"),
     ],
 )
 async def test_a_list_longer_than_anything_is_not_walked(
@@ -384,8 +392,37 @@ async def test_a_list_longer_than_anything_is_not_walked(
 def test_nothing_in_a_list_is_taken_for_a_list() -> None:
     with pytest.raises(ApiError, match=r"prompt\[0\]"):
         parse({"prompt": [[[1]]]}, CompletionRequest)
+    with pytest.raises(ApiError, match=r"^prompt\[1\]\[2\]: expected int, got float$"):
+        parse({"prompt": [[1], [1, 2, 3.5]]}, CompletionRequest)
     deep: list[object] = []
     for _ in range(sys.getrecursionlimit()):
         deep = [deep]
     with pytest.raises(ApiError):
         parse({"prompt": deep}, CompletionRequest)
+
+
+def test_no_call_checks_more_than_one_long_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: a call is into C, and nobody else runs until it ends."""
+    called = []
+
+    def counted(value: Any, to: Any) -> Any:
+        called.append(len(value))
+        return converts(value, to)
+
+    converts = msgspec.convert
+    monkeypatch.setattr("octavo.serve.body.msgspec.convert", counted)
+    prompts = [[0] * 40_000] * 30
+    assert parse({"prompt": prompts}, CompletionRequest).prompt == prompts
+    assert called == [1, *[40_000] * 30]
+    converts({"prompt": [[object()]]}, CompletionRequest)  # that first one does not look into them
+
+
+def test_a_map_longer_than_any_is_not_walked() -> None:
+    """Told by its length, before what is in it is looked at."""
+    for key, entry in (("a", {}), (1, 0.0)):
+        bias = {**{str(each): 0.0 for each in range(4096)}, key: entry}
+        with pytest.raises(ApiError, match="logit_bias: expected object of length <= 4096"):
+            parse({"prompt": "a", "logit_bias": bias}, CompletionRequest)
+    messages = [{str(key): 0 for key in range(700)} for _ in range(100)]
+    with pytest.raises(ApiError, match="messages has 70100 entries, more than 65536"):
+        parse({"messages": messages}, ChatRequest)

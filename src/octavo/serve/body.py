@@ -186,15 +186,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
-def convert(value: object, to: type[T]) -> T:
-    """``value`` as a request struct. Raises `ApiError` 400 naming the field at fault."""
+def convert(value: object, to: type[T], at: str = "") -> T:
+    """``value``, the field ``at`` (or all) of a request, as the type ``to``. Raises `ApiError` 400
+    naming the field at fault.
+    """
     try:
         return msgspec.convert(value, to)
     except msgspec.ValidationError as error:
         match = _AT.match(str(error))
         assert match
         what, path = match["what"], match["path"] or ""
-        param = path.removeprefix("key in ").removeprefix("$").removeprefix(".")
+        param = at + path.removeprefix("key in ").removeprefix("$")
+        param = param.removeprefix(".")
         param = param.replace("[...]", "")  # somewhere in a map: its name must do
         if missing := re.search("missing required field `(.*)`", what):
             param = f"{param}.{missing[1]}" if param else missing[1]

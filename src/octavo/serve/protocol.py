@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
+from octavo.sample.params import MAX_LOGIT_BIASES
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.body import convert
 from octavo.serve.errors import ApiError
@@ -126,7 +127,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
     max_tokens: int | None = None
 
     # vLLM's extensions
@@ -162,10 +163,27 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     ) = None
 
 
+# What is in it is checked a list at a time: one call for all would hold up everyone.
+Prompts = Annotated[
+    list[Any],
+    Meta(
+        extra_json_schema={
+            "items": {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "integer"},
+                    {"type": "array", "items": {"type": "integer"}},
+                ]
+            }
+        }
+    ),
+]
+
+
 class CompletionRequest(GenerateRequest, kw_only=True, forbid_unknown_fields=True):
     """``prompt``: a text, its token ids, or a list of either."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: str | Prompts
     best_of: int | None = None  # only the value of n
     echo: bool | None = None
     logprobs: int | None = None
@@ -199,6 +217,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
 
 
+_PROMPT: Any = str | int | list[int]  # or, where it is a number, a part of one
 _LONG_LIST = 1 << 16  # entries; what is no longer is checked in a millisecond
 
 R = TypeVar("R", bound=msgspec.Struct)
@@ -213,8 +232,8 @@ _NEUTRAL_OF: dict[type[msgspec.Struct], dict[str, tuple[Any, ...]]] = {
 
 def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
     """The request in ``fields``. Raises `ApiError` 400 naming what is unknown or not supported, and
-    a list that has more than ``longest`` entries and is long: checking its entries would hold up
-    everyone, for that is one call into C.
+    a list or map that has more than ``longest`` entries and is long: checking its entries would
+    hold up everyone, for that is one call into C.
     """
     drop_neutral(fields, _NEUTRAL_OF[to], "")
     known = to.__struct_fields__
@@ -222,20 +241,35 @@ def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
         if name not in known:
             raise ApiError(400, f"unknown parameter: {name}", name)
     most = max(longest, _LONG_LIST)
-    for path, entries in _lists(fields):
-        if len(entries) > most:
-            raise ApiError(400, f"{path} has {len(entries)} entries, more than {most}", path)
-    return convert(fields, to)
+    for path, entries in _sizes(fields):
+        if entries > most:
+            raise ApiError(400, f"{path} has {entries} entries, more than {most}", path)
+    request = convert(fields, to)
+    if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
+        _check_prompts(request.prompt)
+    return request
 
 
-def _lists(fields: dict[str, Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Those that a request may have: fields, and lists in these."""
+def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Entries of what is checked in one call: each field, with all maps in it, and each list in
+    one.
+    """
     for name, value in fields.items():
-        if isinstance(value, list):
-            yield name, value
+        if isinstance(value, dict):
+            yield name, len(value)
+        elif isinstance(value, list):
+            yield name, len(value) + sum(len(item) for item in value if isinstance(item, dict))
             for index, item in enumerate(value):
                 if isinstance(item, list):
-                    yield f"{name}[{index}]", item
+                    yield f"{name}[{index}]", len(item)
+
+
+def _check_prompts(prompts: list[Any]) -> None:
+    if not any(isinstance(item, list) for item in prompts):
+        convert(prompts, list[str | int], "prompt")
+        return
+    for index, item in enumerate(prompts):
+        convert(item, _PROMPT, f"prompt[{index}]")
 
 
 def drop_neutral(fields: dict[str, Any], neutral: dict[str, tuple[Any, ...]], path: str) -> None:

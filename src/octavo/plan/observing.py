@@ -1,11 +1,11 @@
 """Steps of the live engine, timed: a scripted load that shows it all kinds of steps.
 
-Half of the time goes to kinds of work one by one: prompts are read in chunks of all sizes, alone
-and beside others that decode; few and many sequences decode, in short and long contexts. To decode,
-prompts are taken that the prefix cache holds, so that little time goes into reading them again.
-The other half is traffic, as a server has it: users who send a prompt, read the answer and send the
-next, few and many. There steps follow each other as they do in serving, without pauses, and what a
-step finds in the caches is what serving leaves there.
+Of the time some is spent on reading prompts to decode from, which the prefix cache then holds. Half
+of the rest goes to kinds of work one by one: prompts are read in chunks of all sizes, alone and
+beside others that decode; few and many sequences decode, in short and long contexts. The other half
+is traffic: users who send a prompt, read the answer and send the next, few and many. There steps
+follow each other as they do in serving, without pauses, and what a step finds in the caches is what
+serving leaves there; but users begin at once, and leave at once when their number changes.
 
 Steps are whole: the admission of the requests that came before them, scheduling, kernels, sampling,
 text and delivery, as a request would see them.
@@ -134,20 +134,20 @@ class _Script:
         self._decode(long, len(long), 10)
         clock = self.engine.clock
 
-        def told() -> bool:
+        def goes_on() -> bool:
             left = self._left()
             progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
             return left > 0
 
-        while told():
+        while goes_on():
             began = clock.now()
             for work in self._round(short, long):
                 work()
-                if not told():
+                if not goes_on():
                     return
                 clock.sleep_until(clock.now() + _PAUSE)
             served_from = clock.now()
-            while clock.now() - served_from < served_from - began and told():
+            while clock.now() - served_from < served_from - began and goes_on():
                 self._serve(_SERVED)
 
     def probe(self) -> None:
@@ -223,9 +223,12 @@ class _Script:
         clock = self.engine.clock
         end = clock.now() + traffic.seconds
         while clock.now() < end:
-            for _ in range(coming):
-                length = min(self._between(*traffic.prompt), self._longest // 2)
-                self._add(self._prompt(length), self._between(*traffic.answer))
+            prompts = [
+                self._prompt(min(self._between(*traffic.prompt), self._longest // 2))
+                for _ in range(coming)
+            ]
+            for prompt in prompts:  # from here on it is time of the step
+                self._add(prompt, self._between(*traffic.answer))
             ended = self._observer.ended
             self._step()
             coming = self._observer.ended - ended

@@ -105,15 +105,17 @@ class _Answer(msgspec.Struct):
     engine: EngineSnapshot
 
 
-_decode = msgspec.json.Decoder(_Answer).decode
-
-
-def _checked(answer: _Answer, raw: object) -> _Answer:
-    """Raises `ValueError` for numbers that mean nothing: figures are made of them."""
+def _read(listed: bytes) -> _Answer:
+    """Raises `ValueError` also for numbers that mean nothing: figures are made of them."""
+    raw = msgspec.json.decode(listed)
     _check_numbers("", raw)
+    answer = msgspec.convert(raw, _Answer)
     pool = answer.engine.pool
-    if not 0 <= max(pool.used, pool.cached, pool.free) <= pool.blocks > 0:
-        raise ValueError(f"there are {pool.blocks} blocks, {pool.used} of them used")
+    if pool.blocks <= 0 or pool.block_size <= 0:
+        raise ValueError(f"there are {pool.blocks} blocks of {pool.block_size} tokens")
+    for name in ("used", "cached", "free"):
+        if not 0 <= getattr(pool, name) <= pool.blocks:
+            raise ValueError(f"{getattr(pool, name)} of {pool.blocks} blocks are {name}")
     return answer
 
 
@@ -157,7 +159,7 @@ class Source:
         listed = await self._get(f"/requests?limit={self._limit}")
         metrics = await self._get("/metrics")
         try:
-            answer = _checked(_decode(listed), msgspec.json.decode(listed))
+            answer = _read(listed)
             counts = Counts.read(metrics.decode())
         except (ValueError, KeyError, RecursionError) as error:  # msgspec's are ValueErrors
             raise SourceError(

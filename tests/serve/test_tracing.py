@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 from collector import Collector, attributes, collecting
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.trace.export import SpanExportResult
 from serving import listening, real_engine, started
 from test_process import process
 
@@ -24,7 +27,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stats import EngineStats
 from octavo.serve.exchange import Exchange
 from octavo.serve.metrics import Metrics
-from octavo.serve.tracing import Tracer
+from octavo.serve.tracing import Spans, Tracer, _Exporter
 
 REMOTE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -302,18 +305,37 @@ async def test_a_collector_that_fails_is_named_once(caplog: pytest.LogCaptureFix
     assert caplog.messages == ["traces: 6 of 8 spans were not sent"]
 
 
-def test_a_process_whose_collector_is_down_serves_and_ends() -> None:
+def test_an_export_that_raises_has_failed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def raises(self: object, spans: object) -> None:
+        logging.getLogger(OTLPSpanExporter.__module__).warning("It is down, retrying in 0.93s.")
+        raise TimeoutError("no answer")
+
+    monkeypatch.setattr(OTLPSpanExporter, "export", raises)
+    spans = Spans()
+    assert _Exporter("http://h/v1/traces", spans).export([]) is SpanExportResult.FAILURE
+    (line,) = caplog.messages
+    assert line.endswith("is lost until it works again: It is down")
+
+
+def test_a_process_whose_collector_is_down_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")  # it is tried no second time
     with socket.create_server(("127.0.0.1", 0)) as taken:
         nobody = taken.getsockname()[1]
     with process(otlp_traces_endpoint=f"http://127.0.0.1:{nobody}") as server:
         for _ in range(5):
             body = {"prompt": "a", "max_tokens": 2}
             assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+        end = time.monotonic() + 60
+        while "traces: " not in server.said and time.monotonic() < end:
+            time.sleep(0.01)
         server.child.terminate()
         assert server.wait() == 0
     assert "trace_id=" in server.said
     assert "Traceback" not in server.said
-    assert server.said.count("traces: ") == 1
+    assert server.said.count("traces: ") == 2
+    assert f"traces: http://127.0.0.1:{nobody}/v1/traces fails" in server.said
     assert "traces: 25 of 25 spans were not sent" in server.said
 
 

@@ -68,6 +68,9 @@ class _Exporter(OTLPSpanExporter):
         logger.addFilter(complaints)
         try:
             result = super().export(spans)
+        except Exception as error:  # what the library does not turn into a failure
+            result = SpanExportResult.FAILURE
+            complaints.first = complaints.first or f"{type(error).__name__}: {error}"
         finally:
             logger.removeFilter(complaints)
         if result is SpanExportResult.SUCCESS:
@@ -83,7 +86,7 @@ class _Exporter(OTLPSpanExporter):
             log.warning(
                 "traces: %s fails, and what it is sent is lost until it works again: %s",
                 self._where,
-                complaints.first or "no reason given",
+                complaints.first.partition(", retrying in ")[0] or "no reason given",
             )
             self.hush(True)
         self._lost += len(spans)
@@ -163,15 +166,15 @@ class Tracer:
             span.set_attributes(_attributes(operation, exchange))
             if exchange.status >= 500 or (exchange.error_type and exchange.status < 400):
                 span.set_status(Status(StatusCode.ERROR))
-            made = 1
+            self.spans.count("made", 1)
             context = set_span_in_context(span)
             if exchange.records:
                 arrival = min(record.arrival for record in exchange.records)
                 prepare = self._tracer.start_span(
                     "prepare", context, start_time=at(exchange.started)
                 )
+                self.spans.count("made", 1)  # first: what has ended may be sent at once
                 prepare.end(at(arrival))
-                made += 1
             for index, record in enumerate(exchange.records[:_MOST_PROMPTS]):
                 for phase in _phases(record, exchange.ended):
                     child = self._tracer.start_span(
@@ -180,9 +183,8 @@ class Tracer:
                         start_time=at(phase.start),
                         attributes={"octavo.prompt_index": index, **phase.attributes},
                     )
+                    self.spans.count("made", 1)
                     child.end(at(phase.end))
-                    made += 1
-            self.spans.count("made", made)
         span.end(at(exchange.ended))
         return format(span.get_span_context().trace_id, "032x")
 

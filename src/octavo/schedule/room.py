@@ -5,9 +5,10 @@ is only what need not be looked at again.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from itertools import chain, takewhile
+from typing import NamedTuple
 
 from octavo.kv.cache import KvCache
 from octavo.kv.finding import Hit
@@ -15,6 +16,14 @@ from octavo.schedule import admission
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.policies.base import Policy
 from octavo.schedule.sequence import Sequence
+
+
+class WayIn(NamedTuple):
+    """What is cached of a sequence, who gives way to it, and who more would."""
+
+    hit: Hit
+    leaving: list[Sequence]
+    others: list[Sequence]
 
 
 class Room:
@@ -62,24 +71,20 @@ class Room:
         staying = len(self._decoding) + len(self._prefilling) - len(leaving)
         return need + promised + staying * len(kv.layout.groups) <= free
 
-    def displaced_by(self, seq: Sequence) -> list[Sequence]:
-        """Who of those that run may give way to one that waits, the first to do so first; nobody
-        where it is known that all of them would not do.
+    def way_in(
+        self, seq: Sequence, lookup: Callable[[Sequence], Hit], free_slots: int
+    ) -> WayIn | None:
+        """How one that waits can be let in, in the places and blocks of as few as will do of those
+        that it displaces; None if all of them would not do. Nobody looks twice for that as long as
+        no more blocks could be had: ``lookup`` is asked where it is not known.
         """
         policy, kv = self._policy, self._kv
         running = sorted(chain(self._decoding, self._prefilling), key=policy.rank, reverse=True)
         displaced = list(takewhile(lambda other: policy.displaces(seq, other), running))
-        free = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
-        if self._short == (seq.order, free):
-            return []
-        return displaced
-
-    def fewest(
-        self, seq: Sequence, hit: Hit, displaced: list[Sequence], free_slots: int
-    ) -> int | None:
-        """How many of those ``displaced_by`` the sequence must give way for it to fit; None if all
-        of them would not do.
-        """
+        blocks = kv.pool.num_free + sum(kv.held_blocks(other.slot) for other in displaced)
+        if not displaced or self._short == (seq.order, blocks):
+            return None
+        hit = lookup(seq)
         slots = 1 + len(seq.followers) - free_slots
 
         def will_do(count: int) -> bool:
@@ -88,13 +93,12 @@ class Room:
             return freed >= slots and self.fits(seq, hit, leaving)
 
         count = bisect_left(range(len(displaced) + 1), True, key=will_do)
-        if seq is not self._policy.head():  # nor does it take what is free from under the head
+        if seq is not policy.head():  # nor does it take what is free from under the head
             count = max(count, 1)
-        if count <= len(displaced):
-            return count
-        held = sum(self._kv.held_blocks(other.slot) for other in displaced)
-        self._short = seq.order, self._kv.pool.num_free + held
-        return None
+        if count > len(displaced):
+            self._short = seq.order, blocks
+            return None
+        return WayIn(hit, displaced[:count], displaced[count:])
 
     def forget(self) -> None:
         """All who ran have been sent away."""

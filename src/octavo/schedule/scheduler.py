@@ -398,22 +398,17 @@ class Scheduler:
         """Let a sequence in that displaces others, in the places and blocks of as few of them as
         will do. False, and nothing is changed, if all of them would not.
         """
-        room = self._room
-        displaced = room.displaced_by(seq)
-        if not displaced:
+        way = self._room.way_in(seq, self._lookup, self._free_slots)
+        if way is None:
             return False
-        hit = self._lookup(seq)
-        count = room.fewest(seq, hit, displaced, self._free_slots)
-        if count is None:
-            return False
-        for other in displaced[:count]:
+        for other in way.leaving:
             self._preempt(other)
-        more = iter(displaced[count:])
-        while not room.fits(seq, hit):  # blocks that others share did not become free
+        more = iter(way.others)
+        while not self._room.fits(seq, way.hit):  # blocks that others share did not become free
             if (another := next(more, None)) is None:
                 return False
             self._preempt(another)
-        self._let_in(seq, hit)
+        self._let_in(seq, way.hit)
         return True
 
     def _next_waiting(self) -> Sequence | None:

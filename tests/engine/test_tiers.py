@@ -13,6 +13,7 @@ from engine.checking import CheckingExecutor, Crash, build, layout
 from engine.tiering import FakeDisk, ToldTiers, slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
+from octavo.engine.snapshot import snapshot
 from octavo.kv.measured import Measured
 from octavo.kv.read_ahead import ReadingAhead
 from octavo.sample.params import SamplingParams
@@ -679,6 +680,8 @@ def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:
     hit = Hit(0.006)
     hit.half()
     assert hit.tiers.memory.num_pins
+    shown = {request.id: request for request in snapshot(hit.engine, 10).requests}
+    assert shown["again"].prompt_tokens_done == 0
     assert hit.engine.abort("again")
     assert not hit.tiers.memory.num_pins
     hit.engine.scheduler.check_integrity()

@@ -32,7 +32,7 @@ class RequestSnapshot:
     state: State
     n: int
     prompt_tokens: int
-    prompt_tokens_done: int  # in the cache: found there or computed
+    prompt_tokens_done: int  # in the pool: all that was found, or computed
     cached_tokens: int  # found in the prefix cache when it was first scheduled
     output_tokens: int  # over all n
     max_tokens: int  # output tokens of each sequence, at most
@@ -121,7 +121,7 @@ def _states(engine: Engine) -> Iterator[RequestState]:
 
 
 def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot:
-    record = state.record
+    record, kv = state.record, engine.scheduler.kv
     stands = standing(record, now)
     shown: State = "waiting"
     done = 0
@@ -130,7 +130,9 @@ def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot
             shown, done = "decode", record.prompt_tokens
             break
         if seq.status is Status.PREFILLING:
-            shown, done = "prefill", int(engine.scheduler.kv.num_tokens[seq.slot])
+            shown, done = "prefill", 0
+            if not kv.loading.num_blocks(seq.slot):
+                done = int(kv.num_tokens[seq.slot])
     return RequestSnapshot(
         id=record.request_id,
         client=record.client,

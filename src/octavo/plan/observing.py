@@ -223,12 +223,12 @@ class _Script:
         clock = self.engine.clock
         end = clock.now() + traffic.seconds
         while clock.now() < end:
-            prompts = [
-                self._prompt(min(self._between(*traffic.prompt), self._longest // 2))
-                for _ in range(coming)
-            ]
-            for prompt in prompts:  # from here on it is time of the step
-                self._add(prompt, self._between(*traffic.answer))
+            asked = []
+            for _ in range(coming):
+                length = min(self._between(*traffic.prompt), self._longest // 2)
+                asked.append((self._prompt(length), self._between(*traffic.answer)))
+            for prompt, answer in asked:  # from here on it is time of the step
+                self._add(prompt, answer)
             ended = self._observer.ended
             self._step()
             coming = self._observer.ended - ended

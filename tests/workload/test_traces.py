@@ -357,6 +357,13 @@ def test_custom(tmp_path: Path) -> None:
     assert custom(path, words, -1)[0].output_len == 3
 
 
+def test_a_compressed_sharegpt_is_told_so(tmp_path: Path) -> None:
+    path = tmp_path / "a.json.gz"
+    path.write_bytes(gzip.compress(b"[]"))
+    with pytest.raises(DatasetError, match="is compressed"):
+        sharegpt(path, words, None)
+
+
 def test_sharegpt_leaves_out_what_vllm_leaves_out(tmp_path: Path) -> None:
     def talk(prompt: int, answer: int) -> dict[str, Any]:
         return {"conversations": [{"value": "p " * prompt}, {"value": "a " * answer}]}

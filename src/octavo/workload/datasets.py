@@ -144,6 +144,11 @@ def regular(path: Path) -> None:
         raise DatasetError(f"{path}: is no regular file")
 
 
+def _uncompressed(path: Path, begins: bytes) -> None:
+    if begins.startswith(_GZIP):
+        raise DatasetError(f"{path}: is compressed (gzip -d unpacks it)")
+
+
 def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines that are not blank, with their numbers. Raises `DatasetError` for other bytes."""
     regular(path)
@@ -151,11 +156,11 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
         for number, raw in enumerate(iter(lambda: file.readline(_LONGEST_LINE + 1), b""), 1):
             if len(raw) > _LONGEST_LINE:
                 raise DatasetError(f"{path}:{number}: is longer than {_LONGEST_LINE:,} bytes")
+            if number == 1:
+                _uncompressed(path, raw)
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip()
             except UnicodeDecodeError as error:
-                if number == 1 and raw.startswith(_GZIP):
-                    raise DatasetError(f"{path}: is compressed (gzip -d unpacks it)") from None
                 raise DatasetError(f"{path}:{number}: not UTF-8 ({error.reason})") from None
             if line:
                 yield number, line
@@ -201,8 +206,10 @@ def sharegpt(path: Path, count: Callable[[str], int], output_len: int | None) ->
     Conversations are left out as vLLM does: under 4 tokens, prompts over 1024, 2048 in all.
     """
     regular(path)
+    content = path.read_bytes()
+    _uncompressed(path, content)
     try:
-        entries = json.loads(path.read_bytes(), object_pairs_hook=once)
+        entries = json.loads(content, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}: not JSON ({error})") from None
     if not isinstance(entries, list):

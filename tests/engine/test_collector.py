@@ -17,6 +17,7 @@ from engine.test_engine import request, run
 from octavo.engine import collector
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
+from octavo.schedule.request import Outcome
 from octavo.schedule.sequence import RequestState, Sequence
 
 
@@ -59,6 +60,40 @@ def test_a_prompt_is_one_object_for_the_collector() -> None:
     assert isinstance(checked.prompt_token_ids, array)
     assert checked.prompt_token_ids.tolist() == prompt
     assert engine.check(checked).prompt_token_ids is checked.prompt_token_ids
+    for typecode in "Hq":
+        other = engine.check(request("b", array(typecode, prompt))).prompt_token_ids
+        assert isinstance(other, array)
+        assert (other.typecode, other.tolist()) == ("i", prompt)
+
+
+def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = build()
+    engine.add_request(request("a", [1], max_tokens=3))
+    (state,) = engine._requests.values()
+    lets_go, faults = engine._let_go, [MemoryError()]
+
+    def nothing_runs(_: object) -> None:
+        engine._alone = state
+
+    def fails() -> None:
+        if faults:
+            raise faults.pop()
+        lets_go()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine, "_step", nothing_runs)
+        patched.setattr(engine, "_let_go", fails)
+        assert engine.step() == []
+    run(engine)
+    assert state.record.outcome is Outcome.FINISHED
+
+
+def test_a_closed_engine_keeps_nobody() -> None:
+    engine = build()
+    engine.add_request(request("a", [1], max_tokens=3))
+    (state,) = engine._requests.values()
+    engine.close()
+    assert not state.sequences
 
 
 def test_requests_share_the_ids_that_end_them() -> None:

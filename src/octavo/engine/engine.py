@@ -140,8 +140,9 @@ class Engine:
     # Requests
 
     def check(self, request: Request) -> Request:
-        """The request as it will run: parameters validated, seed decided. Raises `AdmissionError`
-        with the arithmetic or `InvalidParameter` if it can never run.
+        """The request as it will run: parameters validated, seed decided, the prompt an array of C
+        ints (the same one, if it is such). Raises `AdmissionError` with the arithmetic or
+        `InvalidParameter` if it can never run.
 
         Reads only what does not change, so any thread may call it.
         """
@@ -163,8 +164,9 @@ class Engine:
                     "prompt",
                 )
         # Numbers and not objects: the collector need not look at each token of all who wait.
-        if not isinstance(request.prompt_token_ids, array):
-            request.prompt_token_ids = array("i", request.prompt_token_ids)
+        prompt = request.prompt_token_ids
+        if not (isinstance(prompt, array) and prompt.typecode == "i"):
+            request.prompt_token_ids = array("i", prompt)
         return request
 
     def _check_minimum(self, params: SamplingParams, max_tokens: int) -> None:
@@ -281,6 +283,7 @@ class Engine:
         self._alone = None
         try:
             self._step(deltas)
+            self._alone = None  # of what fails from here on, nobody is guilty
             self._let_go()
         except Exception as error:
             self._start_over(error, deltas, guilty=self._alone)
@@ -619,6 +622,7 @@ class Engine:
         """End every request and give the executor's memory back."""
         for state in list(self._requests.values()):
             self._end(state, FinishReason.ABORT, self._ended)
+        self._let_go()
         if self.speculator is not None:
             self.speculator.close()
         self.flush()

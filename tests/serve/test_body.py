@@ -339,6 +339,8 @@ async def test_a_body_as_it_is(client: httpx.AsyncClient, encoding: str) -> None
         ("content-encoding", ["gzip", "identity"], 415),
         ("content-type", ["application/json", "text/plain"], 415),
         ("content-type", ["text/plain", "application/json"], 415),
+        ("content-type", ["application/json; charset=utf-8", "text/plain"], 415),
+        ("content-type", ["application/json; charset=utf-8"], 200),
         ("x-request-id", ["a", "b"], 400),
     ],
 )

@@ -69,6 +69,18 @@ def test_orders_of_ngrams(given: dict[str, Any], orders: tuple[int, int]) -> Non
         ({"method": "ngram", "suffix_decoding_max_cached_requests": 3}, "has no part"),
         ({"method": "ngram", "suffix_decoding_alternatives": 1}, "has no part"),
         ({"method": "suffix", "suffix_decoding_alternatives": 5}, "from 0 to 4"),
+        ({"method": "suffix", "lookup": True}, "lookup has no part in method 'suffix'"),
+        ({"method": "medusa", "model": "x", "lookup": 1}, "lookup is 1, neither true nor false"),
+        ({"method": "medusa", "model": "x", "suffix_decoding_alternatives": 1}, "has no part"),
+        (
+            {
+                "method": "medusa",
+                "model": "x",
+                "lookup": False,
+                "suffix_decoding_max_cached_requests": 1,
+            },
+            "has no part without lookup",
+        ),
         ({"method": "ngram", "num_speculative_tokens": 0}, "from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": True}, "num_speculative_tokens is True"),
@@ -100,6 +112,21 @@ def test_what_cannot_be_honoured_is_refused_by_name(given: Any, named: str) -> N
 def test_a_class_that_is_no_drafter_is_refused_at_start(method: str, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         SpeculativeConfig(method=method).drafter()
+
+
+def test_beside_heads_the_text_is_looked_up_unless_it_is_said() -> None:
+    heads: Any = {"method": "medusa", "model": "x"}
+    config = SpeculativeConfig.of(heads)
+    assert config.computes
+    assert config.looks_up
+    assert config.longest == 16
+    assert config.describe() == "medusa x with lookup, up to 16 tokens, as it pays"
+    alone = SpeculativeConfig.of(heads | {"lookup": False})
+    assert not alone.looks_up
+    assert alone.describe(3) == "medusa x, up to 3 tokens, as it pays"
+    remembering = SpeculativeConfig.of(heads | {"suffix_decoding_max_cached_requests": 7})
+    assert isinstance(remembering.drafter(), SuffixDrafter)
+    assert not SpeculativeConfig(method="suffix").looks_up
 
 
 def test_layers_are_put_in_order() -> None:

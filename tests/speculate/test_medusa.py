@@ -46,13 +46,14 @@ def llm(checkpoint: Checkpoint, heads: Path | None, drafts: int | None = 3, **se
         "threads": 1,
         "seed": 1,
     } | settings
-    method = config.pop("acceptance_method", "replay")
+    method, lookup = config.pop("acceptance_method", "replay"), config.pop("lookup", False)
     if heads is not None:
         config["speculative_config"] = {
             "method": "medusa",
             "model": str(heads),
             "num_speculative_tokens": drafts,
             "acceptance_method": method,
+            "lookup": lookup,
         }
     return LLM(load_engine(checkpoint, EngineConfig(**config)))
 
@@ -85,15 +86,16 @@ def told(outputs: list[RequestOutput]) -> list[Any]:
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("count", [1, 7, 16])
 def test_the_output_is_the_one_without_heads(
-    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, count: int
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, lookup: bool, count: int
 ) -> None:
     heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, layers=2)
     prompts, params = requests(checkpoint, count)
     with llm(checkpoint, None) as plain:
         expected = plain.generate(prompts, params, use_tqdm=False)
-    with llm(checkpoint, heads) as drafting:
+    with llm(checkpoint, heads, lookup=lookup) as drafting:
         found = drafting.generate(prompts, params, use_tqdm=False)
         stats = drafting.loaded.engine.stats()
     assert told(found) == told(expected)
@@ -109,7 +111,7 @@ def test_the_output_is_the_same_where_sequences_are_preempted(
     with llm(checkpoint, None) as plain:
         expected = plain.generate(prompts, params, use_tqdm=False)
         block = plain.loaded.kv_cache_bytes // plain.loaded.num_blocks
-    scarce = {"kv_cache_memory_bytes": 14 * block, "enable_prefix_caching": False}
+    scarce = {"kv_cache_memory_bytes": 14 * block, "enable_prefix_caching": False, "lookup": True}
     with llm(checkpoint, heads, **scarce) as drafting:
         found = drafting.generate(prompts, params, use_tqdm=False)
         stats = drafting.loaded.engine.stats()
@@ -141,16 +143,16 @@ def test_more_sequences_draft_than_logits_are_held_of(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize(("recurrent", "lookup"), [(True, True), (True, False), (False, False)])
 def test_under_rejection_the_distribution_stays(
-    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, lookup: bool
 ) -> None:
     """Beginnings of three tokens, as often as without drafts: Pearson's test of two samples."""
     vocab = checkpoint.config.vocab_size
     heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent, size=vocab)
     counts = []
     for drafting in (None, heads):
-        with llm(checkpoint, drafting, acceptance_method="rejection") as model:
+        with llm(checkpoint, drafting, acceptance_method="rejection", lookup=lookup) as model:
             params = [
                 SamplingParams(
                     temperature=1.5, seed=seed, max_tokens=6, allowed_token_ids=(9, 20, 31)
@@ -189,6 +191,28 @@ def test_heads_of_all_tokens_that_repeat_the_model_are_right_behind_a_loop(
         stats = drafting.loaded.engine.stats()
     assert found.outputs[0].token_ids == [9] * 40
     assert stats.accepted_tokens == stats.draft_tokens > 20
+
+
+def test_where_the_text_repeats_itself_it_is_looked_up(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    """… at any length, the heads guessing three tokens; with one kind of drafts and the other."""
+    path = folder(tmp_path / "heads", checkpoint)
+    rng = np.random.default_rng(1)
+    period, other = rng.integers(4, checkpoint.config.vocab_size, (2, 20)).tolist()
+    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+    loop = replace(params, allowed_token_ids=(9,))
+    passes = {}
+    for lookup in (False, True):
+        with llm(checkpoint, path, 8 if lookup else 3, lookup=lookup) as drafting:
+            found = drafting.generate([period * 2, other], [loop, params], use_tqdm=False)
+            stats = drafting.loaded.engine.stats()
+        assert found[0].outputs[0].token_ids == [9] * 60
+        assert stats.drafter_failures == 0
+        passes[lookup] = found[1].outputs[0].token_ids, stats.decode_passes
+        assert len(stats.accepted_per_position) == (8 if lookup else 3)
+    assert passes[True][0] == passes[False][0]
+    assert passes[True][1] < passes[False][1]
 
 
 def _zero(path: Path) -> None:
@@ -297,15 +321,21 @@ def test_weights_are_in_the_plan(checkpoint: Checkpoint, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("lookup", [True, False])
 @pytest.mark.parametrize("method", ["replay", "rejection"])
 def test_what_drafting_holds_is_in_the_plan(
-    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, method: str
+    checkpoint: Checkpoint, tmp_path: Path, recurrent: bool, lookup: bool, method: str
 ) -> None:
     path = folder(tmp_path / "heads", checkpoint, recurrent=recurrent)
     prompts, _ = requests(checkpoint, 16)
     params = [SamplingParams(seed=seed, max_tokens=24, ignore_eos=True) for seed in range(16)]
-    given = {"method": "medusa", "model": str(path), "acceptance_method": method}
-    with llm(checkpoint, path, acceptance_method=method) as drafting:
+    given = {
+        "method": "medusa",
+        "model": str(path),
+        "acceptance_method": method,
+        "lookup": lookup,
+    }
+    with llm(checkpoint, path, acceptance_method=method, lookup=lookup) as drafting:
         engine = drafting.loaded.engine
         drafter = drafter_of(drafting)
         held = []
@@ -329,7 +359,7 @@ def test_what_drafting_holds_is_in_the_plan(
     compute, layout = program(checkpoint.config), config.layout_of(checkpoint.config)
     heads = read_heads(path, checkpoint)
     with_heads = plan_cache(config, compute, layout, 0, 1 << 30, heads=heads).work_bytes
-    rows = config.max_logits_rows(heads.num_heads)
+    rows = config.max_logits_rows(None if lookup else heads.num_heads)
     without = work_bytes(compute, config.max_num_batched_tokens, rows)
     assert max(held) <= with_heads - without
     if method == "rejection":  # 16 sequences, 64 tokens a step: 48 drafts of them
@@ -345,6 +375,10 @@ def test_drafts_are_as_long_as_there_are_heads(checkpoint: Checkpoint, tmp_path:
         assert engine.executor.max_logits_rows == 2 * (1 + 3)  # type: ignore[attr-defined]
         assert engine.speculator is not None
         assert engine.speculator._longest == 3
+    with llm(checkpoint, path, None, max_num_seqs=2, lookup=True) as drafting:
+        engine = drafting.loaded.engine
+        assert "with lookup, up to 16 tokens, as it pays" in drafting.loaded.report()
+        assert engine.executor.max_logits_rows == 2 * (1 + 16)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -353,7 +387,7 @@ def test_drafts_are_as_long_as_there_are_heads(checkpoint: Checkpoint, tmp_path:
         ({}, "needs the folder"),
         ({"model": 3}, "needs the folder"),
         ({"model": "nowhere"}, "no folder of Medusa heads"),
-        ({"model": "heads", "num_speculative_tokens": 4}, "3 heads"),
+        ({"model": "heads", "num_speculative_tokens": 4, "lookup": False}, "3 heads"),
         ({"model": "heads", "prompt_lookup_max": 4}, "no part"),
     ],
 )

@@ -110,12 +110,12 @@ def learned(
     """The draft's gains before and after a step."""
     speculator = Speculator(Fixed(draft), VOCAB, rejection=rejection)
     seq = sequence()
-    speculator._ask([seq], [3])
+    speculator._of_length([seq], [3])
     before = speculator._gains(seq, draft)
     batch = SimpleNamespace(num_tokens=1 + len(tested))
     scheduled = SimpleNamespace(batch=batch, chunks=[], decodes=[seq], drafts=[tested], branches={})
     for _ in range(20):
-        speculator._ask([seq], [3])
+        speculator._of_length([seq], [3])
         speculator.learn(cast(Any, scheduled), StepResult(None, 0.0), [run], 0.01)
     return before, speculator._gains(seq, draft)
 
@@ -187,3 +187,169 @@ def test_a_drafter_whose_drafts_do_not_pay_is_asked_seldom() -> None:
     """However promising they look; asking costs time too, as does looking at what came of it."""
     assert asked(paid=True) > 500
     assert asked(paid=False) < 100
+
+
+class Model:
+    """A `ModelDrafter` of one draft, that notes for which it was asked."""
+
+    def __init__(self, draft: Draft = NO_DRAFT) -> None:
+        self.draft = draft
+        self.asked: list[list[int]] = []
+        self.ended = 0
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        self.asked.append(list(counts))
+        return [self.draft if count else NO_DRAFT for count in counts]
+
+    def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None: ...
+
+    def end(self, seq: Seq) -> None:
+        self.ended += 1
+
+    def close(self) -> None: ...
+
+
+class Lookup(Fixed):
+    """Has a draft for the sequences of some numbers."""
+
+    def __init__(self, draft: Draft, only: Sequence[int] = (0, 1)) -> None:
+        super().__init__(draft)
+        self.only = only
+
+    def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+        return [
+            self.draft if number in self.only and count else NO_DRAFT
+            for number, count in zip(sequences, counts, strict=True)
+        ]
+
+
+def both(model: Model, lookup: Fixed, num_tokens: int | None = 3, **more: Any) -> Speculator:
+    return Speculator(model, VOCAB, num_tokens, longest=2, lookup=lookup, **more)
+
+
+def went_on(speculator: Speculator, seqs: list[Seq], run: list[int], steps: int = 1) -> Any:
+    """The last drafts, after steps in which all sequences would have gone on with ``run``."""
+    drafts = []
+    for _ in range(steps):
+        drafts = speculator.propose(seqs, len(seqs), 100)
+        size = len(seqs) + sum(map(len, drafts))
+        scheduled = SimpleNamespace(
+            batch=SimpleNamespace(num_tokens=size),
+            chunks=[],
+            decodes=seqs,
+            drafts=drafts if any(drafts) else None,
+            branches={},
+        )
+        result, each = StepResult(None, 0.0), [run] * len(seqs)
+        speculator.learn(cast(Any, scheduled), result, each, 0.001 * size)
+    return drafts
+
+
+def test_the_likelier_of_a_model_and_a_lookup_is_the_draft() -> None:
+    made, found = [1, 2], [3, 4, 0]
+    for run, likelier in (([1, 2, 3], made), ([3, 4, 0, 1], found)):
+        model = Model(Draft(made))
+        speculator = both(model, Lookup(Draft(found)))
+        assert went_on(speculator, [sequence()], run, steps=60) == [likelier]
+        assert model.asked[0] == [2]  # of at most so many tokens that it gives
+        assert (len(model.asked) == 60) == (likelier is made)
+
+
+@pytest.mark.parametrize("found", [Draft([3, 4, 0]), NO_DRAFT])
+def test_where_the_model_does_not_pay_drafts_are_still_found(found: Draft) -> None:
+    """It is asked seldom and the text each time, unless nothing is ever found."""
+    clock = [0.0]
+
+    class Slow(Model):
+        def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+            clock[0] += 5e-3
+            return super().propose(decoding, counts)
+
+    class Quick(Lookup):
+        looked = 0
+
+        def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
+            clock[0] += 50e-6
+            self.looked += 1
+            return super().propose(sequences, counts)
+
+    model, lookup = Slow(Draft([1, 2])), Quick(found)
+    speculator = both(model, lookup, None, now=lambda: clock[0])
+    owner = SimpleNamespace(
+        request=SimpleNamespace(cache_salt=None), num_prompt_tokens=3, max_tokens=9999
+    )
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
+    drafted = 0
+    for _ in range(600):
+        before = clock[0]
+        drafts = speculator.propose([seq], 1, 10)
+        clock[0] += 1e-3 + 1e-5 * len(drafts[0])
+        run = [3, 4, 0, 1][: 1 + len(drafts[0])] if drafts[0][:1] == [3] else [3]
+        drafted += len(run) > 1
+        scheduled = SimpleNamespace(
+            batch=SimpleNamespace(num_tokens=1 + len(drafts[0])),
+            chunks=[],
+            decodes=[seq],
+            drafts=drafts if drafts[0] else None,
+            branches={},
+        )
+        result = StepResult(None, 0.0)
+        speculator.learn(cast(Any, scheduled), result, [run], clock[0] - before)
+        seq.token_ids.extend(run)
+    assert len(model.asked) < 20
+    if found.token_ids:
+        assert drafted > 400
+    else:
+        assert lookup.looked < 200
+
+
+def test_a_step_may_have_drafts_of_both() -> None:
+    """The ones certain of their tokens, the others with what they were drawn from."""
+    model = Model(Draft([1, 2], 0, (), UNIFORM[:2]))
+    speculator = both(model, Lookup(Draft([3, 4, 0]), only=(1,)), rejection=True)
+    seqs = [sequence(), sequence()]
+    drafts = went_on(speculator, seqs, [3, 4, 0, 1], steps=30)
+    assert drafts == [[1, 2], [3, 4, 0]]
+    assert model.asked[-1] == [2, 0]
+    speculator.propose(seqs, 2, 100)
+    first, second = speculator.probabilities(seqs) or (None, None)
+    assert first is not None
+    assert second is None
+
+
+def test_what_was_found_is_the_draft_where_the_model_has_none() -> None:
+    speculator = both(Model(), Lookup(Draft([3, 4, 0])))
+    assert speculator.propose([sequence()], 1, 100) == [[3, 4, 0]]
+
+
+def test_what_is_found_is_learned_from_where_it_is_not_taken() -> None:
+    speculator = both(Model(Draft([1, 2])), Lookup(Draft([3, 4, 0], 5)))
+    seq = sequence()
+    own = speculator._own_of(seq)
+    before = speculator._lookup.gains(5, own.lookup, 1)
+    went_on(speculator, [seq], [1, 2, 3], steps=5)
+    assert speculator._lookup.gains(5, own.lookup, 1) < before
+
+
+def test_both_hear_of_the_end() -> None:
+    model, lookup = Model(Draft([1, 2])), Lookup(Draft([3, 4, 0]))
+    speculator = both(model, lookup)
+    seq = sequence()
+    went_on(speculator, [seq], [1])
+    assert len(lookup._texts) == 1
+    speculator.end(seq)
+    assert not lookup._texts
+    assert model.ended == 1
+    assert speculator.num_known == 0
+
+
+@pytest.mark.parametrize("which", ["model", "lookup"])
+def test_a_fault_of_either_ends_drafting(which: str, caplog: pytest.LogCaptureFixture) -> None:
+    bad, good = Draft([VOCAB]), Draft([1])
+    model = Model(bad if which == "model" else good)
+    speculator = both(model, Lookup(bad if which == "lookup" else NO_DRAFT))
+    for _ in range(2):
+        assert speculator.propose([sequence()], 1, 100) == [[]]
+    assert speculator.failures == 1
+    assert len(model.asked) == (which == "model")
+    assert "outside 0 to 4" in caplog.text

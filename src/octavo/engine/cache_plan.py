@@ -133,7 +133,7 @@ def all_work_bytes(
     those of ``heads``.
     """
     vocab_size = compute.config.vocab_size
-    rows = config.max_logits_rows(longest_draft(heads))
+    rows = config.max_logits_rows(longest_draft(config, heads))
     work = work_bytes(compute, config.max_num_batched_tokens, rows)
     speculation = config.speculation
     if speculation is not None and speculation.computes and speculation.rejection:
@@ -160,9 +160,12 @@ def work_bytes(compute: Program, max_tokens: int, max_logits_rows: int) -> int:
     return 4 * (activations + slice_rows(max_logits_rows, vocab_size) * vocab_size)
 
 
-def longest_draft(heads: Heads | None) -> int | None:
+def longest_draft(config: EngineConfig, heads: Heads | None) -> int | None:
     """Tokens of a draft; None: as many as the settings allow."""
-    return None if heads is None else heads.num_heads
+    speculation = config.speculation
+    if heads is None or speculation is None or speculation.looks_up:
+        return None
+    return heads.num_heads
 
 
 def _draft_blocks(draft: DraftModel, length: int) -> tuple[int, int]:

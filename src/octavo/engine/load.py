@@ -88,7 +88,7 @@ class LoadedEngine:
                     else f", which is to take no longer than {self.config.itl_target:g} ms"
                 ),
                 *(
-                    [f"speculation: {speculation.describe(longest_draft(self.heads))}"]
+                    [f"speculation: {speculation.describe(longest_draft(self.config, self.heads))}"]
                     if speculation
                     else ()
                 ),
@@ -162,7 +162,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     weights = dict(checkpoint.weights)
     if speculation is not None and speculation.method == "medusa":
         heads = read_heads(Path(speculation.model or ""), checkpoint)
-        if (speculation.num_speculative_tokens or 0) > heads.num_heads:
+        most = longest_draft(config, heads)
+        if most is not None and (speculation.num_speculative_tokens or 0) > most:
             raise SettingsError(
                 f"num_speculative_tokens is {speculation.num_speculative_tokens}, and "
                 f"{heads.path} has {heads.num_heads} heads: each drafts one token"
@@ -190,7 +191,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_model_len=plan.max_model_len,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        max_logits_rows=config.max_logits_rows(longest_draft(heads)),
+        max_logits_rows=config.max_logits_rows(longest_draft(config, heads)),
         itl_target=config.step_target,
         max_branches=config.max_branches,
         enable_prefix_caching=config.enable_prefix_caching,
@@ -255,7 +256,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             checkpoint.config.vocab_size,
             speculation.num_speculative_tokens,
             rejection=speculation.rejection,
-            longest=longest_draft(heads) or speculation.longest,
+            longest=speculation.longest if heads is None else heads.num_heads,
+            lookup=speculation.drafter() if speculation.looks_up else None,
         )
     checkpoint.release()  # the executor has its own packed copy
     tokenizer = checkpoint.tokenizer

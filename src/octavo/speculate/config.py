@@ -26,7 +26,7 @@ _OPTIONS = {
     "layer_skip": ("layers",),
     "ngram": ("prompt_lookup_max", "prompt_lookup_min"),
     "suffix": ("suffix_decoding_max_cached_requests", "suffix_decoding_alternatives"),
-    "medusa": ("model",),
+    "medusa": ("model", "lookup", "suffix_decoding_max_cached_requests"),
 }
 # Methods whose drafters are made for a loaded model.
 _COMPUTING = frozenset({"draft_model", "layer_skip", "medusa"})
@@ -48,6 +48,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int | None = None  # None: 2, or prompt_lookup_max
     suffix_decoding_max_cached_requests: int | None = None  # earlier answers; None: none
     suffix_decoding_alternatives: int | None = None  # other guesses beside each draft; None: none
+    lookup: bool | None = None  # medusa: where `suffix` has a likelier draft, that; None: yes
     layers: Sequence[int] | None = None  # of the model, that guess
     quantization: str | None = None  # of a float draft model, while loading
 
@@ -80,6 +81,14 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config: model is {self.model!r}; method 'medusa' needs the folder of "
                 "the heads"
+            )
+        if self.lookup is not None and not isinstance(self.lookup, bool):
+            raise ValueError(
+                f"speculative_config: lookup is {self.lookup!r}, neither true nor false"
+            )
+        if self.lookup is False and self.suffix_decoding_max_cached_requests is not None:
+            raise ValueError(
+                "speculative_config: suffix_decoding_max_cached_requests has no part without lookup"
             )
         self._check("num_speculative_tokens", 1, MOST_TOKENS)
         self._check("prompt_lookup_max", 1, _LONGEST_NGRAM)
@@ -169,6 +178,11 @@ class SpeculativeConfig:
         return self.num_speculative_tokens or LONGEST
 
     @property
+    def looks_up(self) -> bool:
+        """Whether drafts are looked up beside those that are computed."""
+        return self.method == "medusa" and self.lookup is not False
+
+    @property
     def max_branches(self) -> int:
         """Most alternatives that a step checks beside the drafts: 0 where the method has none."""
         return BRANCHES if ":" in self.method or self.suffix_decoding_alternatives else 0
@@ -184,6 +198,8 @@ class SpeculativeConfig:
         """
         length = self.num_speculative_tokens
         method = self.method if self.model is None else f"{self.method} {self.model}"
+        if self.looks_up:
+            method += " with lookup"
         if self.layers is not None:
             method += f" with layers {', '.join(map(str, self.layers))}"
         return (
@@ -202,12 +218,12 @@ class SpeculativeConfig:
         return self.method in _COMPUTING
 
     def drafter(self) -> Drafter:
-        """A new one, of a method that does not compute. Raises `ValueError` where a class cannot
-        be had.
+        """A new one, of a method that does not compute, or that looks up beside one that does.
+        Raises `ValueError` where a class cannot be had.
         """
         if self.method == "ngram":
             return NgramDrafter(*self.orders)
-        if self.method == "suffix":
+        if self.method == "suffix" or self.looks_up:
             return SuffixDrafter(
                 self.suffix_decoding_max_cached_requests or 0,
                 self.suffix_decoding_alternatives or 0,

@@ -313,10 +313,16 @@ def test_an_export_that_raises_has_failed(
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(OTLPSpanExporter, "export", raises)
-    spans = Spans()
-    assert _Exporter("http://h/v1/traces", spans).export([]) is SpanExportResult.FAILURE
+    library = logging.getLogger("opentelemetry.sdk")
+    caplog.set_level(logging.DEBUG, library.name)
+    exporter = _Exporter("http://h/v1/traces", Spans())
+    assert exporter.export([]) is SpanExportResult.FAILURE
     (line,) = caplog.messages
     assert line.endswith("is lost until it works again: It is down")
+    assert library.level == logging.ERROR
+    exporter.hush(False)
+    exporter.hush(False)
+    assert library.level == logging.DEBUG
 
 
 def test_a_process_whose_collector_is_down_serves_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,7 @@ class _Exporter(OTLPSpanExporter):
         self._where = endpoint
         self._spans = spans
         self._lost: int | None = None  # spans, since it began to fail
+        self._level: int | None = None  # of the library's logger, while that is hushed
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         complaints = _Complaints()
@@ -92,10 +93,15 @@ class _Exporter(OTLPSpanExporter):
         self._lost += len(spans)
         return result
 
-    @staticmethod
-    def hush(on: bool) -> None:
+    def hush(self, on: bool) -> None:
         """Whether the queue is to keep to itself that it is full."""
-        logging.getLogger("opentelemetry.sdk").setLevel(logging.ERROR if on else logging.NOTSET)
+        logger = logging.getLogger("opentelemetry.sdk")
+        if on:
+            self._level = logger.level
+            logger.setLevel(max(logging.ERROR, logger.level))
+        elif self._level is not None:
+            logger.setLevel(self._level)
+            self._level = None
 
 
 class _Complaints(logging.Filter):
@@ -137,8 +143,8 @@ class Tracer:
             resource = resource.merge(Resource({SERVICE_NAME: "octavo"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.spans = Spans()
-        exporter = _Exporter(endpoint, self.spans)
-        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = _Exporter(endpoint, self.spans)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("octavo", __version__)
         self._propagator = TraceContextTextMapPropagator()
 
@@ -193,7 +199,7 @@ class Tracer:
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_LAST_SPANS)
-        _Exporter.hush(False)
+        self._exporter.hush(False)
         lost = self.spans.made - self.spans.sent
         if lost:
             log.warning("traces: %d of %d spans were not sent", lost, self.spans.made)

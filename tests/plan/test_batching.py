@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -337,6 +337,7 @@ def test_prompts_shorter_than_what_a_step_is_divided_into(prompt: int, most: flo
     seqs=st.integers(1, 64),
     budget=st.sampled_from([64, 100, 512, 2048]),
 )
+@example(1.0, Lengths.geometric(153.875), 22, 13, 100)  # 20 full steps and 3/8 of a token
 @settings(max_examples=8, deadline=None)
 def test_no_prompt_is_lost(
     token: float, prompts: Lengths, output: int, seqs: int, budget: int

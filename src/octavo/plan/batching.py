@@ -490,7 +490,8 @@ def _static(step: StepTime, load: Load, limits: Limits, size: int) -> Static:
     budget = limits.max_num_batched_tokens
     whole, rest = divmod(size * load.prompts.mean, budget)
     seconds = whole * step(0, 0, budget, Mix(load, 0, budget).start)
-    seconds += step(0, 0, rest, 0) if rest >= 1 else 0.0
+    if rest:  # less than a token: one token, so often
+        seconds += min(rest, 1.0) * step(0, 0, max(rest, 1.0), 0)
     steps = len(any_left)
     if steps:
         # Blocks of steps, in which all is nearly the same; the first ones are the shortest.

@@ -57,7 +57,7 @@ async def test_nothing_is_lost_or_out_of_order(seed: int) -> None:
         for delta in deltas:
             expected.setdefault(delta.choice, []).extend(delta.token_ids)
         assert tokens == expected
-    assert sum(at_once for _, at_once in found) > 12 * 5  # or the test shows nothing
+    assert sum(at_once for _, at_once in found) > 12  # or the test shows nothing
 
 
 async def test_what_it_raises_is_its_own_streams() -> None:

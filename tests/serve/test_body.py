@@ -266,7 +266,8 @@ def other_threads_turns(body: bytes) -> int:
 @pytest.mark.parametrize("item", [b"123,", b"1.5,", b"[],", b'"",', b"{},", b'{"a":[]},'])
 def test_other_threads_go_on_while_many_values_are_decoded(item: bytes) -> None:
     body = b'{"a": [' + item * 100_000 + b"1]}"
-    assert other_threads_turns(body) > 20
+    # On a crowded machine a turn may not be had for a while; at once decoded, there is none.
+    assert any(other_threads_turns(body) > 20 for _ in range(10))
 
 
 def test_a_long_text_costs_no_more_than_to_decode_it() -> None:

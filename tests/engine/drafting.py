@@ -228,6 +228,53 @@ class Passes:
             raise RuntimeError("injected")
 
 
+class Heads(Passes):
+    """Reads no texts; each sequence that drafts takes ``each`` seconds more, and to tell it of a
+    step takes ``upkeep``, which is in no account.
+    """
+
+    def __init__(
+        self,
+        rate: float,
+        cost: float,
+        sampler: ScriptedSampler,
+        clock: VirtualClock,
+        each: float,
+        upkeep: float,
+    ) -> None:
+        super().__init__(rate, cost, sampler, clock)
+        self.asked = 0
+        self._each = each
+        self._upkeep = upkeep
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        self.asked += 1
+        self._clock.advance(self._each * sum(count > 0 for count in counts))
+        return super().propose(decoding, counts)
+
+    def unread(self, seq: Seq) -> int:
+        return 0
+
+    def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        self._clock.advance(self._upkeep)
+
+
+class Finding(Coin):
+    """Finds something for some of the sequences only, and takes ``each`` seconds to look."""
+
+    def __init__(
+        self, rate: float, often: float, sampler: ScriptedSampler, clock: VirtualClock, each: float
+    ) -> None:
+        super().__init__(rate, sampler)
+        self._often = often
+        self._clock = clock
+        self._each = each
+
+    def _draft(self, sequence: int, count: int) -> Draft:
+        self._clock.advance(self._each)
+        return super()._draft(sequence, count if self._random.random() < self._often else 0)
+
+
 class Branching(Speculator):
     """Proposes random trees, as a scheduler must be able to stand them: right continuations in the
     draft or in a branch, repeated branches, branches that begin others, empty and too long ones.

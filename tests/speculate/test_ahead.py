@@ -1,4 +1,6 @@
-"""What reading took is charged to what its drafts gain, and to the account if they do not."""
+"""What reading took is charged to what its drafts gain, and to the account if they do not; and
+drafting that does not pay is tried ever more rarely.
+"""
 
 from __future__ import annotations
 
@@ -67,3 +69,38 @@ def test_gains_beyond_stand_for_two_texts_and_no_more() -> None:
     planner._overdue = 5.0
     assert planner.charged(0.0) == pytest.approx(3.0)
     assert planner.charged(0.0) == 0.0
+
+
+def test_what_is_tried_in_vain_is_tried_ever_more_rarely() -> None:
+    """… until it seems to pay again. Steps take 1 ms and a draft of 3 tokens 0.1."""
+    steps = StepTimes()
+    steps.observe(100, 0.1, prompts=True)
+    for size in (1, 1, 2, 4):
+        steps.observe(size, 1e-3 * size, prompts=False)  # a row more never pays
+    planner = Ahead(cast(Any, object()), steps)
+    planner._warm = True
+    planner.times.observe(1, 3, 1e-4)
+    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+
+    def trials(of: int) -> int:
+        tried = 0
+        for _ in range(of):
+            counts, _ = planner.plan([seq], [3], [[0.1]], 1, 100)
+            if any(counts):
+                tried += 1
+                planner.checked()
+            planner.passed(1, 1e-3)
+        return tried
+
+    often = trials(500)
+    trials(3000)
+    seldom = trials(500)
+    assert 40 <= often <= 60  # at first a hundredth of the time
+    assert 10 <= seldom <= 20
+    planner._steps = cast(Any, cheap := StepTimes())
+    for size in (1, 2, 4):
+        cheap.observe(size, 1e-3, prompts=False)
+    assert planner.plan([seq], [3], [[0.9]], 1, 100)[0] == [1]
+    planner._steps = steps
+    assert trials(500) >= 0.8 * often

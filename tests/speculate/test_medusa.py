@@ -25,6 +25,7 @@ from octavo.quant.blocks import dequantize
 from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Float32, Sampled, Sampler, SamplerState
 from octavo.schedule.request import Request, RequestRecord
+from octavo.speculate.drafter import NO_DRAFT
 from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
 from octavo.speculate.medusa import MedusaDrafter, head_weights
 from speculate.random_heads import folder
@@ -261,6 +262,30 @@ def test_nothing_is_kept_of_choices_that_end_with_another(
             engine.step()
         assert failing.failed
         assert drafter_of(drafting)._rows == {}
+
+
+def test_of_a_step_that_no_draft_follows_next_to_nothing_is_made(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    heads = folder(tmp_path / "heads", checkpoint)
+    with llm(checkpoint, heads, None) as drafting:
+        engine, drafter = drafting.loaded.engine, drafter_of(drafting)
+        assert engine.speculator is not None
+        params = SamplingParams(seed=1, max_tokens=8, ignore_eos=True)
+        engine.add_request(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+        for _ in range(4):
+            engine.speculator._rest = 2
+            engine.step()
+            assert drafter._rows == {}
+            assert drafter._last is not None
+        (seq,) = engine.scheduler.decoding
+        (draft,) = drafter.propose([seq], [2])
+        assert len(draft.token_ids) > 0
+        assert drafter.propose([seq], [2]) == [NO_DRAFT]  # the heads have computed since
+        while engine.has_work():
+            engine.step()
+        assert drafter._rows == {}
+        assert drafter._last is None
 
 
 def drafter_of(model: LLM) -> MedusaDrafter:

@@ -16,7 +16,9 @@ from octavo.speculate.length import choose
 from octavo.speculate.step_times import StepTimes
 
 LONGEST_REST = 32  # steps
-IDLE_SHARE = 0.01  # of the time, for drafting that does not seem to pay
+IDLE_SHARE = 0.01  # of the time, for drafting that does not seem to pay …
+_LEAST_SHARE = 0.003  # … down to this, where it has been tried again and again …
+_IN_VAIN = 0.99  # … as each draft that was leaves so much of it
 _TRIAL = 3  # tokens drafted now and then where it does not
 _UNREAD = 64  # tokens that a drafter has not seen, above which it has to read
 _CONVINCING = 8  # drafts that have been checked before much is read
@@ -33,7 +35,8 @@ class Ahead:
         self._steps = times
         self._reading = drafter if isinstance(drafter, Reading) else None
         self._warm = False  # whether it has drafted
-        self._tried = 0  # drafts that have been checked
+        self._tried = 0  # drafts that have been checked …
+        self._in_vain = 0  # … since it last seemed to pay
         self._untried = 0.0  # seconds since it was asked
         self._unread: list[int] = []  # of this step's sequences
         self._answers = 0  # that have ended …
@@ -55,6 +58,8 @@ class Ahead:
         probabilities to become output; if none, for how many steps it need not be asked.
         """
         counts = choose(self._steps, gains, num_tokens, room, self.times)
+        if any(counts):
+            self._in_vain = 0
         self._unread = [self._missing(seq) for seq in decoding]
         if self._tried < _CONVINCING:
             counts = [min(count, _TRIAL if self._warm else 1) for count in counts]
@@ -65,7 +70,8 @@ class Ahead:
         if not any(counts):
             # Acceptance may have changed since: now and then it is looked at.
             counts = self._least_to_read(within([min(longest, _TRIAL) for longest in most], room))
-            missing = self._seconds(counts) / IDLE_SHARE - self._untried
+            share = max(_LEAST_SHARE, IDLE_SHARE * _IN_VAIN**self._in_vain)
+            missing = self._seconds(counts) / share - self._untried
             if missing > 0 and not (self._tried < _CONVINCING and self._hopeful(most, num_tokens)):
                 rest = int(missing / self._steps.predict(num_tokens))
                 return [0] * len(decoding), min(LONGEST_REST, rest)
@@ -161,6 +167,7 @@ class Ahead:
     def checked(self) -> None:
         """A draft has been."""
         self._tried += 1
+        self._in_vain += 1
 
     def passed(self, steps: int, seconds: float) -> None:
         """Steps have run, of so many seconds each."""

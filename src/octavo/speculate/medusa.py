@@ -177,37 +177,51 @@ class MedusaDrafter:
         self._sampler = target.sampler
         self._rejection = target.rejection
         self._whole = np.empty((0, self._vocab_size), np.float32)  # all but `token_map` is -inf
-        # The row that a sequence's last token was drawn from, and the tokens it has then.
-        self._rows: dict[Seq, tuple[Float32, int]] = {}
+        # Most steps are followed by no draft: of the last one as little as may be is done before it
+        # is known whether another one is, and hidden rows are copied only for who drafts.
+        self._last: tuple[Scheduled, Sequence[list[int]]] | None = None  # not in `_rows` yet
+        self._hidden: Float32 | None = None  # of that step, in the executor's own memory
+        self._rows: dict[Seq, int] = {}  # which of them a sequence's last token was drawn from
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        hidden = result.hidden
-        assert hidden is not None
-        samples = [
-            (seq, scheduled.last_row(index, run), len(seq.token_ids) + len(run))
-            for index, (seq, run) in enumerate(zip(scheduled.samples, runs, strict=True))
+        self._last, self._hidden = (scheduled, runs), result.hidden
+        if scheduled.drafts is not None:  # it may hold what they were drawn from, which is large
+            self._find_rows()
+
+    def _find_rows(self) -> None:
+        if self._last is None:
+            return
+        (scheduled, runs), self._last = self._last, None
+        rows: Sequence[int] = scheduled.sample_rows
+        if scheduled.drafts is not None:
+            rows = [scheduled.last_row(at, run) if run else 0 for at, run in enumerate(runs)]
+        self._rows = {
+            seq: row
+            for seq, row, run in zip(scheduled.samples, rows, runs, strict=True)
             if run and seq.status is not Status.FINISHED  # as the others of one that failed
-        ]
-        kept = hidden[[row for _, row, _ in samples]]  # a copy: the executor's goes
-        for (seq, _, size), row in zip(samples, kept, strict=True):
-            self._rows[seq] = row, size
+        }
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
+        self._find_rows()
+        hidden, self._hidden = self._hidden, None  # a head puts rows of its own there
         drafts = [NO_DRAFT] * len(decoding)
+        if hidden is None:
+            return drafts
         plain: list[int] = []  # indices
         others: dict[int, Guess] = {}  # by index
         for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
-            row, size = self._rows.get(seq, (None, 0))
-            if not count or row is None or size != len(seq.token_ids):
+            if not count or seq not in self._rows:
                 continue
             if _plain(seq):
                 plain.append(index)
             else:
+                row = hidden[self._rows[seq]].copy()
                 most = min(count, self._count)
                 others[index] = Guess.begin(seq, most, probabilities=self._rejection, row=row)
         if plain:
-            self._likeliest(decoding, counts, plain, drafts)
+            rows = hidden[[self._rows[decoding[index]] for index in plain]]
+            self._likeliest(decoding, counts, plain, rows, drafts)
         if others:
             self._drawn(list(others.values()))
         for index, guess in others.items():
@@ -219,12 +233,13 @@ class MedusaDrafter:
         decoding: Sequence[Seq],
         counts: Sequence[int],
         which: list[int],
+        rows: Float32,
         drafts: list[Draft],
     ) -> None:
-        """Drafts of those whose likeliest token is drawn: in one call."""
+        """Drafts of those whose likeliest token is drawn, from ``rows``: in one call."""
         tokens, chances = self._executor.draft_rows(
             self._programs,
-            np.stack([self._rows[decoding[index]][0] for index in which]),
+            rows,
             np.array([decoding[index].token_ids[-1] for index in which], np.int32),
             np.array([min(counts[index], self._count) for index in which], np.int32),
             self._token_map,
@@ -276,9 +291,11 @@ class MedusaDrafter:
         return drawn(sampler, whole, guesses)
 
     def end(self, seq: Seq) -> None:
+        self._find_rows()
         self._rows.pop(seq, None)
 
     def close(self) -> None:
+        self._last = self._hidden = None
         self._rows.clear()
 
 

@@ -411,7 +411,7 @@ def test_drafts_are_as_long_as_there_are_heads(checkpoint: Checkpoint, tmp_path:
     [
         ({}, "needs the folder"),
         ({"model": 3}, "needs the folder"),
-        ({"model": "nowhere"}, "no folder of Medusa heads"),
+        ({"model": "nowhere"}, "is no folder: heads are trained"),
         ({"model": "heads", "num_speculative_tokens": 4, "lookup": False}, "3 heads"),
         ({"model": "heads", "prompt_lookup_max": 4}, "no part"),
     ],

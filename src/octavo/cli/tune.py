@@ -139,9 +139,6 @@ def command(
             )
         if confirm and device != "machine":
             raise ValueError(f"--confirm runs on this machine, and --device is {device}")
-        on = hardware.device(device, on_stderr)
-        if on.memory_bytes is None:
-            raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
     except ValueError as error:
         raise typer.BadParameter(named_flags(str(error))) from None
     if plot is not None:
@@ -151,6 +148,13 @@ def command(
     subject = Subject.find(model)
     if confirm and subject.stored is None:
         raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")
+    # Last of what is checked: this machine may have to be measured.
+    try:
+        on = hardware.device(device, on_stderr)
+        if on.memory_bytes is None:
+            raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
+    except ValueError as error:
+        raise typer.BadParameter(named_flags(str(error))) from None
     weights_on(on, subject)  # refuses what only a format could say
     memory, tokens = engine_defaults(on.measured)
     try:

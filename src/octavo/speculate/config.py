@@ -234,8 +234,9 @@ class SpeculativeConfig:
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a module may end with sys.exit, and worse
+            hint = ": is its folder in PYTHONPATH?" * isinstance(error, ModuleNotFoundError)
             raise ValueError(
-                f"speculative_config: method {self.method!r} cannot be had: {error!r}"
+                f"speculative_config: method {self.method!r} cannot be had: {error!r}{hint}"
             ) from error
         for method in ("start", "extend", "propose", "end"):
             if not callable(getattr(drafter, method, None)):

@@ -97,7 +97,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
     """
     path = folder / CONFIG
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is no folder of Medusa heads")
+        raise CheckpointError(f"{folder} is no folder: heads are trained by octavo train medusa")
     config = _Config(path)
     model = checkpoint.config
     if config.values.get("model_type") != "medusa":

@@ -612,9 +612,12 @@ class Scheduler:
         elif seq.status in (Status.WAITING, Status.FETCHING):
             self.waiting.remove(seq)
         self.waiting.end_ahead(seq)
+        self._served.discard(seq)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
         seq.owner.num_unfinished -= 1
+        if not self.has_work():
+            self.shedding.clear()
         return seq.owner.num_unfinished == 0
 
     def end(self, state: RequestState, reason: FinishReason) -> list[Sequence]:

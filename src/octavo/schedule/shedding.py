@@ -71,6 +71,11 @@ class Shedding:
             heapify(self._entries)
             self._alive = len(self._entries)
 
+    def clear(self) -> None:
+        """There is nobody left, and nobody who has ended is kept."""
+        self._entries.clear()
+        self._alive = 0
+
     def took(self, num_tokens: int, seconds: float) -> None:
         """A step with prompts in it."""
         if seconds > 0:

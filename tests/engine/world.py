@@ -304,7 +304,7 @@ class World:
         self.outcomes: list[RequestRecord] = []
         self.count = 0
         self.steps = 0
-        self.ran: list[Any] = []  # sequences, after the last step
+        self.ran: list[Any] = []  # sequences, as the step began
         self.to_load: dict[Any, int] = {}  # blocks, of those of them that are not through
         self.crashes = 0  # faults that were set up
         self.struck = 0  # of them, those that struck since the last step's end: each may cost
@@ -350,9 +350,6 @@ class World:
             if first is not None and first not in step.scheduled.sequences:
                 to_load = scheduler.kv.loading.num_blocks(first.slot)
                 assert to_load < self.to_load.get(first, 0), "the first does not progress"
-        self.ran = scheduler.decoding + scheduler.prefilling
-        num_blocks = scheduler.kv.loading.num_blocks
-        self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
         assert 0.0 <= scheduler.kv.waste() <= 1.0
         self.sizes.append(max(map(len, step.drawn.runs), default=0))
 
@@ -523,13 +520,16 @@ class World:
 
     @action
     def step(self) -> None:
+        scheduler = self.engine.scheduler
+        self.ran = scheduler.decoding + scheduler.prefilling
+        num_blocks = scheduler.kv.loading.num_blocks
+        self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
         with self.shot() as shot:
             deltas = self.engine.step()
         self.shots += shot is not None and shot.hit is not None
         for delta in deltas:
             self.deliver(delta)
         self.struck = self.victims = 0  # what it did not cost by now it does not cost any more
-        scheduler = self.engine.scheduler
         scheduler.check_integrity()
         for seq in scheduler.decoding:
             written = int(scheduler.kv.num_tokens[seq.slot])

@@ -343,11 +343,17 @@ class World:
                 seqs, ran = step.scheduled.sequences, self.ran
                 unfinished = [seq for seq in unfinished if seq in seqs or seq in ran]
             running = scheduler.decoding + scheduler.prefilling
+            # Or its blocks may have taken all of it, and the first one's turn.
+            loaded = [seq for seq in running if seq not in self.ran and seq.hit is not None]
             fair = self.setting.policy.get("scheduling_policy") == "fair"
             if fair and any(seq not in self.ran for seq in running):
                 unfinished = []  # who is let in is charged for it, and ranked by that from then on
             first = min(unfinished, key=rank, default=None)
-            if first is not None and first not in step.scheduled.sequences:
+            if (
+                first is not None
+                and first not in step.scheduled.sequences
+                and not any(rank(seq) < rank(first) for seq in loaded)
+            ):
                 to_load = scheduler.kv.loading.num_blocks(first.slot)
                 assert to_load < self.to_load.get(first, 0), "the first does not progress"
         assert 0.0 <= scheduler.kv.waste() <= 1.0

@@ -468,15 +468,20 @@ def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
         assert worth or not engine.stats().swapped_tokens
 
 
-def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
-    """What is read ahead is for those who come next, and leaves room for others."""
+def holding(texts: int) -> Whole:
+    """So many texts of 34 tokens, of an engine that is no more."""
     disk = whole()
     engine, tiers = made(disk=disk, blocks=200)
-    for number in range(20):
+    for number in range(texts):
         ask(engine, f"first {number}", text(number, 34))
     run(engine)
     tiers.settle()
-    engine, tiers = made(disk=disk, blocks=8, host=64, seconds_per_token=10.0)
+    return disk
+
+
+def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
+    """What is read ahead is for those who come next, and leaves room for others."""
+    engine, tiers = made(disk=holding(20), blocks=8, host=64, seconds_per_token=10.0)
     again = [ask(engine, f"again {number}", text(number, 34)) for number in range(20)]
     assert len(engine.scheduler.waiting.fetching) == 8
     tiers.settle()
@@ -501,13 +506,7 @@ TERMS: dict[str, Callable[[int], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("policy", TERMS)
 def test_who_comes_next_by_the_policy_is_read_for_next(policy: str) -> None:
-    disk = whole()
-    engine, tiers = made(disk=disk, blocks=200)
-    for number in range(24):
-        ask(engine, f"first {number}", text(number, 34))
-    run(engine)
-    tiers.settle()
-    engine, tiers = made(disk=disk, policy=policy, seconds_per_token=10.0)
+    engine, _ = made(disk=holding(24), policy=policy, seconds_per_token=10.0)
     for number in range(24):
         ask(engine, f"again {number}", text(number, 34), terms=TERMS[policy](number))
     scheduler = engine.scheduler

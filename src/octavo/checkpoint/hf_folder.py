@@ -26,10 +26,6 @@ MAX_INDEX = 64 << 20
 MAX_SHARDS = 4096
 
 
-def is_hf_folder(path: Path) -> bool:
-    return path.is_dir() and (path / CONFIG).exists()
-
-
 class HfFolder:
     """Reads what is asked for. Any fault raises `CheckpointError` naming the file."""
 

@@ -7,7 +7,8 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -180,10 +181,8 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         def run(**values: Any) -> None:
             for name, (options, build) in groups.items():
                 given = {parameter.name: values.pop(parameter.name) for parameter in options}
-                try:
+                with naming_flags():
                     values[name] = build(given)
-                except ValueError as error:
-                    raise typer.BadParameter(named_flags(str(error))) from None
             command(**values)
 
         run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
@@ -202,6 +201,15 @@ MOST_SEQUENCES = 1 << 20  # of a step, and users of a plan
 def named_flags(message: str) -> str:
     """An error of the engine's rooms, in which its settings have the names of their options."""
     return _SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), message)
+
+
+@contextmanager
+def naming_flags() -> Iterator[None]:
+    """What the engine's rooms refuse (`ValueError`) is a mistake in the options, by their names."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(named_flags(str(error))) from None
 
 
 # None: what EngineConfig says, shown in the help and checked by a test.

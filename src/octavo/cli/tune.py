@@ -18,7 +18,7 @@ from octavo.cli.options import (
     Model,
     check_file,
     engine_flags,
-    named_flags,
+    naming_flags,
     takes,
 )
 from octavo.cli.simulate import with_gpu_defaults, without_effect
@@ -120,7 +120,7 @@ def command(
     from octavo.plan.tune_trial import Trials
     from octavo.workload.metrics import parse_slo
 
-    try:
+    with naming_flags():
         promise = Slo(parse_slo(slo), attainment)
         base = EngineConfig(**engine)
         check_simulated(base.speculation)
@@ -139,8 +139,6 @@ def command(
             )
         if confirm and device != "machine":
             raise ValueError(f"--confirm runs on this machine, and --device is {device}")
-    except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
     if plot is not None:
         check_file(plot)
     asked, notices = samples(load)
@@ -149,20 +147,16 @@ def command(
     if confirm and subject.stored is None:
         raise typer.BadParameter(f"--confirm needs weights, and {model} is a shape without any")
     # Last of what is checked: this machine may have to be measured.
-    try:
+    with naming_flags():
         on = hardware.device(device, on_stderr)
         if on.memory_bytes is None:
             raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
-    except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
     weights_on(on, subject)  # refuses what only a format could say
     memory, tokens = engine_defaults(on.measured)
-    try:
+    with naming_flags():
         searched = space(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate
         )
-    except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
     with on_stderr() as show:
         simulated = Trials(
             subject, on, promise, base,

@@ -47,7 +47,7 @@ class Admission:
                     "prompt",
                 )
         # Who finds a free seat at the next step does not wait in a queue.
-        seats = 0 if len(scheduler.waiting) else scheduler.kv.num_free_slots
+        seats = 0 if scheduler.waiting else scheduler.kv.num_free_slots
         before, tokens = queued, queued_tokens
         try:
             for prompt_tokens in [record.prompt_tokens for record in asks] or [0]:
@@ -69,7 +69,7 @@ class Admission:
             return
         # An idle engine takes anybody: waiting makes nothing better, and what steps take is only
         # learned from steps.
-        if queued or len(scheduler.waiting) or scheduler.decoding or scheduler.prefilling:
+        if queued or scheduler.waiting or scheduler.decoding or scheduler.prefilling:
             queued += len(asks) - 1
             queued_tokens += sum(record.prompt_tokens for record in asks[:-1])
             forecast = self.waiting.forecast(asks[-1], queued, queued_tokens)

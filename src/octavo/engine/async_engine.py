@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_STOPPED = "the engine was stopped"
 _REST = 0.05  # seconds with nothing to do, after which there is time for the garbage collector
 
 
@@ -138,8 +139,8 @@ class AsyncEngine:
 
     def _check_life(self) -> None:
         """To come back later helps nobody where the engine is dead, however full its queue is."""
-        if self._error is not None:  # raised itself, it would keep the frames of all who ask
-            raise EngineDead(*self._error.args)
+        if self._error is not None:
+            raise self._dead()
         if self._hangs:
             raise self._hung()
 
@@ -182,7 +183,7 @@ class AsyncEngine:
         inspection = Inspection(at, loop, seen)
         with self._condition:
             if self._error is not None or self._stopping:
-                raise EngineDead(*(self._error or EngineDead("the engine was stopped")).args)
+                raise self._dead()
             self._inspections.append(inspection)
             self._condition.notify()
         try:
@@ -205,6 +206,10 @@ class AsyncEngine:
     @property
     def _hangs(self) -> bool:
         return time.monotonic() - self.last_tick >= self.hang_timeout
+
+    def _dead(self) -> EngineDead:
+        """A new one for each who asks: the error itself would keep the frames of all of them."""
+        return EngineDead(_STOPPED) if self._error is None else EngineDead(*self._error.args)
 
     def _hung(self) -> EngineDead:
         return EngineDead(f"the engine has not moved for {self.hang_timeout:g} seconds")
@@ -245,7 +250,7 @@ class AsyncEngine:
         if self.thread.is_alive():
             await self._emptied(self.hang_timeout)
             await asyncio.to_thread(self.thread.join, self.hang_timeout)
-        self._fail_streams(EngineDead("the engine was stopped"))
+        self._fail_streams(EngineDead(_STOPPED))
         if self._watchdog is not None:
             self._watchdog.cancel()
         if self._holds_back:

@@ -76,7 +76,7 @@ class WritingBehind:
 
     def offer(self, key: Key, block: Bytes) -> None:
         """A block [block_bytes] that the pool forgets: written if not too much is on its way."""
-        if not self._is_behind:
+        if not self._is_behind and not self._disk.holds(key):
             self._write(key, block)
 
     @property
@@ -84,8 +84,6 @@ class WritingBehind:
         return self._writing * self._disk.block_bytes >= _WRITING_BYTES
 
     def _write(self, key: Key, block: Bytes) -> None:
-        if self._disk.holds(key):
-            return
         data = block.copy()  # a row keeps all that were copied out with it
 
         def job() -> None:

@@ -86,7 +86,6 @@ NEUTRAL_MESSAGE: dict[str, tuple[Any, ...]] = {
 }
 
 Label = Annotated[str, Meta(max_length=512)]
-TokenId = Annotated[int, Meta(description="Outside the vocabulary: refused.")]
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr
-from octavo.cli.options import MOST_SEQUENCES, length, named_flags
+from octavo.cli.options import MOST_SEQUENCES, length, naming_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
     KV_DTYPE_HELP,
@@ -238,10 +238,8 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
 def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
     from octavo.plan.batching import Limits
 
-    try:
+    with naming_flags():
         return Limits(max_num_seqs, tokens, cached)
-    except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
 
 
 def _model(
@@ -258,7 +256,7 @@ def _model(
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
-    try:
+    with naming_flags():
         on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
         chosen = chosen_scheme(format, None, None, False)
         usual = engine_defaults(on.measured)
@@ -273,8 +271,6 @@ def _model(
             memory_utilization=memory_utilization,
             kv_cache_dtype=kv_cache_dtype,
         )
-    except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
     subject = Subject.find(model)
     stored = weights_on(on, subject, chosen)
     setup = Setup(subject, stored, on, config)

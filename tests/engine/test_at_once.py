@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 
 import pytest
 
+from engine.checking import build
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
+from octavo.engine.clock import RealClock
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import Stream
+from octavo.execute.batch import Batch, StepResult
 
 
 async def taken(stream: Stream, rng: random.Random) -> tuple[dict[int, list[int]], int]:
@@ -86,21 +90,33 @@ async def test_what_it_raises_is_its_own_streams() -> None:
 
 async def test_nothing_comes_after_what_it_raises() -> None:
     """Or the output would have a hole."""
-    engine = await started()
+    may_step = threading.Semaphore(0)  # only as far as it is let: not to the end before we look
+    core = build(clock=RealClock())
+    execute = core.executor.execute
+
+    def waits_for_leave(batch: Batch) -> StepResult:
+        may_step.acquire()
+        return execute(batch)
+
+    core.executor.execute = waits_for_leave  # type: ignore[method-assign]
+    engine = await started(core)
     stream = engine.submit(request("fails", [1], max_tokens=80))
 
     def fails(delta: Delta) -> bool:
         raise KeyError("mine")
 
+    may_step.release()
     await anext(stream)
     waits = asyncio.create_task(anext(stream))
     stream.at_once = fails
     await asyncio.sleep(0)
+    may_step.release()
     while stream._error is None:
         await asyncio.sleep(0.001)
     completion_tokens = stream.record.completion_tokens
-    time.sleep(0.05)  # others come before it is looked at
-    assert stream.record.completion_tokens > completion_tokens or stream.record.outcome
+    may_step.release(200)
+    while stream.record.completion_tokens == completion_tokens and not stream.record.outcome:
+        time.sleep(0.001)  # others come before it is looked at
     stream.push([Delta("fails", 0, "x", [1])])
     with pytest.raises(KeyError, match="mine"):
         await waits

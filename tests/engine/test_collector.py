@@ -21,6 +21,17 @@ from octavo.schedule.request import Outcome
 from octavo.schedule.sequence import RequestState, Sequence
 
 
+@pytest.fixture(autouse=True)
+def _nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An engine that a test which failed left behind does."""
+    thresholds = gc.get_threshold()
+    if collector._holders:
+        gc.set_threshold(*collector._before)
+        monkeypatch.setattr(collector, "_holders", 0)
+    yield
+    gc.set_threshold(*thresholds)
+
+
 @contextmanager
 def no_collector() -> Iterator[None]:
     gc.collect()

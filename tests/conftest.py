@@ -1,21 +1,46 @@
 """Shared by all rooms: the real models, from the cache that `make test` fills; and how property
 tests draw: the same examples each time, so that a red run is the change's fault; others in `make
-long`, which says how to repeat one that failed.
+long`, which says how to repeat one that failed. What a test that fails leaves running is ended
+before the next.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from octavo.checkpoint import pull
+from octavo.engine.async_engine import AsyncEngine
 
 settings.register_profile("search", deadline=None)
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+
+@pytest.fixture(autouse=True)
+def _no_engine_runs_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Or it would take time from the tests behind, and hold back their garbage collector."""
+    begun: list[AsyncEngine] = []
+    start = AsyncEngine.start
+
+    async def noted(engine: AsyncEngine) -> None:
+        begun.append(engine)
+        await start(engine)
+
+    monkeypatch.setattr(AsyncEngine, "start", noted)
+    yield
+    for engine in begun:
+        if engine._holds_back:  # nobody has stopped it
+            engine.hang_timeout = min(5.0, engine.hang_timeout)  # it may hang
+            stopping = threading.Thread(target=lambda: asyncio.run(engine.stop()))  # noqa: B023
+            stopping.start()
+            stopping.join()
 
 
 def _model(name: str) -> Path:

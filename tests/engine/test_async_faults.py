@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from octavo.engine.engine import Engine, Step
 from octavo.engine.stream import EngineDead, Stream
 from octavo.execute.batch import Batch, StepResult
 from octavo.schedule.request import AdmissionError, FinishReason, Outcome, RequestRecord
+from patience import PATIENCE, Leave, until
 
 
 class Told:
@@ -46,7 +46,7 @@ def faulty(engine: Engine, share: float, seed: int) -> list[int]:
     failed: list[int] = []
 
     def execute_or_fail(batch: Batch) -> StepResult:
-        if rng.random() < share:
+        if rng.random() < share or not failed:
             executor.crashes.append(rng.choice(("before", "half", "after")))
             failed.append(len(batch.seq_slots))
         return execute(batch)
@@ -74,8 +74,7 @@ async def consume(engine: AsyncEngine, name: str, rng: random.Random) -> Stream 
     if manner < 0.2:
         stream.abort()
     elif manner < 0.4:  # nobody reads it for a while
-        while stream.record.outcome is None:
-            await asyncio.sleep(0.001)
+        await until(lambda: stream.record.outcome, "the end")
     elif manner < 0.6:
         async for _ in stream:
             await asyncio.sleep(0.001)
@@ -126,7 +125,7 @@ async def test_clients_of_all_manners_on_an_engine_that_fails(seed: int) -> None
     await asyncio.gather(*(clients(25) for _ in range(3)), asyncio.to_thread(leaving))
     late = asyncio.create_task(clients(20))
     await asyncio.sleep(0)
-    draining = asyncio.create_task(engine.drain(60))
+    draining = asyncio.create_task(engine.drain())
     await asyncio.sleep(0)
     for _ in range(50):  # a storm while it drains
         with pytest.raises(AdmissionError, match="shutting down"):
@@ -177,19 +176,19 @@ async def test_when_the_thread_ends_so_does_every_request(error: BaseException) 
 
     def die(batch: Batch) -> StepResult:
         stepping.set()
-        going_on.wait(20)
+        going_on.wait(PATIENCE)
         raise error
 
     executor.execute = die  # type: ignore[method-assign]
     engine = await started(inner)
     streams = [engine.submit(request(str(index), [1] * 20)) for index in range(4)]
-    await asyncio.to_thread(stepping.wait, 20)
+    await until(stepping.is_set, "a step")
     streams += [engine.submit(request(f"late {index}", [1])) for index in range(3)]
     going_on.set()
     for stream in streams:
         with pytest.raises(EngineDead):
             await collect(stream)
-    engine.thread.join(20)
+    engine.thread.join(PATIENCE)
     assert not engine.alive
     assert [stream.record.outcome for stream in streams] == [Outcome.FAILED] * 7
     assert len(told.records) == 7
@@ -204,20 +203,16 @@ async def test_a_step_that_comes_back_after_it_was_given_up_on_is_the_last() -> 
     told = Told(inner)
     executor = inner.executor
     assert isinstance(executor, CheckingExecutor)
-    execute, release = executor.execute, threading.Event()
-
-    def hang(batch: Batch) -> StepResult:
-        release.wait(20)
-        return execute(batch)
-
-    executor.execute = hang  # type: ignore[method-assign]
+    steps = Leave(executor)
     engine = await started(inner, hang_timeout=0.1)
-    streams = [engine.submit(request(str(index), [1], max_tokens=100)) for index in range(3)]
+    streams = engine.submit_all(
+        [engine.check(request(str(index), [1], max_tokens=100)) for index in range(3)]
+    )
     for stream in streams:
         with pytest.raises(EngineDead, match="not moved"):
             await collect(stream)
-    release.set()
-    await asyncio.to_thread(engine.thread.join, 20)
+    steps.let_all()
+    await asyncio.to_thread(engine.thread.join, PATIENCE)
     assert executor.steps == 1
     assert [record.outcome for record in told.records] == [Outcome.FAILED] * 3
     await engine.stop()
@@ -284,13 +279,20 @@ async def test_an_observer_that_raises_changes_nothing(caplog: pytest.LogCapture
 async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
     engine = await started(build(clock=RealClock(), max_model_len=2000, num_blocks=200))
     stream = engine.submit(request("a", [1], max_tokens=1900))
-    while stream.record.outcome is None:
-        time.sleep(0.001)
-    await asyncio.sleep(0)
+    await until(lambda: stream._over, "the end")
     assert len(stream._arrived) <= 1900
     (delta,) = await collect(stream)
     assert len(delta.token_ids) == 1900
     await engine.stop()
+
+
+def hangs(engine: AsyncEngine) -> None:
+    """Its step takes too long from now on: not before all is as it is to be found."""
+    assert engine._watchdog is not None
+    engine._watchdog.cancel()
+    engine._watchdog = None
+    engine.hang_timeout = 0.2
+    engine._arm_watchdog()
 
 
 @pytest.mark.parametrize("end", ["dead", "hung"])
@@ -301,22 +303,25 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
 
     def execute(batch: Batch) -> StepResult:
         reached.set()
-        go.wait(20)
+        go.wait(PATIENCE)
         raise SystemExit("injected")
 
     inner.executor.execute = execute  # type: ignore[method-assign]
-    engine = await started(inner, hang_timeout=0.2)
+    engine = await started(inner)
     streams = [engine.submit(request("runs", [1]))]
-    while not reached.is_set():
-        await asyncio.sleep(0.001)
+    await until(reached.is_set, "a step")
     streams.append(engine.submit(request("waits", [1])))
     with pytest.raises(AdmissionError):
         engine.submit(request("refused", [1]))
     if end == "dead":
         go.set()
+    else:
+        hangs(engine)
     for stream in streams:
         with pytest.raises(EngineDead):
             await collect(stream)
+    if end == "dead":
+        engine.thread.join(PATIENCE)
     told = Told(inner)
     for _ in range(2):
         with pytest.raises(EngineDead):
@@ -325,7 +330,7 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
             engine.submit(request("late", [1]))
     assert [record.outcome for record in told.records] == [Outcome.FAILED] * 2
     go.set()
-    await asyncio.to_thread(engine.thread.join)
+    await asyncio.to_thread(engine.thread.join, PATIENCE)
     assert engine.stats().waiting == engine.stats().waiting_tokens == 0
     assert {stream.record.outcome for stream in streams} == {Outcome.FAILED}
     await engine.stop()
@@ -353,19 +358,10 @@ async def test_who_is_being_let_in_when_the_thread_dies_has_an_outcome() -> None
 
 async def test_who_gives_up_looking_at_a_hung_engine_leaves_nothing_behind() -> None:
     inner = build(clock=RealClock())
-    reached, go = threading.Event(), threading.Event()
-    execute = inner.executor.execute
-
-    def hang(batch: Batch) -> StepResult:
-        reached.set()
-        go.wait(20)
-        return execute(batch)
-
-    inner.executor.execute = hang  # type: ignore[method-assign]
+    steps = Leave(inner.executor)
     engine = await started(inner)
     stream = engine.submit(request("a", [1]))
-    while not reached.is_set():
-        await asyncio.sleep(0.001)
+    await until(lambda: steps.asked, "a step")
     looked = 0
 
     def look(engine: Engine) -> None:
@@ -376,7 +372,7 @@ async def test_who_gives_up_looking_at_a_hung_engine_leaves_nothing_behind() -> 
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.inspect(look), 0.005)
     assert not engine._inspections
-    go.set()
+    steps.let_all()
     await collect(stream)
     await engine.inspect(look)
     assert looked == 1

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
-import time
 
 import pytest
 
-from engine.checking import build
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
-from octavo.engine.clock import RealClock
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import Stream
-from octavo.execute.batch import Batch, StepResult
+from patience import Leave, held_up_until
 
 
 async def taken(stream: Stream, rng: random.Random) -> tuple[dict[int, list[int]], int]:
@@ -54,7 +50,8 @@ async def test_nothing_is_lost_or_out_of_order(seed: int) -> None:
         return engine.submit(request(f"{name}-{index}", [1, 2, index], max_tokens=60, n=n, seed=5))
 
     plain = await asyncio.gather(*(collect(submit("plain", index)) for index in range(12)))
-    found = await asyncio.gather(*(taken(submit("taken", index), rng) for index in range(12)))
+    async with Leave(engine.engine.executor).one_by_one():
+        found = await asyncio.gather(*(taken(submit("taken", index), rng) for index in range(12)))
     await engine.stop()
     for deltas, (tokens, _) in zip(plain, found, strict=True):
         expected: dict[int, list[int]] = {}
@@ -66,6 +63,7 @@ async def test_nothing_is_lost_or_out_of_order(seed: int) -> None:
 
 async def test_what_it_raises_is_its_own_streams() -> None:
     engine = await started()
+    steps = Leave(engine.engine.executor)
     others = [engine.submit(request(f"other-{index}", [1], max_tokens=80)) for index in range(3)]
     stream = engine.submit(request("fails", [1], max_tokens=80))
     count = 0
@@ -79,8 +77,9 @@ async def test_what_it_raises_is_its_own_streams() -> None:
 
     stream.at_once = fails
     results = asyncio.gather(*map(collect, others))
-    with pytest.raises(KeyError, match="mine"):
-        await collect(stream)
+    async with steps.one_by_one():
+        with pytest.raises(KeyError, match="mine"):
+            await collect(stream)
     assert count == 3
     stream.abort()
     for deltas in await results:
@@ -90,33 +89,21 @@ async def test_what_it_raises_is_its_own_streams() -> None:
 
 async def test_nothing_comes_after_what_it_raises() -> None:
     """Or the output would have a hole."""
-    may_step = threading.Semaphore(0)  # only as far as it is let: not to the end before we look
-    core = build(clock=RealClock())
-    execute = core.executor.execute
-
-    def waits_for_leave(batch: Batch) -> StepResult:
-        may_step.acquire()
-        return execute(batch)
-
-    core.executor.execute = waits_for_leave  # type: ignore[method-assign]
-    engine = await started(core)
+    engine = await started()
+    steps = Leave(engine.engine.executor)
     stream = engine.submit(request("fails", [1], max_tokens=80))
 
     def fails(delta: Delta) -> bool:
         raise KeyError("mine")
 
-    may_step.release()
+    steps.let()
     await anext(stream)
     waits = asyncio.create_task(anext(stream))
     stream.at_once = fails
     await asyncio.sleep(0)
-    may_step.release()
-    while stream._error is None:
-        await asyncio.sleep(0.001)
-    completion_tokens = stream.record.completion_tokens
-    may_step.release(200)
-    while stream.record.completion_tokens == completion_tokens and not stream.record.outcome:
-        time.sleep(0.001)  # others come before it is looked at
+    stream.push([Delta("fails", 0, "x", [1])])
+    steps.let_all()
+    held_up_until(lambda: stream.record.outcome, "the end")  # before it is looked at
     stream.push([Delta("fails", 0, "x", [1])])
     with pytest.raises(KeyError, match="mine"):
         await waits

@@ -1,0 +1,83 @@
+"""Other threads, at whatever pace they come: waits that end and say what did not come, and steps
+that an engine takes only as they are let.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+
+PATIENCE = 120.0  # seconds, after which what others are to do does not come any more
+
+
+async def until(holds: Callable[[], object], what: str) -> None:
+    """Wait, while the loop goes on, for ``what``, which has come when it ``holds``."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, f"{what} did not come"
+        await asyncio.sleep(0.001)
+
+
+def held_up_until(holds: Callable[[], object], what: str) -> None:
+    """As `until`, and nothing else happens in this thread meanwhile: its loop is late."""
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, f"{what} did not come"
+        time.sleep(0.001)
+
+
+class Leave:
+    """An executor's steps, or what else ``name`` says, wait until they are let: so none has been
+    taken, and nothing has come to its end, before the test has looked.
+    """
+
+    def __init__(self, executor: Any, name: str = "execute") -> None:
+        self.asked = 0  # steps that have come here
+        self._let = 0
+        self._may = threading.Semaphore(0)
+        self._all = False
+        step = getattr(executor, name)
+
+        def step_with_leave(*args: Any) -> Any:
+            self.asked += 1
+            if not self._all and not self._may.acquire(timeout=PATIENCE):
+                raise TimeoutError("nobody let the step go on")
+            return step(*args)
+
+        setattr(executor, name, step_with_leave)
+
+    def let(self, steps: int = 1) -> None:
+        self._let += steps
+        self._may.release(steps)
+
+    def let_all(self) -> None:
+        """From now on."""
+        self._all = True
+        self._may.release()
+
+    def _has_asked(self, step: int) -> bool:
+        return self.asked >= step
+
+    @asynccontextmanager
+    async def one_by_one(self) -> AsyncIterator[None]:
+        """Steps go on, each when the loop has seen what the one before has brought."""
+
+        async def go_on() -> None:
+            for step in itertools.count(self._let + 1):
+                await until(partial(self._has_asked, step), "the next step")
+                for _ in range(3):  # it is delivered, and whoever waits for it has awoken
+                    await asyncio.sleep(0)
+                self.let()
+
+        going_on = asyncio.create_task(go_on())
+        try:
+            yield
+        finally:
+            going_on.cancel()
+            self.let_all()

@@ -30,6 +30,8 @@ from octavo.cli import (
     verify,
 )
 from octavo.cli.options import named_flags
+from octavo.cli.page import Command
+from octavo.cli.values import checked
 from octavo.execute.cpu import usable_cpus
 
 app = typer.Typer(
@@ -48,7 +50,7 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
     # "\b" keeps click from joining the examples' lines.
     epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
     name = module.__name__.rpartition(".")[2].replace("_", "-")
-    group.command(name, epilog=epilog)(module.command)
+    group.command(name, cls=Command, epilog=epilog)(checked(module.command))
 
 
 for _module in (

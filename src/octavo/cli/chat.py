@@ -12,6 +12,7 @@ from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
     engine_config,
+    named_flags,
     sampling_options,
     sampling_params,
     takes,
@@ -159,7 +160,7 @@ class Conversation:
             print(" (stopped)", end="", file=sys.stderr, flush=True)
         except (AdmissionError, ChatTemplateError, InvalidParameter) as error:
             self.messages.pop()
-            print(f"{error} (/reset starts anew)", file=sys.stderr)
+            print(f"{named_flags(str(error))} (/reset starts anew)", file=sys.stderr)
             return
         print()
         self.messages.append({"role": "assistant", "content": text})

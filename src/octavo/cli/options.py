@@ -14,6 +14,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from octavo.cli.values import METAVARS
 from octavo.strict_json import once
 
 Model = Annotated[
@@ -139,15 +140,12 @@ def check_file(path: Path, suffix: str | None = None) -> None:
         raise SettingsError(f"{path}: may not be written")
 
 
-_METAVARS = {int: "N", float: "X", str: "TEXT"}
-
-
 def option(
     name: str, kind: Any, default: Any, help: str, panel: str, *flags: str, **more: Any
 ) -> inspect.Parameter:
     """One option of a group, as a parameter of a command's signature."""
     base = next(iter(get_args(kind)), kind)  # of int | None, list[str]
-    more.setdefault("metavar", _METAVARS.get(base))
+    more.setdefault("metavar", METAVARS.get(base))
     info = typer.Option(*flags, help=help, rich_help_panel=panel, **more)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
@@ -181,7 +179,7 @@ def takes(**groups: Group) -> Callable[[Callable[..., None]], Callable[..., None
         def run(**values: Any) -> None:
             for name, (options, build) in groups.items():
                 given = {parameter.name: values.pop(parameter.name) for parameter in options}
-                with naming_flags():
+                with naming_flags(*given):
                     values[name] = build(given)
             command(**values)
 
@@ -198,18 +196,27 @@ _ENGINE = "Engine"
 MOST_SEQUENCES = 1 << 20  # of a step, and users of a plan
 
 
-def named_flags(message: str) -> str:
-    """An error of the engine's rooms, in which its settings have the names of their options."""
-    return _SETTINGS.sub(lambda match: "--" + match[0].replace("_", "-"), message)
+def named_flags(message: str, *options: str) -> str:
+    """An error of the engine's rooms, in which its settings and these options have the names of
+    their flags. A name of one word is one where the message says what it is.
+    """
+    known = _SETTINGS | set(options)
+
+    def flag(match: re.Match[str]) -> str:
+        name = _OTHER_NAMES.get(match[0], match[0])
+        single = "_" not in name and not (match.start() == 0 and _SAYS.match(message, match.end()))
+        return match[0] if single or name not in known else f"--{name.replace('_', '-')}"
+
+    return _NAME.sub(flag, message)
 
 
 @contextmanager
-def naming_flags() -> Iterator[None]:
+def naming_flags(*options: str) -> Iterator[None]:
     """What the engine's rooms refuse (`ValueError`) is a mistake in the options, by their names."""
     try:
         yield
     except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
+        raise typer.BadParameter(named_flags(str(error), *options)) from None
 
 
 # None: what EngineConfig says, shown in the help and checked by a test.
@@ -312,13 +319,6 @@ POLICY_OPTIONS = [
 ]  # fmt: skip
 
 
-_SETTINGS = re.compile(
-    r"(?<![\w-])(?:"
-    + "|".join(each.name for each in ENGINE_OPTIONS + POLICY_OPTIONS if "_" in each.name)
-    + r"|max_num_queued_(?:reqs|tokens)|kv_offload_(?:memory|dir|disk))(?!\w)"
-)
-
-
 def engine_config(given: Mapping[str, Any]) -> Any:
     """`EngineConfig` with its own defaults for what was not given."""
     from octavo.engine.config import EngineConfig
@@ -358,6 +358,7 @@ LIMITS_HELP = (
 # --- sampling ------------------------------------------------------------------------------------
 
 _SAMPLING = "Sampling"
+_LARGEST_VOCABULARY = 2**31
 
 
 def sampling_options(
@@ -426,6 +427,8 @@ def sampling_options(
 
 
 def sampling_params(given: Mapping[str, Any]) -> Any:
+    """`SamplingParams`, checked as far as may be without the model."""
+    from octavo.engine.config import EngineConfig
     from octavo.sample.params import SamplingParams
 
     values = dict(given)
@@ -433,4 +436,17 @@ def sampling_params(given: Mapping[str, Any]) -> Any:
     values["logit_bias"] = dict(values["logit_bias"])
     values["stop_token_ids"] = values["stop_token_ids"] or ()
     values["banned_token_ids"] = values["banned_token_ids"] or ()
-    return SamplingParams(**values)
+    params = SamplingParams(**values)
+    params.validated(_LARGEST_VOCABULARY, EngineConfig().max_logprobs)
+    return params
+
+
+# --- what messages call them ---------------------------------------------------------------------
+
+_SETTINGS = {each.name for each in ENGINE_OPTIONS + POLICY_OPTIONS}
+_SETTINGS |= {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
+_SETTINGS |= {"n", "prompt_logprobs", "logprobs", "max_num_queued_reqs", "max_num_queued_tokens"}
+_SETTINGS |= {"kv_offload_memory", "kv_offload_dir", "kv_offload_disk"}
+_OTHER_NAMES = {"log_level": "uvicorn_log_level"}
+_NAME = re.compile(r"(?<![\w-])[a-z][a-z_]*(?!\w)")
+_SAYS = re.compile(r" (?:'[^']*' )?(?:is|contains|has) ")

@@ -65,10 +65,10 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in seconds and bytes.")
     ] = False,
 ) -> None:
-    """Take one step apart: time, bytes, operations and share of the limit of each of its parts.
+    """Take one step apart, and show where its time goes.
 
-    The parts add up to the step; what is neither memory nor arithmetic (threads that meet,
-    scheduling, sampling) stands below.
+    Time, bytes, operations and share of the limit of each of its parts. They add up to the step;
+    what is neither memory nor arithmetic (threads that meet, scheduling, sampling) stands below.
     """
     from octavo.bench.drive import Load
     from octavo.bench.profile import profile

@@ -76,7 +76,7 @@ def command(
             "--out",
             "-o",
             parser=_place,
-            metavar="OUT",
+            metavar="PATH",
             help="Folder to write, or a file that ends in .gguf.",
         ),
     ],
@@ -156,11 +156,11 @@ def command(
         bool, typer.Option("--json", help="Print what was written as one JSON object.")
     ] = False,
 ) -> None:
-    """Make a model small, layer by layer, and write it so that others load it too.
+    """Make a model small, and write it so that others load it, too.
 
-    The source is what MODEL's weights stand for, also where they are quantized themselves.
-    Embeddings and the head stay as they are. An interrupted run goes on where it was when the same
-    command is given again.
+    Layer by layer. The source is what MODEL's weights stand for, also where they are quantized
+    themselves. Embeddings and the head stay as they are. An interrupted run goes on where it was
+    when the same command is given again.
     """
     from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve

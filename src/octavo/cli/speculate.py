@@ -68,10 +68,11 @@ def command(
         bool, typer.Option("--json", help="Print the passes as one JSON object.")
     ] = False,
 ) -> None:
-    """Show speculation at work: each pass's draft, and what the model made of it.
+    """Show speculation at work, pass by pass.
 
-    p is the model's probability of a guess, q the drafter's. The answer is first drawn without
-    drafts, to measure what they save. Without --speculative-config, suffix drafts 4 tokens.
+    Each pass's draft, and what the model made of it: p is the model's probability of a guess, q the
+    drafter's. The answer is first drawn without drafts, to measure what they save. Without
+    --speculative-config, suffix drafts 4 tokens.
     """
     from octavo.checkpoint.pull import resolve
     from octavo.engine.load import load_engine

@@ -47,7 +47,7 @@ def command(
         bool, typer.Option("--insecure", help="Do not check certificates.")
     ] = False,
 ) -> None:
-    """Watch a running server: its requests, cache, batch and latencies.
+    """Watch a running server: requests, cache, batch, latencies.
 
     Keys: s sorts by another column, p pauses, q quits. Latencies are of the last minute; --once
     gives those since the server's start.

@@ -104,11 +104,11 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as one JSON object.")] = False,
 ) -> None:
-    """Search the settings that keep an SLO for the most requests a second, by simulation.
+    """Find the settings that keep an SLO for the most requests.
 
-    Searched: sequences and tokens of a step, memory and numbers of the KV cache, quantization, and
-    speculation if you say how often guesses are right.
-    Engine options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
+    The most a second, by simulation. Searched: sequences and tokens of a step, memory and numbers
+    of the KV cache, quantization, and speculation if you say how often guesses are right. Engine
+    options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
     """
     from octavo.engine.config import EngineConfig
     from octavo.plan import hardware, tune_plot

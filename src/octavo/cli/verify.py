@@ -56,7 +56,7 @@ def command(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Verify that a request's output does not depend on what happens around it.
+    """Verify that output does not depend on what happens around it.
 
     Requests of every kind run alone, and again crowded, in pieces, from cached prefixes, preempted,
     on two threads or more, and with every drafter: each bit of their logits is compared. For the

@@ -9,6 +9,8 @@ from octavo.schedule.request import LatencyTarget
 from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.serve.logs import FORMATS
 
+LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
@@ -71,8 +73,8 @@ class ServeConfig:
             raise ValueError("served_model_name is empty")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r} and must start with /")
-        if self.log_level not in ("debug", "info", "warning", "error", "critical"):
-            raise ValueError(f"log_level is {self.log_level!r}")
+        if self.log_level not in LOG_LEVELS:
+            raise ValueError(f"log_level is {self.log_level!r}, none of {', '.join(LOG_LEVELS)}")
         if self.log_format not in FORMATS:
             raise ValueError(f"log_format is {self.log_format!r}, neither text nor json")
         if self.access_log_format not in (None, *FORMATS):

@@ -39,10 +39,11 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in units a second.")
     ] = False,
 ) -> None:
-    """Measure this machine's limits: arithmetic, reading memory, the thread pool.
+    """Measure this machine's limits.
 
-    Takes some ten seconds and is stored beside the model cache: every share of a limit that Octavo
-    shows is of these. Run it on an otherwise idle machine.
+    Arithmetic, reading memory, the thread pool. Takes some ten seconds and is stored beside the
+    model cache: every share of a limit that Octavo shows is of these. Run it on an otherwise idle
+    machine.
     """
     from octavo.execute.cpu import usable_cpus
     from octavo.execute.limits import Limits

@@ -63,9 +63,10 @@ def command(
         bool, typer.Option("--json", help="Print a list of rows; shares are fractions.")
     ] = False,
 ) -> None:
-    """Measure prefill and decode in tokens a second, and the share of the machine's limit.
+    """Measure prefill and decode beside the machine's limit.
 
-    Prompts are random and share nothing. Each figure is a mean ± standard deviation.
+    In tokens a second. Prompts are random and share nothing. Each figure is a mean ± standard
+    deviation.
     """
     from octavo.bench.throughput import throughput
     from octavo.execute.limits import Limits

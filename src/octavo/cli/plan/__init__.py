@@ -6,5 +6,5 @@ from types import ModuleType
 
 from octavo.cli.plan import batching, memory, quantization, roofline
 
-HELP = "Plan what a model takes and gives: bytes, and the tokens a second they allow."
+HELP = "Plan what a model takes and gives, before it is loaded."
 COMMANDS: tuple[ModuleType, ...] = (memory, roofline, batching, quantization)

@@ -114,7 +114,7 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in tokens and seconds.")
     ] = False,
 ) -> None:  # fmt: skip
-    """Work out what continuous batching makes of a load, step by step.
+    """Work out what continuous batching makes of a load.
 
     From the time of a step, the most sequences that run together, the rate of arrivals and the
     lengths of prompts and answers: what saturates, what runs and waits below that, and static

@@ -102,7 +102,7 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes.")
     ] = False,
 ) -> None:
-    """Say what a model takes of memory for so many users, and where it fits.
+    """Say what memory so many users take, and where it fits.
 
     The KV cache as a product with every factor, weights by part, the engine's work space; beside
     this machine and common GPUs; and what would fit where it does not. No weights

@@ -115,7 +115,7 @@ def command(
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Show which bound holds in decode and prefill, and the latencies it leaves.
+    """Show which bound holds, and the latencies it leaves.
 
     Operations a byte of each part of a step beside those from which the device is bound by
     operations; the batch where decode crosses; TPOT, TTFT of a prompt alone, tokens a second and

@@ -51,7 +51,7 @@ def command(
         bool, typer.Option("--json", help="Print what was found as one JSON object.")
     ] = False,
 ) -> None:
-    """Find the layers of MODEL that draft best for it, and what there is to gain.
+    """Find which of a model's own layers draft best for it.
 
     MODEL answers pieces of a text. Its layers are taken away one by one, each time the one that is
     missed least, and the passes are timed: that gives the tokens a second to expect from drafting

@@ -6,5 +6,5 @@ from types import ModuleType
 
 from octavo.cli.train import medusa
 
-HELP = "Train what drafts for a model (needs the extra: pip install 'octavo[train]')."
+HELP = "Train what drafts for a model (pip install 'octavo[train]')."
 COMMANDS: tuple[ModuleType, ...] = (medusa,)

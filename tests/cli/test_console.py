@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import re
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import octavo.cli
 import strict_json
-from octavo.cli.console import json_text
+from octavo.cli.console import json_text, on_stderr
 
 
 def test_json_is_json() -> None:
@@ -28,3 +29,25 @@ def test_json_is_json() -> None:
 def test_all_commands_print_it_so() -> None:
     for path in Path(octavo.cli.__file__).parent.rglob("*.py"):
         assert not re.search(r"(echo|print)\(\s*json\.dumps?\(", path.read_text()), path
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stream", "shown"),
+    [
+        (Terminal, "\r\x1b[Konce, 10 s\n\r\x1b[Kon 1 thread\r\x1b[K"),
+        (io.StringIO, "once, 10 s\non 1 thread\n"),
+    ],
+)
+def test_a_message_that_ends_its_line_stays(
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], shown: str
+) -> None:
+    monkeypatch.setattr("sys.stderr", error := stream())
+    with on_stderr() as show:
+        show("once, 10 s\n")
+        show("on 1 thread")
+    assert error.getvalue() == shown

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.cli import options
+from octavo.cli.options import named_flags
 from octavo.cli.serve import OFFLOAD_OPTIONS, QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
 from octavo.engine.config import EngineConfig
 from octavo.sample.params import SamplingParams
@@ -144,3 +145,25 @@ def test_keys_and_targets_of_a_server(tmp_path: Path) -> None:
 def test_a_key_of_an_option_appears_once() -> None:
     with pytest.raises(typer.BadParameter, match="'method' appears twice"):
         options.json_object('{"method": "ngram", "method": "suffix"}')
+
+
+@pytest.mark.parametrize(
+    ("message", "options", "said"),
+    [
+        ("lower max_num_seqs or block_size", (), "lower --max-num-seqs or --block-size"),
+        ("top_p is 2; it must be …", (), "--top-p is 2; it must be …"),
+        ("5 prompt tokens + 9 max_tokens", (), "5 prompt tokens + 9 max_tokens"),
+        ("min_tokens is 9, more than max_tokens, 3", ("min_tokens", "max_tokens"),
+         "--min-tokens is 9, more than --max-tokens, 3"),
+        ("threads is 0, below 1", (), "--threads is 0, below 1"),
+        ("threads of a pool; isa or else", (), "threads of a pool; isa or else"),
+        ("port is 70000, outside 0 to 65535", ("port",), "--port is 70000, outside 0 to 65535"),
+        ("quantization 'int3' is not supported", (), "--quantization 'int3' is not supported"),
+        ("log_level is 'x'", ("uvicorn_log_level",), "--uvicorn-log-level is 'x'"),
+        ("x_max_num_seqs, --max-num-seqs", (), "x_max_num_seqs, --max-num-seqs"),
+    ],
+)  # fmt: skip
+def test_settings_have_the_names_of_their_flags(
+    message: str, options: tuple[str, ...], said: str
+) -> None:
+    assert named_flags(message, *options) == said

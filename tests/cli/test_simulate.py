@@ -357,3 +357,26 @@ def test_what_cannot_be_simulated_is_refused_by_name(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert about in refused(*arguments, capsys=capsys, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate --model nonesuch",
+        "simulate --model llama-3-8b --memory-utilization 3",
+        "simulate --model llama-3-8b --plot load.txt",
+        "simulate --model llama-3-8b --trace nonesuch.csv",
+        "tune nonesuch --slo ttft=500",
+        "plan roofline nonesuch",
+        "plan roofline llama-3-8b --context 99999999",
+        "plan quantization nonesuch",
+        "plan batching nonesuch",
+    ],
+)
+def test_what_can_be_refused_is_before_the_machine_is_measured(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.execute.limits.Limits.stored", lambda *_: pytest.fail("measured"))
+    result = CliRunner().invoke(app, command.split())
+    assert result.exit_code != 0
+    assert not isinstance(result.exception, pytest.fail.Exception), result.exception

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import math
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from octavo import _native
 from octavo.execute import limits as module
 from octavo.execute.cost import Arithmetic
-from octavo.execute.limits import Limits, Rate, Read, highest
+from octavo.execute.limits import Limits, Rate, Read, highest, store
 
 
 def rates_of(*values: float) -> tuple[Rate, ...]:
@@ -227,3 +228,29 @@ def test_working_sets_are_apart(threads: int, monkeypatch: pytest.MonkeyPatch) -
         assert all(b >= 1.5 * a for a, b in pairwise(sizes))
     monkeypatch.setattr(module, "available_memory", lambda: 1 << 28)
     assert module._working_sets(1, {2: (1 << 20, 1), 3: (32 << 20, 1)})[-1][1] <= 1 << 26
+
+
+def test_the_first_use_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What, how long about and where it goes, on a line that stays; and once."""
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    said: list[str] = []
+    Limits.stored(said.append)
+    (line,) = said
+    assert re.fullmatch(r"measuring what this machine can do, once, .* seconds; kept in .*\n", line)
+    assert str(tmp_path) in line
+    Limits.stored(said.append)
+    assert said == [line]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: Path, text: str) -> int:
+        self.touch()
+        raise OSError(28, "No space left on device", str(self))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        store(tmp_path / "limits" / "a.json", {})
+    assert list((tmp_path / "limits").iterdir()) == []

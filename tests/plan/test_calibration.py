@@ -590,11 +590,16 @@ def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -
     config = EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20)
     command = ["calibrate", model, "--refresh", "--threads", "1"]
     command += ["--kv-cache-memory-bytes", str(8 << 20)]
-    nothing = CliRunner().invoke(app, command)
-    assert "run octavo calibrate without --refresh" in str(nothing.exception)
+    with monkeypatch.context() as unloaded:
+        unloaded.setattr("octavo.engine.load.load_engine", None)  # refused before that
+        nothing = CliRunner().invoke(app, command)
+        assert "run octavo calibrate without --refresh" in str(nothing.exception)
+        speculating = [*command[:2], "--speculative-config", '{"method": "ngram"}']
+        assert "calibrate without it" in str(CliRunner().invoke(app, speculating).exception)
     loaded = load_engine(Path(model), config)
     stored = calibration(CalibrationKey.loaded(loaded))
     loaded.engine.close()
+    assert CalibrationKey.of_checkpoint(loaded.checkpoint, config) == stored.key
     stored.save()
     shown = CliRunner().invoke(app, command)
     assert shown.exit_code == 0, shown.output

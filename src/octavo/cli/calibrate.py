@@ -44,22 +44,27 @@ def command(
     just before predicting, stores beside the calibration how many times as long memory and
     processor take now.
     """
+    from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve
     from octavo.engine.config import SettingsError
     from octavo.engine.load import load_engine
-    from octavo.plan.calibration import Calibration
+    from octavo.plan.calibration import Calibration, CalibrationKey, check_settings
 
+    check_settings(engine)
+    checkpoint = load(resolve(model))
+    stored = None
+    if refresh:
+        stored = Calibration.load(CalibrationKey.of_checkpoint(checkpoint, engine))
+        if stored is None:
+            raise SettingsError(
+                f"there is no calibration of {model} with these settings to refresh: run octavo "
+                "calibrate without --refresh"
+            )
     with on_stderr() as progress:
         progress("loading the model")
-        loaded = load_engine(resolve(model), engine)
+        loaded = load_engine(checkpoint, engine)
         try:
-            if refresh:
-                stored = Calibration.of_engine(loaded)
-                if stored is None:
-                    raise SettingsError(
-                        f"there is no calibration of {model} with these settings to refresh: run "
-                        "octavo calibrate without --refresh"
-                    )
+            if stored is not None:
                 progress("seeing how fast the machine is")
                 calibration = stored.refreshed(loaded)
             else:

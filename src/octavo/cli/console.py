@@ -14,7 +14,7 @@ from typing import Any
 @contextmanager
 def on_stderr() -> Iterator[Callable[[str], None]]:
     """Shows one message over the other and clears the line at the end, and for an empty message;
-    without a terminal, a line each.
+    without a terminal, a line each. A message that ends its line stays.
     """
     terminal = sys.stderr.isatty()
 
@@ -22,7 +22,7 @@ def on_stderr() -> Iterator[Callable[[str], None]]:
         if terminal:
             print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
         elif message:
-            print(message, file=sys.stderr, flush=True)
+            print(message.rstrip("\n"), file=sys.stderr, flush=True)
 
     try:
         yield show

@@ -198,14 +198,16 @@ MOST_SEQUENCES = 1 << 20  # of a step, and users of a plan
 
 def named_flags(message: str, *options: str) -> str:
     """An error of the engine's rooms, in which its settings and these options have the names of
-    their flags. A name of one word is one where the message says what it is.
+    their flags. A request's own, and names of one word, are where the message begins with them.
     """
-    known = _SETTINGS | set(options)
 
     def flag(match: re.Match[str]) -> str:
         name = _OTHER_NAMES.get(match[0], match[0])
-        single = "_" not in name and not (match.start() == 0 and _SAYS.match(message, match.end()))
-        return match[0] if single or name not in known else f"--{name.replace('_', '-')}"
+        first = match.start() == 0 and _SAYS.match(message, match.end())
+        known = "_" in name and (name in _SETTINGS or name in options)
+        if known or (first and (name in options or name in _SETTINGS | _SAMPLED)):
+            return f"--{name.replace('_', '-')}"
+        return match[0]
 
     return _NAME.sub(flag, message)
 
@@ -444,9 +446,10 @@ def sampling_params(given: Mapping[str, Any]) -> Any:
 # --- what messages call them ---------------------------------------------------------------------
 
 _SETTINGS = {each.name for each in ENGINE_OPTIONS + POLICY_OPTIONS}
-_SETTINGS |= {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
-_SETTINGS |= {"n", "prompt_logprobs", "logprobs", "max_num_queued_reqs", "max_num_queued_tokens"}
+_SETTINGS |= {"max_num_queued_reqs", "max_num_queued_tokens"}
 _SETTINGS |= {"kv_offload_memory", "kv_offload_dir", "kv_offload_disk"}
+_SAMPLED = {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
+_SAMPLED |= {"n", "logprobs", "prompt_logprobs"}
 _OTHER_NAMES = {"log_level": "uvicorn_log_level"}
 _NAME = re.compile(r"(?<![\w-])[a-z][a-z_]*(?!\w)")
 _SAYS = re.compile(r" (?:'[^']*' )?(?:is|contains|has) ")

@@ -19,6 +19,8 @@ from octavo.cli.options import (
     POLICY_OPTIONS,
     check_file,
     engine_config,
+    named_flags,
+    naming_flags,
     option,
     takes,
 )
@@ -181,7 +183,7 @@ def command(
     The engine's own scheduler, cache and limits run it; only the arithmetic is replaced, by what a
     cost model says that it takes. Same options, same result, to the last digit.
     """
-    from octavo.engine.config import SettingsError
+    from octavo.engine.config import EngineConfig, SettingsError
     from octavo.execute.cost import Arithmetic
     from octavo.plan import hardware, report, schemes
     from octavo.plan.simulation import Setup, simulate, weights_on
@@ -197,9 +199,9 @@ def command(
         if "quantization" in engine and (chosen is not None or edges is not None):
             other = "--embedding-format" if chosen is None else "--format"
             raise ValueError(f"--quantization and {other} both say how weights are: give one")
-        on = hardware.device(device, on_stderr)
+        EngineConfig(**engine)  # refuses
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error))) from None
     for path, suffix in ((plot, None), (timeline, ".json")):
         if path is not None:
             check_file(path, suffix)
@@ -207,6 +209,9 @@ def command(
     notices += cut_answers([sample.output_len for sample in asked], technique["max_tokens"])
     notices += without_effect(load.classes, engine.get("scheduling_policy", "fcfs"))
     subject = Subject.find(model)
+    # Last of what is checked: this machine may have to be measured.
+    with naming_flags():
+        on = hardware.device(device, on_stderr)
     config, notes = configure(engine, technique, on, subject.program.config.context_length)
     notices += notes
     setup = Setup(

@@ -234,9 +234,13 @@ class Limits:
 
     @classmethod
     def stored(cls, progress: Progress = lambda _: None) -> Self:
-        """What is stored, or else measured now and stored."""
+        """What is stored, or else measured now and stored, which is said before."""
         limits = cls.load()
         if limits is None:
+            progress(
+                "measuring what this machine can do, once, in some ten seconds; kept in "
+                f"{stored_path()}\n"
+            )
             limits = cls.measure(progress=progress)
             try:
                 limits.save()
@@ -394,8 +398,12 @@ def store(path: Path, facts: dict[str, Any]) -> None:
     """Write it as JSON, whole or not at all; several processes may do so at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".{os.getpid()}")
-    staged.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
-    staged.replace(path)
+    try:
+        staged.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        staged.replace(path)
+    except OSError:
+        staged.unlink(missing_ok=True)
+        raise
 
 
 def stored_path() -> Path:

@@ -19,8 +19,9 @@ from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.checkpoint.base import WeightFormat
+from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.checkpoint.pull import cache_dir
+from octavo.checkpoint.rounding import rounded
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine
 from octavo.execute.cost import KNEES, Rates
@@ -28,6 +29,7 @@ from octavo.execute.cpu import usable_cpus
 from octavo.execute.limits import Limits, cpu_model, kernel_build, store
 from octavo.execute.native import NativeExecutor
 from octavo.kv.layout import KvLayout
+from octavo.model.families import program
 from octavo.model.program import Program
 from octavo.plan.fitting import KindError, Observation, Slowness, fit, slowness
 from octavo.plan.observing import PROBE_SECONDS, SECONDS, Unobservable, observe, probe
@@ -81,18 +83,28 @@ class CalibrationKey(NamedTuple):
         )
 
     @classmethod
+    def of_checkpoint(cls, checkpoint: Checkpoint, config: EngineConfig) -> Self:
+        """Of a model before it is loaded: of its header."""
+        if config.quantization is not None:
+            checkpoint = rounded(checkpoint, config.quantization)
+        layout = config.layout_of(checkpoint.config)
+        return cls._of_weights(program(checkpoint.config), checkpoint, layout, config)
+
+    @classmethod
     def loaded(cls, loaded: LoadedEngine) -> Self:
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
         compute = executor.costs.program
-        weights = {role: loaded.checkpoint.weights[role] for role in compute.weights}
-        return cls.of(
-            compute,
-            {role: weight.format for role, weight in weights.items()},
-            {role: weight.group for role, weight in weights.items()},
-            executor.layout,
-            loaded.config,
-        )
+        return cls._of_weights(compute, loaded.checkpoint, executor.layout, loaded.config)
+
+    @classmethod
+    def _of_weights(
+        cls, compute: Program, checkpoint: Checkpoint, layout: KvLayout, config: EngineConfig
+    ) -> Self:
+        weights = {role: checkpoint.weights[role] for role in compute.weights}
+        formats = {role: weight.format for role, weight in weights.items()}
+        groups = {role: weight.group for role, weight in weights.items()}
+        return cls.of(compute, formats, groups, layout, config)
 
     @property
     def path(self) -> Path:
@@ -167,7 +179,7 @@ class Calibration:
         Raises `SettingsError` for an engine that speculates or has no prefix cache, and for one
         that cannot run the load or shows too little of itself.
         """
-        _check_engine(loaded)
+        check_settings(loaded.config)
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
         start = time.perf_counter()
@@ -203,7 +215,7 @@ class Calibration:
         """The same with how fast the machine is now, from some seconds of a light load on the idle
         engine that it is of. Raises as `measure`.
         """
-        _check_engine(loaded)
+        check_settings(loaded.config)
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
         steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
@@ -271,10 +283,11 @@ class Calibration:
         return calibration if calibration.key == key else None
 
 
-def _check_engine(loaded: LoadedEngine) -> None:
-    if loaded.config.speculation is not None:
+def check_settings(config: EngineConfig) -> None:
+    """Raises `SettingsError` for an engine that cannot be calibrated."""
+    if config.speculation is not None:
         raise SettingsError("speculation changes what a step is: calibrate without it")
-    if not loaded.config.enable_prefix_caching:
+    if not config.enable_prefix_caching:
         raise SettingsError("steps are timed from cached prompts: prefix caching must be on")
 
 

@@ -400,6 +400,37 @@ async def test_a_server_without_a_list_of_models(monkeypatch: pytest.MonkeyPatch
     assert server.generations[0].json["model"] == "c"
 
 
+async def test_a_model_that_the_server_does_not_serve() -> None:
+    async def knows(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
+        if asked.json["model"] == "m":
+            await good(reader, writer, asked)
+        else:
+            writer.write(whole("404 Not Found", b'{"error":{"message":"no such model"}}'))
+
+    async with serving_script(knows) as server:
+        said = r"does not serve --model n, but m \(HTTP 404: no such model\)"
+        with pytest.raises(LoadError, match=said):
+            await benchmark(settings(server.url, model="n", extra_body={"min_tokens": 3}))
+        with pytest.raises(LoadError, match="--served-model-name n, but m"):
+            await benchmark(settings(server.url, model="m", served_model_name="n"))
+        assert not server.generations[2:]  # nothing but that question
+        result = await benchmark(settings(server.url, model="org/m", served_model_name="m"))
+        assert result["completed"] == 6
+        server.script = good  # which takes any name
+        result = await benchmark(settings(server.url, model="n"))
+        assert (result["completed"], result["model_id"]) == (6, "n")
+
+
+async def test_a_server_that_wants_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    refusal = whole("401 Unauthorized", b'{"error":{"message":"a key, please"}}')
+    monkeypatch.setattr("load_servers.whole", lambda *_: refusal)
+    async with serving_script(good) as server:
+        for model in (None, "m"):
+            with pytest.raises(LoadError, match=r"401 a key, please.*OPENAI_API_KEY"):
+                await benchmark(settings(server.url, model=model))
+    assert not server.generations
+
+
 async def test_arrivals_that_cannot_be_are_said_before_a_request_leaves() -> None:
     async with serving_script(good) as server:
         with pytest.raises(LoadError, match="--burstiness 1e-300: intervals are beyond"):

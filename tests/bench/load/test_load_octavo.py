@@ -131,8 +131,9 @@ async def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     short = ("--num-prompts", "2", "--random-input-len", "9", "--random-output-len", "3")
     async with listening(engine, api_key=("sesame",)) as url:
         code, out, err = await run("--base-url", url, *short, "--model", "tiny")
-        assert code == 1
-        assert "HTTP 401" in out
+        assert (code, out) == (1, "")
+        assert "HTTP 401" in err
+        assert "OPENAI_API_KEY" in err
         monkeypatch.setenv("OPENAI_API_KEY", "sesame")
         code, out, err = await run("--base-url", url, *short)
         assert code == 0, out + err

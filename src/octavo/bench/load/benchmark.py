@@ -201,19 +201,40 @@ class _Benchmark:
                 f"{where}: not ready within {settings.ready_check_timeout_sec:g} s: "
                 f"HTTP {answer.status} {error_message(answer.content)}"
             )
-        if settings.model is not None:
-            return settings.model, settings.served_model_name or settings.model
+        if answer.status in (401, 403):
+            raise LoadError(
+                f"{where}/v1/models: HTTP {answer.status} {error_message(answer.content)}: the key "
+                "is what OPENAI_API_KEY says, or --header Authorization='Bearer KEY'"
+            )
         try:
             if answer.status != 200:
                 raise ValueError(f"HTTP {answer.status} {error_message(answer.content)}")
-            first = msgspec.json.decode(answer.content)["data"][0]["id"]
-            if not isinstance(first, str):
+            listed = [model["id"] for model in msgspec.json.decode(answer.content)["data"]]
+            if not listed:
+                raise ValueError("the list is empty")
+            if not all(isinstance(name, str) for name in listed):
                 raise ValueError("a model without an id")
         except (msgspec.MsgspecError, ValueError, LookupError, TypeError) as error:
+            if settings.model is None:
+                raise LoadError(
+                    f"{where}/v1/models does not say which model there is ({error}): give --model"
+                ) from None
+            listed = []
+        model = listed[0] if settings.model is None else settings.model
+        name = settings.served_model_name or model
+        if listed and name not in listed and (refusal := await self._refuses(name)):
+            flag = "--model" if settings.served_model_name is None else "--served-model-name"
             raise LoadError(
-                f"{where}/v1/models does not say which model there is ({error}): give --model"
-            ) from None
-        return first, settings.served_model_name or first
+                f"{where} does not serve {flag} {name}, but {', '.join(listed[:8])}"
+                f"{', …' if len(listed) > 8 else ''} ({refusal})"
+            )
+        return model, name
+
+    async def _refuses(self, name: str) -> str:
+        """What the server says to a token asked of a model that it does not list, if it does not
+        answer: some take any name.
+        """
+        return await self._refusal({"model": name, **self._asked("a", 1)}, (400, 404, 422))
 
     async def _tokens(self) -> Tokens:
         """The tokenizer that was given, else the server's, else none."""
@@ -254,20 +275,24 @@ class _Benchmark:
         """What the server says to a prompt of a few token ids, if it does not take it."""
         body = self._body(list(ids), 1) | {"stream": False}
         body.pop("stream_options", None)
+        return await self._refusal(body, (400, 415, 422))
+
+    async def _refusal(self, body: dict[str, Any], statuses: Sequence[int]) -> str:
         answer = await self._client.get(
             "POST", self._path, msgspec.json.encode(body), self._settings.request_timeout_sec
         )
-        if answer.reason or answer.status not in (400, 415, 422):
+        if answer.reason or answer.status not in statuses:
             return ""
         return f"HTTP {answer.status}: {error_message(answer.content)}"
 
-    def _body(self, prompt: list[int] | str, output_len: int) -> dict[str, Any]:
+    def _asked(self, prompt: list[int] | str, output_len: int) -> dict[str, Any]:
         if self._settings.chat:
             messages = [{"role": "user", "content": prompt}]
-            asked = {"messages": messages, "max_completion_tokens": output_len}
-        else:
-            asked = {"prompt": prompt, "max_tokens": output_len}
-        return {"model": self._model_name, **asked, **self._common}
+            return {"messages": messages, "max_completion_tokens": output_len}
+        return {"prompt": prompt, "max_tokens": output_len}
+
+    def _body(self, prompt: list[int] | str, output_len: int) -> dict[str, Any]:
+        return {"model": self._model_name, **self._asked(prompt, output_len), **self._common}
 
     def _request(self, prompt: list[int] | str, output_len: int) -> bytes:
         body = msgspec.json.encode(self._body(prompt, output_len))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TextIO
 
 from octavo.bench.load.run import Run
@@ -54,6 +54,38 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     if isinstance(result["request_rate"], float):
         line("Request rate configured (RPS)", result["request_rate"])
     line("Benchmark duration (s)", result["duration"])
+    if result["completed"]:
+        _figures(result, metrics, line, section)
+    lines.append("=" * _WIDTH)
+    for what, name in (("Failed", "failures"), ("Rejected", "rejections")):
+        for entry in result[name]:
+            lines.append(f"{what} {entry['count']} x {entry['reason']}: {entry['example']}")
+    lines += [f"Note: {notice}" for notice in result["notices"]]
+    if not result["completed"]:
+        return "\n".join(lines)
+    lines.append("Definitions:")
+    shown = [*metrics, "throughput", "peak_output"]
+    shown += ["goodput"] if result["request_goodput"] is not None else []
+    shown += ["rejected"] if result["rejected"] else []
+    for name in [*shown, "differs_from_vllm"]:
+        title = (
+            LATENCIES[name][0]
+            if name in LATENCIES
+            else name.replace("_", " ").replace("vllm", "vLLM")
+        )
+        lines += textwrap.wrap(
+            f"{title}: {DEFINITIONS[name]}", 98, initial_indent="  ", subsequent_indent="    "
+        )
+    return "\n".join(lines)
+
+
+def _figures(
+    result: Mapping[str, Any],
+    metrics: list[str],
+    line: Callable[[str, float | str], None],
+    section: Callable[[str], None],
+) -> None:
+    """What there is to say of those that were answered, if any were."""
     line("Total input tokens", result["total_input_tokens"])
     if result["total_cached_tokens"] is not None:
         line("Cached input tokens", result["total_cached_tokens"])
@@ -65,7 +97,7 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     line("Peak output token throughput (tok/s)", result["max_output_tokens_per_s"])
     line("Peak concurrent requests", result["max_concurrent_requests"])
     line("Total token throughput (tok/s)", result["total_token_throughput"])
-    for name in metrics if result["completed"] else ():
+    for name in metrics:
         short, title = LATENCIES[name]
         section(title)
         line(f"Mean {short} (ms)", result[f"mean_{name}_ms"])
@@ -93,25 +125,6 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
     line("P99 lateness (ms)", lateness["p99_ms"])
     line("Max lateness (ms)", lateness["max_ms"])
     line("Processor use (% of a core)", result["generator_cpu"] * 100)
-    lines.append("=" * _WIDTH)
-    for what, name in (("Failed", "failures"), ("Rejected", "rejections")):
-        for entry in result[name]:
-            lines.append(f"{what} {entry['count']} x {entry['reason']}: {entry['example']}")
-    lines += [f"Note: {notice}" for notice in result["notices"]]
-    lines.append("Definitions:")
-    shown = [*metrics, "throughput", "peak_output"]
-    shown += ["goodput"] if result["request_goodput"] is not None else []
-    shown += ["rejected"] if result["rejected"] else []
-    for name in [*shown, "differs_from_vllm"]:
-        title = (
-            LATENCIES[name][0]
-            if name in LATENCIES
-            else name.replace("_", " ").replace("vllm", "vLLM")
-        )
-        lines += textwrap.wrap(
-            f"{title}: {DEFINITIONS[name]}", 98, initial_indent="  ", subsequent_indent="    "
-        )
-    return "\n".join(lines)
 
 
 class Progress:

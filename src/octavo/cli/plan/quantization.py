@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr
-from octavo.cli.options import Model, length
+from octavo.cli.options import Model, length, naming_flags
 from octavo.cli.planned import (
     Asymmetric,
     Bits,
@@ -90,7 +90,6 @@ def command(
         edges = schemes.scheme(embedding_format or "bf16")
         chosen = chosen_scheme(format, bits, group_size, asymmetric)
         kv_dtype = KvDtype.of(kv_cache_dtype)
-        on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     subject = Subject.find(model)
@@ -107,6 +106,9 @@ def command(
             if chosen is not None:
                 raise SettingsError(str(error)) from None
             skipped[scheme.name] = str(error).partition(": ")[2]
+    # Last of what is checked: this machine may have to be measured.
+    with naming_flags():
+        on = hardware.device(device, on_stderr)
     plans = [
         planning.plan(
             subject,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr
-from octavo.cli.options import Model, check_file, length
+from octavo.cli.options import Model, check_file, length, naming_flags
 from octavo.cli.planned import (
     BandwidthShare,
     Bits,
@@ -134,17 +134,17 @@ def command(
         edges = None if embedding_format is None else schemes.scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, False)
         kv_dtype = KvDtype.of(kv_cache_dtype)
-        on = hardware.device(device, on_stderr)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     if plot is not None:
         check_file(plot)
-    try:
-        on = on.assuming(compute_share, bandwidth_share)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     subject = Subject.find(model)
     most = subject.program.config.context_length
+    contexts = _within("--context", context, _CONTEXTS, most - 1)
+    prompts = _within("--prompt-len", prompt_len, _PROMPTS, most)
+    # Last of what is checked: this machine may have to be measured.
+    with naming_flags():
+        on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
     stored = weights_on(on, subject, chosen, edges)
     setup = Setup(subject, stored, on, EngineConfig(kv_cache_dtype=kv_cache_dtype))
     found = roofline(
@@ -152,8 +152,8 @@ def command(
         stored,
         on,
         layout=KvLayout.of(subject.program.config, dtype=kv_dtype),
-        contexts=_within("--context", context, _CONTEXTS, most - 1),
-        prompts=_within("--prompt-len", prompt_len, _PROMPTS, most),
+        contexts=contexts,
+        prompts=prompts,
         sequences=_BATCHES if batch_sizes is None else tuple(map(int, batch_sizes)),
         chunk=max_num_batched_tokens,
         quantized=Arithmetic(arithmetic),

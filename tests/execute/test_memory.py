@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.execute.memory import available_memory
+from octavo.execute.memory import as_size, available_memory
 
 GIB = 1 << 30
 
@@ -59,3 +59,10 @@ def test_version_1_without_a_limit(tmp_path: Path) -> None:
 def test_a_group_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory.max": 1 * GIB, "sys/fs/cgroup/memory.current": 2 * GIB}
     assert available_memory(machine(tmp_path, "0::/", files)) == 0
+
+
+def test_sizes() -> None:
+    sizes = (0, 1023, 1 << 10, 1000 << 20, int(92.7 * (1 << 20)), 3 << 30, 5 << 40, -(1 << 21))
+    assert [as_size(size) for size in sizes] == [
+        "0 B", "1023 B", "1 KiB", "1000 MiB", "92.7 MiB", "3 GiB", "5 TiB", "-2 MiB"
+    ]  # fmt: skip

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from octavo.engine.config import DoesNotFit, EngineConfig
 from octavo.execute.batch import slice_rows
+from octavo.execute.memory import as_size
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.model.program import Program
@@ -184,12 +185,3 @@ def longest_length(wanted: int, fits: Callable[[int], bool]) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low
-
-
-def as_size(count: float) -> str:
-    value = float(count)
-    for unit in ("B", "KiB", "MiB"):
-        if abs(value) < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} GiB"

@@ -11,7 +11,7 @@ import octavo.checkpoint
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint, CheckpointError
 from octavo.checkpoint.rounding import rounded, summary
-from octavo.engine.cache_plan import as_size, longest_draft, longest_length, plan_cache
+from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.detokenize import IncrementalDetokenizer
@@ -19,7 +19,7 @@ from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
 from octavo.engine.pace import Pace, guessed
 from octavo.execute.cpu import usable_cpus
-from octavo.execute.memory import available_memory
+from octavo.execute.memory import as_size, available_memory
 from octavo.kv.layout import KvDtype
 from octavo.model.families import program
 from octavo.schedule.config import SchedulerConfig

@@ -57,3 +57,13 @@ def _stat(group: Path, key: str) -> int:
     except (OSError, ValueError):
         pass
     return 0
+
+
+def as_size(count: float) -> str:
+    """Bytes in binary units, of three or four digits: "92.7 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

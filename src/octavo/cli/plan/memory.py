@@ -19,6 +19,7 @@ from octavo.cli.planned import (
     MemoryUtilization,
     chosen_scheme,
 )
+from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.plan.memory import Alternative, Load, Need, Place
@@ -354,7 +355,7 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
     if need is None:
         return f"Does not fit on {place.name}: no kernel takes {load.stored.name}."
-    of = f"{_size(need.bytes)} of {_size(place.memory_bytes)}"
+    of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
         return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
@@ -366,14 +367,14 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
         return f"Does not fit on {place.name}: {what} take {of}, {why}."
     return (
         f"Does not fit on {place.name}: {what} take {of}; the cache may have "
-        f"{_size(need.budget)}, room for {need.sequences:,}."
+        f"{as_size(need.budget)}, room for {need.sequences:,}."
     )
 
 
 def _parts_line(need: Need) -> str:
     return (
-        f"{_size(need.weight_bytes)} of weights + {_size(need.work_bytes)} of work space + "
-        f"{_size(need.kv_bytes)} of KV cache = {_size(need.bytes)}"
+        f"{as_size(need.weight_bytes)} of weights + {as_size(need.work_bytes)} of work space + "
+        f"{as_size(need.kv_bytes)} of KV cache = {as_size(need.bytes)}"
     )
 
 
@@ -431,10 +432,10 @@ def _kv_lines(load: Load) -> list[str]:
     cache = load.cache
     lines = [f"  {line}" for step in cache.steps for line in _folded(step)]
     lines.append(
-        f"  = {_size(cache.bytes)}; {cache.bytes_per_token:,} bytes for each token of a user"
+        f"  = {as_size(cache.bytes)}; {cache.bytes_per_token:,} bytes for each token of a user"
     )
     if cache.bytes != cache.without_windows:
-        lines.append(f"  (without windows it would be {_size(cache.without_windows)})")
+        lines.append(f"  (without windows it would be {as_size(cache.without_windows)})")
     if len(cache.kinds) > 1:
         lines.append(f"  {'layers':<26}{'bytes':>18}{'in whole blocks':>18}")
         for kind in cache.kinds:
@@ -449,13 +450,13 @@ def _kv_lines(load: Load) -> list[str]:
         f"{cache.paged_bytes:,} bytes"
     )
     lines += [
-        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {_size(sharing.bytes)}"
+        f"  {sharing.name}, {plural(sharing.kv_heads, 'KV head')}: {as_size(sharing.bytes)}"
         + (" (this model)" if sharing.own else "")
         for sharing in memory.sharings(load.subject.program.config, cache)
     ]
     if load.draft_cache is not None and load.draft is not None:
         lines.append(
-            f"  the draft model's ({load.draft.subject.name}): {_size(load.draft_cache.bytes)}"
+            f"  the draft model's ({load.draft.subject.name}): {as_size(load.draft_cache.bytes)}"
         )
     return lines
 
@@ -477,7 +478,7 @@ def _weight_lines(load: Load) -> list[str]:
         rows.append(("draft model", subject.parameters, stored.bytes, stored.name))
     return [
         f"  {name:<18}{count:>17,} × {size / count:<9.6g} = {size:>17,} bytes"
-        f"  {_size(size):>9}  {formats}".rstrip()
+        f"  {as_size(size):>9}  {formats}".rstrip()
         for name, count, size, formats in rows
     ]
 
@@ -491,12 +492,14 @@ def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None
     for place, need in zip(places, needs, strict=True):
         name = "this machine" if place.here else place.name
         if need is None:
-            lines.append(f"{name:<18}{_size(place.memory_bytes):>11}  no kernel takes this format")
+            lines.append(
+                f"{name:<18}{as_size(place.memory_bytes):>11}  no kernel takes this format"
+            )
             continue
         context = f"{need.context:,}" if need.context else "-"
         lines.append(
-            f"{name:<18}{_size(place.memory_bytes):>11}{_size(need.bytes):>11}"
-            f"{_size(max(need.budget, 0)):>11}{'yes' if need.fits else 'no':>6}"
+            f"{name:<18}{as_size(place.memory_bytes):>11}{as_size(need.bytes):>11}"
+            f"{as_size(max(need.budget, 0)):>11}{'yes' if need.fits else 'no':>6}"
             f"{need.sequences:>22,}{context:>20}"
         )
     return [
@@ -510,7 +513,7 @@ def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None
 def _shares(loads: list[Load], places: list[Place]) -> str:
     """The cache's share of what is left, and the work space, here and elsewhere."""
     said = {
-        place.here: f"{100 * load.config.memory_utilization:g} % beside {_size(load.work_bytes)}"
+        place.here: f"{100 * load.config.memory_utilization:g} % beside {as_size(load.work_bytes)}"
         for load, place in zip(loads, places, strict=True)
     }
     return said[True] if said[True] == said[False] else f"here {said[True]}, else {said[False]}"
@@ -522,7 +525,7 @@ def _nothing(load: Load, place: Place) -> str:
     smallest = min((load.stored, *memory.narrower(load)), key=lambda stored: stored.bytes)
     return (
         f"Nothing narrower, shorter or for fewer users fits on {place.name}: "
-        f"{smallest.name}, the weights alone are {_size(smallest.bytes)}."
+        f"{smallest.name}, the weights alone are {as_size(smallest.bytes)}."
     )
 
 
@@ -535,13 +538,6 @@ def _instead_lines(place: Place, instead: list[Alternative]) -> list[str]:
         load = each.load
         lines.append(
             f"  {load.stored.name:<34}{load.dtype:>6}{load.context:>12,}{load.users:>10,}"
-            f"{_size(each.need.bytes):>12}"
+            f"{as_size(each.need.bytes):>12}"
         )
     return lines
-
-
-def _size(count: float) -> str:
-    """Of three or four digits, in binary units."""
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = next((power for power in range(4) if abs(count) < 1000 << 10 * power), 4)
-    return f"{count / (1 << 10 * power):.4g} {units[power]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import struct
 import tracemalloc
 from collections.abc import Callable
@@ -135,6 +136,9 @@ def test_no_file_a_folder_and_a_device(tmp_path: Path) -> None:
     assert "not a regular file" in refusal(Path("/dev/zero"))
     os.mkfifo(tmp_path / "pipe")
     assert "not a regular file" in refusal(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        assert "not a regular file" in refusal(tmp_path / "socket")
 
 
 @pytest.mark.parametrize("size", [0, 1, 4, 23])

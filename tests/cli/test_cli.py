@@ -338,6 +338,21 @@ def test_ctrl_c_keeps_the_conversation(engine: CountingEngine) -> None:
     assert "(stopped)" in result.stderr
 
 
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, engine: CountingEngine) -> None:
+    engine.on_step = lambda: os.kill(os.getpid(), signal.SIGINT)
+    result = run("generate", "m", "x", "--max-tokens", "1000")
+    assert (result.exit_code, result.stderr) == (130, "octavo: interrupted\n")
+    assert engine.closed
+
+    def load_engine(model: Path, config: EngineConfig) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("octavo.engine.load.load_engine", load_engine)
+    for command in ("generate m x", "chat m", "speculate m x"):
+        result = run(*command.split())
+        assert (result.exit_code, result.output) == (130, "octavo: interrupted\n"), command
+
+
 def test_chat_refuses_a_base_model(monkeypatch: pytest.MonkeyPatch, engine: CountingEngine) -> None:
     monkeypatch.setattr("octavo.engine.load.load_engine", lambda *_: loaded(engine, chat=False))
     result = run("chat", "m", input="hi\n")

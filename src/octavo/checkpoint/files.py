@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 import os
@@ -21,6 +22,8 @@ def _opened(path: Path) -> Iterator[tuple[int, int]]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        if isinstance(error, OSError) and error.errno == errno.ENXIO:  # a socket
+            raise CheckpointError(f"{path}: is not a regular file") from None
         raise CheckpointError(f"{path}: cannot be opened: {_reason(error)}") from None
     try:
         status = os.fstat(descriptor)

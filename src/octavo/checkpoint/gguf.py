@@ -229,7 +229,9 @@ class GgufFile:
     def _check_count(self, count: int, least: int, pos: int, what: str) -> None:
         """Before looping: entries take at least so many bytes, and objects in memory besides."""
         if count * least > self._size - pos:
-            self.fail(f"declares {count} {what}, more than the file has room for")
+            self.fail(
+                f"declares {count} {what}, more than the file has room for: truncated download?"
+            )
         if count > MAX_ENTRIES:
             self.fail(f"declares {count} {what}, more than {MAX_ENTRIES}")
 
@@ -283,7 +285,7 @@ class GgufFile:
         if count * _LEAST[kind] > self._size - pos:
             self.fail(
                 f"metadata key {key!r} declares an array of {count} elements, "
-                f"more than the remaining {self._size - pos} bytes can hold"
+                f"more than the remaining {self._size - pos} bytes can hold: truncated download?"
             )
         if kind == _STRING:
             return self._string_array(pos, key, count)
@@ -377,7 +379,7 @@ class GgufFile:
         if nbytes > self._size or offset > self._size:
             self.fail(
                 f"tensor {name!r} declares {nbytes} bytes at offset {offset}, "
-                f"more than the file's {self._size}"
+                f"more than the file's {self._size}: truncated download?"
             )
         if offset % self.alignment:
             self.fail(

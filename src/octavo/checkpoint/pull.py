@@ -209,6 +209,8 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
         return _from_hub(match["repo"], match["file"], download=download)
     if path.name and path.with_name(path.name + QUANTIZING).is_dir():
         raise PullError(_interrupted(model))
+    if "://" in model:
+        raise PullError(f"{model}: download it, and give the file; or give a Hugging Face id")
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
     hint = difflib.get_close_matches(model, KNOWN, n=1)
@@ -470,7 +472,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
             raise PullError(f"{where} holds safetensors, but not their config.json")
         return None
     if not files:
-        raise PullError(f"{where} holds no GGUF file")
+        raise PullError(f"{where} holds no GGUF file{'' if wanted else ' and no safetensors'}")
     if wanted is not None:
         exact = [name for name in files if name == wanted]
         files = exact or [name for name in files if wanted.lower() in name.lower()]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import io
 import os
 import sys
+from collections.abc import Callable
 from types import ModuleType
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -50,7 +53,22 @@ def _add(group: typer.Typer, module: ModuleType) -> None:
     # "\b" keeps click from joining the examples' lines.
     epilog = "\b\nExamples:\n" + "\n".join(f"  {line}" for line in module.EXAMPLES)
     name = module.__name__.rpartition(".")[2].replace("_", "-")
-    group.command(name, cls=Command, epilog=epilog)(checked(module.command))
+    group.command(name, cls=Command, epilog=epilog)(_told(checked(module.command)))
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    """The same command, which says so when Ctrl-C ends it, and no more."""
+
+    @functools.wraps(command)
+    def run(**values: Any) -> None:
+        try:
+            command(**values)
+        except KeyboardInterrupt:
+            # Behind the "^C" of a terminal, or what was written so far.
+            print("\n" * sys.stderr.isatty() + "octavo: interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return run
 
 
 for _module in (
@@ -100,6 +118,9 @@ def main() -> None:
     """Run a command. Whatever goes wrong is one line on standard error and exit code 1."""
     # Before numpy is imported: its BLAS would take all the machine's cores, whatever the quota.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(usable_cpus()[0]))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know what a model says
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="octavo")
     except Exception as error:

@@ -16,6 +16,7 @@ from octavo.cli.options import (
     sampling_options,
     sampling_params,
     takes,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -53,7 +54,8 @@ def command(
     params: SamplingParams,
     engine: EngineConfig,
     system: Annotated[
-        str | None, typer.Option(help="System message.", show_default=False, metavar="TEXT")
+        str | None,
+        typer.Option(help="System message.", show_default=False, metavar="TEXT", parser=words),
     ] = None,
     verbose: Annotated[
         bool, typer.Option("--verbose", "-v", help="Show /stats after each answer.")

@@ -16,6 +16,7 @@ from octavo.cli.options import (
     sampling_options,
     sampling_params,
     takes,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def command(
     prompts: Annotated[
         list[str],
         typer.Argument(
-            help="Texts to continue; - reads one from standard input.", metavar="PROMPT"
+            help="Texts to continue; - reads one from standard input.",
+            metavar="PROMPT",
+            parser=words,
         ),
     ],
     params: SamplingParams,
@@ -62,7 +65,9 @@ def command(
     ] = False,
     system: Annotated[
         str | None,
-        typer.Option(help="System message, with --chat.", show_default=False, metavar="TEXT"),
+        typer.Option(
+            help="System message, with --chat.", show_default=False, metavar="TEXT", parser=words
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON per prompt.")

@@ -41,6 +41,15 @@ PlannedModel = Annotated[
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
+def words(text: str) -> str:
+    """Text for a model: what the shell gave, if it is text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise typer.BadParameter(f"it is not UTF-8, from character {error.start + 1}") from None
+    return text
+
+
 def amount(text: str) -> int:
     """A count or size: 4096, 1k = 1000, 1K = 1Ki = 1KiB = 1024, 2GiB, 512MB = 512·10⁶.
 

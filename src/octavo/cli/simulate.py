@@ -199,6 +199,7 @@ def command(
         if "quantization" in engine and (chosen is not None or edges is not None):
             other = "--embedding-format" if chosen is None else "--format"
             raise ValueError(f"--quantization and {other} both say how weights are: give one")
+        hardware.check(device)
         EngineConfig(**engine)  # refuses
     except ValueError as error:
         raise typer.BadParameter(named_flags(str(error))) from None

@@ -17,6 +17,7 @@ from octavo.cli.options import (
     sampling_options,
     sampling_params,
     takes,
+    words,
 )
 
 if TYPE_CHECKING:
@@ -50,7 +51,9 @@ _STYLES = {"accepted": "green", "replaced": "red strike", "discarded": "bright_b
 )
 def command(
     model: Model,
-    prompt: Annotated[str, typer.Argument(help="The text to continue.", metavar="PROMPT")],
+    prompt: Annotated[
+        str, typer.Argument(help="The text to continue.", metavar="PROMPT", parser=words)
+    ],
     params: SamplingParams,
     engine: EngineConfig,
     chat: Annotated[

@@ -257,6 +257,7 @@ def _model(
     from octavo.plan.subject import Subject
 
     with naming_flags():
+        hardware.check(device)
         chosen = chosen_scheme(format, None, None, False)
         usual = engine_defaults(device == "machine")
         if tokens is None:
@@ -271,17 +272,17 @@ def _model(
             kv_cache_dtype=kv_cache_dtype,
         )
     subject = Subject.find(model)
+    # Late, for this machine may have to be measured.
+    with naming_flags():
+        on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
+    stored = weights_on(on, subject, chosen)
+    setup = Setup(subject, stored, on, config)
     most = subject.program.config.context_length
     if load.prompts.mean + load.outputs.mean > most:
         raise _refused(
             f"a prompt of {load.prompts.mean:,.0f} and an answer of {load.outputs.mean:,.0f} "
             f"tokens, the means, are more than the model's context of {most:,}"
         )
-    # Last of what is checked: this machine may have to be measured.
-    with naming_flags():
-        on = hardware.device(device, on_stderr).assuming(compute_share, bandwidth_share)
-    stored = weights_on(on, subject, chosen)
-    setup = Setup(subject, stored, on, config)
     layout = config.layout_of(subject.program.config)
     cache, where = None, "the cache is taken to hold all that run: the device's memory is not known"
     if on.memory_bytes is not None:

@@ -89,6 +89,7 @@ def command(
     try:
         edges = schemes.scheme(embedding_format or "bf16")
         chosen = chosen_scheme(format, bits, group_size, asymmetric)
+        hardware.check(device)
         kv_dtype = KvDtype.of(kv_cache_dtype)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -133,6 +133,7 @@ def command(
     try:
         edges = None if embedding_format is None else schemes.scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, False)
+        hardware.check(device)
         kv_dtype = KvDtype.of(kv_cache_dtype)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None

@@ -13,10 +13,12 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
+from octavo.engine.async_engine import AsyncEngine
+
 PATIENCE = 120.0  # seconds, after which what others are to do does not come any more
 
 
-async def until(holds: Callable[[], object], what: str) -> None:
+async def until(holds: Callable[[], object], what: str = "it") -> None:
     """Wait, while the loop goes on, for ``what``, which has come when it ``holds``."""
     end = time.monotonic() + PATIENCE
     while not holds():
@@ -30,6 +32,17 @@ def held_up_until(holds: Callable[[], object], what: str) -> None:
     while not holds():
         assert time.monotonic() < end, f"{what} did not come"
         time.sleep(0.001)
+
+
+def lose_patience(engine: AsyncEngine) -> None:
+    """A step that takes longer than a moment has hung, from now on: not before all is as the test
+    needs it, however long that takes.
+    """
+    if engine._watchdog is not None:
+        engine._watchdog.cancel()
+        engine._watchdog = None
+    engine.hang_timeout = 0.2
+    engine._arm_watchdog()
 
 
 class Leave:

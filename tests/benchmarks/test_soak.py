@@ -122,7 +122,6 @@ def test_who_watches_does_not_die_in_silence() -> None:
         asyncio.run(soak.soak(Gone("http://127.0.0.1:9"), 0.001, 0, 0.0, 0.0))
 
 
-@pytest.mark.timeout(120)
 def test_on_a_small_server(tmp_path: Path) -> None:
     pytest.importorskip("octavo._native")
     model = tiny_llama().write(tmp_path / "tiny.gguf")

@@ -6,6 +6,8 @@ import gc
 import json
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 from octavo.checkpoint import load
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.checkpoint.chat_template import JinjaChatTemplate
+from patience import PATIENCE
 
 ORACLE = Path(__file__).parent.parent / "oracle"
 USER = [{"role": "user", "content": "hi"}]
@@ -22,6 +25,14 @@ USER = [{"role": "user", "content": "hi"}]
 
 def render(source: str, messages: list[dict[str, Any]] = USER, **kwargs: Any) -> str:
     return JinjaChatTemplate(source).render(messages, **kwargs)
+
+
+@pytest.fixture(autouse=True)
+def _in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No template is slow for the machine's being busy, unless a test says what it may take."""
+    defaults = JinjaChatTemplate.__init__.__kwdefaults__
+    assert defaults is not None
+    monkeypatch.setitem(defaults, "seconds", PATIENCE)
 
 
 def refusal(source: str, messages: list[dict[str, Any]] = USER, **limits: Any) -> str:
@@ -165,12 +176,20 @@ def test_limits_hold(name: str) -> None:
     ), reason
 
 
+@contextmanager
+def hurried(template: JinjaChatTemplate) -> Iterator[None]:
+    """Who does not hang has all the time that a busy machine takes, before and behind."""
+    template._seconds, before = 0.3, template._seconds
+    yield
+    template._seconds = before
+
+
 def test_a_killed_template_starts_again() -> None:
     source = "{% if messages[0].content == 'hang' %}" + HOSTILE["loops"] + "{% endif %}ok"
-    template = JinjaChatTemplate(source, seconds=0.3)
+    template = JinjaChatTemplate(source)
     assert template.render(USER) == "ok"
     for _ in range(2):
-        with pytest.raises(ChatTemplateError, match=r"longer than 0\.3 s"):
+        with hurried(template), pytest.raises(ChatTemplateError, match=r"longer than 0\.3 s"):
             template.render([{"role": "user", "content": "hang"}])
         assert template.render(USER) == "ok"
 
@@ -178,7 +197,7 @@ def test_a_killed_template_starts_again() -> None:
 @pytest.mark.parametrize("idle", [False, True])
 def test_nothing_is_kept_of_a_dead_process(idle: bool) -> None:
     source = "{% if messages[0].content == 'hang' %}" + HOSTILE["loops"] + "{% endif %}ok"
-    template = JinjaChatTemplate(source, seconds=0.3)
+    template = JinjaChatTemplate(source)
     template.render(USER)
     assert template._worker is not None
     worker = weakref.ref(template._worker)
@@ -187,7 +206,7 @@ def test_nothing_is_kept_of_a_dead_process(idle: bool) -> None:
         template._worker._process.wait()
         template.render(USER)
     else:
-        with pytest.raises(ChatTemplateError, match="longer than"):
+        with hurried(template), pytest.raises(ChatTemplateError, match="longer than"):
             template.render([{"role": "user", "content": "hang"}])
     gc.collect()
     assert worker() is None
@@ -207,7 +226,7 @@ def test_the_process_goes_with_its_template() -> None:
     template.render(USER)
     process = template._worker._process  # type: ignore[union-attr]
     del template
-    assert process.wait(10) is not None
+    assert process.wait(PATIENCE) is not None
 
 
 def test_threads_share_a_template() -> None:

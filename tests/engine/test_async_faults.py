@@ -21,7 +21,7 @@ from octavo.engine.engine import Engine, Step
 from octavo.engine.stream import EngineDead, Stream
 from octavo.execute.batch import Batch, StepResult
 from octavo.schedule.request import AdmissionError, FinishReason, Outcome, RequestRecord
-from patience import PATIENCE, Leave, until
+from patience import PATIENCE, Leave, lose_patience, until
 
 
 class Told:
@@ -286,15 +286,6 @@ async def test_a_stream_that_is_never_read_holds_its_output_once() -> None:
     await engine.stop()
 
 
-def hangs(engine: AsyncEngine) -> None:
-    """Its step takes too long from now on: not before all is as it is to be found."""
-    assert engine._watchdog is not None
-    engine._watchdog.cancel()
-    engine._watchdog = None
-    engine.hang_timeout = 0.2
-    engine._arm_watchdog()
-
-
 @pytest.mark.parametrize("end", ["dead", "hung"])
 async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> None:
     """However full its queue is."""
@@ -316,7 +307,7 @@ async def test_who_comes_to_a_dead_engine_is_not_told_to_come_back(end: str) -> 
     if end == "dead":
         go.set()
     else:
-        hangs(engine)
+        lose_patience(engine)
     for stream in streams:
         with pytest.raises(EngineDead):
             await collect(stream)

@@ -11,6 +11,8 @@ from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from patience import PATIENCE
+
 
 class Collector:
     def __init__(self, url: str) -> None:
@@ -38,7 +40,8 @@ class Collector:
     def spans(self, at_least: int) -> list[Any]:
         """All spans, once so many are there."""
         with self._came:
-            assert self._came.wait_for(lambda: len(self._spans) >= at_least, 20), self._spans
+            come = self._came.wait_for(lambda: len(self._spans) >= at_least, PATIENCE)
+            assert come, self._spans
             return list(self._spans)
 
 

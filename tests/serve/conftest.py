@@ -13,6 +13,11 @@ from serve_fakes import FakeEngine, served_model
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.model import ServedModel
+from patience import PATIENCE
+
+# A server in the test's own loop answers when it gets to it, in httpx's five seconds or not.
+for _method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
+    (_method.__kwdefaults__ or {})["timeout"] = PATIENCE
 
 
 @pytest.hookimpl(optionalhook=True)

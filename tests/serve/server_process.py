@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +21,15 @@ class StartingEngine(serve_fakes.FakeEngine):
     """Takes a LoadedEngine's engine's place in `server.run`."""
 
     def __init__(self, *_: object, **__: object) -> None:
-        super().__init__(pause=settings.get("pause", 0.0))
+        super().__init__()
         self.thread = threading.Thread()
+
+    async def _run(self, stream: serve_fakes.FakeStream) -> None:
+        """A token, and the others when the file ``gate`` is there."""
+        stream.step()
+        while (gate := settings.get("gate")) and not Path(gate).exists():
+            await asyncio.sleep(0.005)
+        await super()._run(stream)
 
     async def start(self) -> None: ...
 

@@ -28,6 +28,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.gate import Trace
 from octavo.serve.metrics import Metrics
 from octavo.serve.server import bind, http_server
+from patience import until
 
 TINY = ModelConfig(
     family="llama",
@@ -47,14 +48,11 @@ TINY = ModelConfig(
 
 
 class PacedExecutor(CostExecutor):
-    """Each step takes ``pause`` seconds, or, when ``hang`` is set, never ends."""
+    """Each step takes ``pause`` seconds at least."""
 
     pause = 0.0
-    hang = False
 
     def execute(self, batch: Batch) -> StepResult:
-        while self.hang:
-            time.sleep(0.01)
         time.sleep(self.pause)
         return super().execute(batch)
 
@@ -101,8 +99,7 @@ async def listening(
     server = http_server(app, settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        while not server.started:
-            await asyncio.sleep(0.005)
+        await until(lambda: server.started or task.done(), "the server")
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True

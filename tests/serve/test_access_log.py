@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 import json
 import logging
@@ -20,6 +19,7 @@ from test_process import process
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, RequestRecord
 from octavo.serve.access_log import of_records
 from octavo.serve.logs import JsonFormatter
+from patience import Leave, until
 
 
 @contextmanager
@@ -150,12 +150,13 @@ def test_the_facts_of_several_prompts() -> None:
 
 async def test_a_promise_is_kept_alike_in_log_metrics_and_list() -> None:
     """A client that leaves in time is no promise broken, for whoever tells of it."""
-    engine, _ = real_engine(pause=0.01)
+    engine, executor = real_engine()
     with logged(JsonFormatter()) as written:
         async with (
             started(engine),
             listening(engine) as url,
             httpx.AsyncClient(base_url=url) as client,
+            Leave(executor).one_by_one(),
         ):
             for ttft, kept in ((60_000.0, True), (0.001, False)):
                 body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
@@ -165,8 +166,8 @@ async def test_a_promise_is_kept_alike_in_log_metrics_and_list() -> None:
                     await anext(lines)
                     [row] = (await client.get("/requests")).json()["engine"]["requests"]
                     assert row["on_target"] is kept
-            while engine.stats().running or written.getvalue().count("/v1/completions") < 2:
-                await asyncio.sleep(0.01)
+            await until(lambda: not engine.stats().running, "the end")
+            await until(lambda: written.getvalue().count("/v1/completions") == 2, "their lines")
             page = (await client.get("/metrics")).text
     told = map(json.loads, written.getvalue().splitlines())
     left, late = [line for line in told if line["path"] == "/v1/completions"]

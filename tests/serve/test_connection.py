@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,24 +14,34 @@ from serve_fakes import FakeEngine
 from serving import listening
 
 from octavo.serve.connection import Connection
+from patience import PATIENCE, until
 
 
 @pytest.fixture
-def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system keeps little of what the server sends and nobody reads."""
-    made = Connection.connection_made
+def little_room(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The system keeps little of what the server sends and nobody reads. The server's ends of all
+    connections.
+    """
+    made, connections = Connection.connection_made, list[Connection]()
 
     def connection_made(self: Connection, transport: Any) -> None:
         made(self, transport)
+        connections.append(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     monkeypatch.setattr(Connection, "connection_made", connection_made)
+    return connections
 
 
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.002)
+def heads_in(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is how long a head may take once the first has come, in whatever time."""
+    complete = Connection.on_headers_complete
+
+    def on_headers_complete(self: Connection) -> None:
+        monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", seconds)
+        complete(self)
+
+    monkeypatch.setattr(Connection, "on_headers_complete", on_headers_complete)
 
 
 class Peer:
@@ -65,7 +74,7 @@ class Peer:
 
     async def read(self, most: int = 1 << 16) -> bytes:
         """b"" at the end of the connection."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             return await asyncio.get_running_loop().sock_recv(self.socket, most)
 
     async def read_all(self) -> bytes:
@@ -105,7 +114,7 @@ LIVE = b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n"
 
 @pytest.mark.parametrize("stream", [b"true", b"false"])
 async def test_who_takes_nothing_is_gone(
-    engine: FakeEngine, stream: bytes, little_room: None
+    engine: FakeEngine, stream: bytes, little_room: list[Connection]
 ) -> None:
     """Not merely closed on: what its socket has still to be sent would keep it for ever."""
     engine.max_model_len = 1 << 20
@@ -117,7 +126,9 @@ async def test_who_takes_nothing_is_gone(
         peer.socket.close()
 
 
-async def test_who_takes_no_small_answer_is_gone(engine: FakeEngine, little_room: None) -> None:
+async def test_who_takes_no_small_answer_is_gone(
+    engine: FakeEngine, little_room: list[Connection]
+) -> None:
     """Too little to count as a full buffer, on a connection that is closed once it is sent."""
     request = LIVE[:-2] + b"connection: close\r\n\r\n"
     async with listening(engine, stream_write_timeout=0.2) as url:
@@ -126,22 +137,34 @@ async def test_who_takes_no_small_answer_is_gone(engine: FakeEngine, little_room
         peer.socket.close()
 
 
-async def test_who_takes_little_by_little_is_served(engine: FakeEngine, little_room: None) -> None:
-    """In longer than it may take nothing, but never that long without taking something."""
+async def test_who_takes_little_by_little_is_served(
+    engine: FakeEngine, little_room: list[Connection]
+) -> None:
+    """However long it takes, if it took something whenever the server looks."""
     engine.max_model_len = 1 << 20
     body = b'{"prompt": "a", "max_tokens": 2000, "logprobs": 20}'
-    async with listening(engine, stream_write_timeout=0.3) as url:
+    async with listening(engine, stream_write_timeout=1000.0) as url:
         peer = await Peer.of(url, completion(body))
         head = b""
         while not head.endswith(b"\r\n\r\n"):
             head += await peer.read(1)
         size = rest = int(head.split(b"content-length: ")[1].split(b"\r\n")[0])
         assert rest > 400_000
+        (server,) = little_room
+        looks = 0
         while rest:
             part = await peer.read(size // 40)
             assert part
             rest -= len(part)
-            await asyncio.sleep(0.02)
+
+            def took() -> bool:
+                return server.transport.get_write_buffer_size() < server._unsent
+
+            await until(lambda: server._write_timer is None or took())
+            if server._write_timer is not None:  # its time is over
+                server._check_writing()
+                looks += 1
+        assert looks > 5
         await peer.send(LIVE)
         assert (await peer.read()).startswith(b"HTTP/1.1 200 ")
         peer.socket.close()
@@ -169,7 +192,7 @@ async def test_no_answer_is_disturbed_by_what_comes_behind_its_request(
     engine: FakeEngine, streamed: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes whole, and then the connection ends."""
-    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
+    heads_in(0.05, monkeypatch)
     engine.auto = False
     body = b'{"prompt": "a", "max_tokens": 3, "stream": %b}' % streamed
     async with listening(engine) as url:
@@ -234,18 +257,17 @@ async def test_a_byte_now_and_then_holds_no_connection(
     more: bytes,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.1)
+    heads_in(0.1, monkeypatch)
     async with listening(engine, keep_alive_timeout=0.1) as url:
         peer = await Peer.of(url, request_)
         assert (await peer.read()).startswith(b"HTTP/1.1 " + status)
         ended = asyncio.create_task(peer.read())
-        async with asyncio.timeout(20):
-            while not ended.done():
-                try:
-                    await peer.send(more)
-                except OSError:
-                    break
-                await asyncio.sleep(0.01)
+        while not ended.done():
+            try:
+                await peer.send(more)
+            except OSError:
+                break
+            await asyncio.sleep(0.01)
         await asyncio.wait([ended])
         assert ended.exception() is not None or ended.result() == b""
         peer.socket.close()

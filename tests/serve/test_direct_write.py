@@ -13,6 +13,7 @@ from serve_fakes import events
 from serving import listening, real_engine, started
 
 from octavo.serve.writer import DirectWrite
+from patience import Leave, until
 
 
 async def texts(url: str, body: dict[str, Any], path: str) -> dict[int, str]:
@@ -52,8 +53,8 @@ async def test_the_same_as_through_the_layers(
         write(self, data)
 
     monkeypatch.setattr(DirectWrite, "write", counted)
-    engine, _ = real_engine(pause=0.004)  # so that tokens come one by one
-    async with started(engine), listening(engine) as url:
+    engine, executor = real_engine()
+    async with started(engine), listening(engine) as url, Leave(executor).one_by_one():
         direct = await texts(url, asked, path)
         assert written > 0
         mixed = property(lambda self: rng.random() < 0.5 and ready.__get__(self))
@@ -86,8 +87,7 @@ async def test_a_slow_reader_gets_all_of_it() -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
         )
-        while engine.stats().running or not engine.stats().steps:
-            await asyncio.sleep(0.02)
+        await until(lambda: engine.stats().steps and not engine.stats().running, "the end")
         await asyncio.sleep(0.1)
         answer = await reader.read()
         writer.close()

@@ -7,10 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import httpx
 import pytest
 
 import strict_json
+from patience import held_up_until
 
 pytest.importorskip("octavo._native")
 
@@ -59,13 +59,14 @@ def serving(
     )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
-            for _ in range(1200):
+
+            def ready() -> bool:
                 assert process.poll() is None, "the server has ended"
-                try:
-                    if client.get("/ready").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.05)
+                with suppress(httpx.TransportError):
+                    return client.get("/ready").status_code == 200
+                return False
+
+            held_up_until(ready, "the server")
             yield client, process
     finally:
         process.kill()
@@ -170,14 +171,14 @@ def test_a_neighbour_of_what_is_refused_is_unchanged(client: httpx.Client) -> No
     neighbour = {"max_tokens": 60, "logprobs": 5, "ignore_eos": True}
     alone = complete(client, **neighbour)["choices"]
     bad = {"prompt": PROMPT, "stop_token_ids": [49152], "min_tokens": 1}
+    refused = 0
     with ThreadPoolExecutor(1) as pool:
-        beside = pool.submit(complete, client, **neighbour)
-        refused = 0
-        while not beside.done():
-            assert client.post(COMPLETIONS, json=bad).status_code == 400
-            refused += 1
-        assert beside.result()["choices"] == alone
-    assert refused > 1
+        while refused < 2:  # none is where the answer came before this thread had its turn
+            beside = pool.submit(complete, client, **neighbour)
+            while not beside.done():
+                assert client.post(COMPLETIONS, json=bad).status_code == 400
+                refused += 1
+            assert beside.result()["choices"] == alone
 
 
 def test_what_is_advertised_runs(smollm2_path: Path) -> None:
@@ -294,7 +295,8 @@ def test_killed_under_load_and_started_again(smollm2_path: Path) -> None:
             pool.submit(complete, client, max_tokens=400, ignore_eos=True, prompt=f"{PROMPT} {at}")
             for at in range(6)
         ]
-        time.sleep(0.5)
+        before_load = computed(client)
+        held_up_until(lambda: computed(client) > before_load + 50, "the load")
         process.send_signal(signal.SIGKILL)
         process.wait()
         for each in asked:

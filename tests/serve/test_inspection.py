@@ -21,6 +21,7 @@ from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import LatencyTarget, Request
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
+from patience import Leave, until
 
 EXPECTED = {  # who is let in when, of twelve that wait
     "fcfs": range(12),
@@ -198,8 +199,13 @@ def test_looking_changes_nothing() -> None:
 
 
 async def test_the_route(caplog: pytest.LogCaptureFixture) -> None:
-    engine, _executor = real_engine(pause=0.002)
-    async with started(engine), listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+    engine, executor = real_engine()
+    async with (
+        started(engine),
+        listening(engine) as url,
+        httpx.AsyncClient(base_url=url) as client,
+        Leave(executor).one_by_one(),
+    ):
         body = {"prompt": SECRET, "max_tokens": 400, "ignore_eos": True, "stream": True}
         async with client.stream("POST", "/v1/completions", json=body) as answer:
             lines = answer.aiter_lines()
@@ -264,7 +270,8 @@ async def test_other_methods_and_paths() -> None:
 
 
 async def test_many_askers_share_one_look() -> None:
-    engine, _executor = real_engine(pause=0.02)
+    engine, executor = real_engine()
+    steps = Leave(executor)
     looks = 0
     real = engine.inspect
 
@@ -276,7 +283,11 @@ async def test_many_askers_share_one_look() -> None:
     engine.inspect = counted  # type: ignore[method-assign]
     async with started(engine), asked(engine) as client:
         engine.submit(request("one"))
-        answers = await asyncio.gather(*(client.get("/requests") for _ in range(50)))
+        await until(lambda: steps.asked, "a step")
+        asking = asyncio.gather(*(client.get("/requests") for _ in range(50)))
+        await until(lambda: engine._inspections, "a look")
+        async with steps.one_by_one():
+            answers = await asking
         assert {answer.status_code for answer in answers} == {200}
         assert looks <= 3
         assert len((await client.get("/requests?limit=0")).json()["engine"]["requests"]) == 0
@@ -285,16 +296,17 @@ async def test_many_askers_share_one_look() -> None:
 async def test_an_engine_that_is_busy_or_dead(monkeypatch: pytest.MonkeyPatch) -> None:
     from octavo.serve import inspection
 
-    monkeypatch.setattr(inspection, "_PATIENCE", 0.05)
-    engine, executor = real_engine(pause=0.5)
+    engine, executor = real_engine()
+    steps = Leave(executor)
     async with started(engine), asked(engine) as client:
         engine.submit(request("slow", 4, tokens=3))
-        await asyncio.sleep(0.1)
-        answer = await client.get("/requests")
+        await until(lambda: steps.asked, "a step")
+        with monkeypatch.context() as hurried:
+            hurried.setattr(inspection, "_PATIENCE", 0.05)
+            answer = await client.get("/requests")
         assert answer.status_code == 503
         assert "/live" in answer.text
-        executor.pause = 0.0
-        await asyncio.sleep(0.6)
+        steps.let_all()
         assert (await client.get("/requests")).status_code == 200
     async with asked(engine) as client:
         assert (await client.get("/requests")).status_code in (500, 503)

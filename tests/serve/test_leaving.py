@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
-from collections.abc import Callable
 from urllib.parse import urlsplit
 
 import httpx
@@ -13,11 +13,7 @@ import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, events
 from serving import listening
 
-
-async def until(true: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not true():
-            await asyncio.sleep(0.002)
+from patience import PATIENCE, until
 
 
 async def post(url: str, path: str = "/v1/completions", **body: object) -> asyncio.StreamWriter:
@@ -116,8 +112,8 @@ async def test_aborted_requests_are_counted_once(engine: FakeEngine) -> None:
             engine.step()
             writer.transport.abort()
             await until(lambda: not engine.streams)
-        await asyncio.sleep(0.01)
-        text = (await client.get("/metrics")).text
+        while not re.search('status="499"} 5.0', text := (await client.get("/metrics")).text):
+            await asyncio.sleep(0.001)
         model = 'engine="0",model_name="tiny"'
         for line in (
             'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 5.0',
@@ -171,25 +167,26 @@ async def test_a_long_prompt_does_not_stall_the_loop(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While one request's text is being tokenized, others come and go."""
-    going = threading.Event()
+    going, slow_ones = threading.Event(), []
     encode = ByteTokenizer.encode
 
     def slow(self: ByteTokenizer, text: str, **kwargs: bool) -> list[int]:
         if text == "slow":
-            going.wait(20)
+            slow_ones.append(text)
+            going.wait(PATIENCE)
         return encode(self, text, **kwargs)
 
     monkeypatch.setattr(ByteTokenizer, "encode", slow)
     async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
         first = asyncio.create_task(client.post("/v1/completions", json={"prompt": "slow"}))
         killed = await post(url, prompt="slow")
-        await asyncio.sleep(0.01)
+        await until(lambda: len(slow_ones) == 2)
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         killed.transport.abort()
-        await asyncio.sleep(0.01)
+        while 'status="499"} 1.0' not in (await client.get("/metrics")).text:
+            await asyncio.sleep(0.001)
         going.set()
         assert (await first).status_code == 200
-        await asyncio.sleep(0.01)
     assert len(engine.submitted) == 2  # not the one whose client had left
 
 
@@ -232,11 +229,11 @@ async def test_a_head_without_end(engine: FakeEngine, end: bytes) -> None:
 async def test_a_head_that_takes_too_long(
     engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
     async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).status_code == 200
+        monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
         for sent in (b"", b"GET /health HT"):
             assert await raw(url, sent) == b""
-        assert (await client.get("/health")).status_code == 200
         await asyncio.sleep(0.1)
         assert (await client.get("/health")).status_code == 200
 

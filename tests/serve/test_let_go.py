@@ -4,17 +4,17 @@ collector are rare while streams run, and what waits for one has grown old in th
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import traceback
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
 import pytest
 from serving import listening, real_engine, started
-from test_leaving import post, until
+from test_leaving import post
 from test_overload import Poisoned
 
 from octavo.engine.async_engine import AsyncEngine
@@ -26,6 +26,7 @@ from octavo.schedule.sequence import RequestState, Sequence
 from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.generate import Prepared
 from octavo.serve.reply import Reply
+from patience import Leave, until
 
 _MADE = (
     *(Prepared, Reply, RequestState, Sequence),
@@ -105,6 +106,7 @@ async def nothing_is_left(
         started(engine),
         listening(engine) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
+        AsyncExitStack() as stack,
     ):
 
         async def plain() -> None:  # of the last step something may be left
@@ -113,6 +115,8 @@ async def nothing_is_left(
                 while (await client.post("/v1/completions", json=body)).status_code != 200:
                     pass  # on a slow machine this, too, is shed
 
+        steps = Leave(executor)  # ends nothing that runs while the loop has not seen the rest
+        await stack.enter_async_context(steps.one_by_one())
         await plain()
         gc.collect()
         gc.disable()
@@ -121,11 +125,7 @@ async def nothing_is_left(
             for _ in range(3):
                 await ask(client, engine, url)
             await plain()
-            for _ in range(200):
-                if few(alive()):
-                    break
-                await asyncio.sleep(0.01)
-            assert few(alive())
+            await until(lambda: few(alive()), "the end of all that was made")
         finally:
             logging.disable(logging.NOTSET)
             gc.enable()

@@ -16,6 +16,7 @@ from test_access_log import logged
 
 from octavo.serve.logs import JsonFormatter
 from octavo.serve.tracing import Tracer
+from patience import Leave, until
 
 FINISHED, ABORTED = 7, 5
 
@@ -23,7 +24,7 @@ FINISHED, ABORTED = 7, 5
 async def test_metrics_log_traces_and_usage_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Seven answers and five clients that leave in the middle of theirs."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    engine, _ = real_engine(pause=0.003)
+    engine, executor = real_engine()
     used: list[dict[str, Any]] = []
     with collecting() as collector, logged(JsonFormatter()) as written:
         tracer = Tracer(collector.url)
@@ -53,10 +54,10 @@ async def test_metrics_log_traces_and_usage_agree(monkeypatch: pytest.MonkeyPatc
                     async for _ in response.aiter_text():
                         break
 
-            await asyncio.gather(*map(ask, range(FINISHED)), *map(leave, range(ABORTED)))
-            async with asyncio.timeout(20):
-                while engine.stats().running or written.getvalue().count("\n") < 12:
-                    await asyncio.sleep(0.01)
+            async with Leave(executor).one_by_one():
+                await asyncio.gather(*map(ask, range(FINISHED)), *map(leave, range(ABORTED)))
+                await until(lambda: not engine.stats().running, "the end")
+            await until(lambda: written.getvalue().count("\n") >= 12, "each one's line")
             text = (await client.get("/metrics")).text
             spans = await asyncio.to_thread(collector.spans, 5 * (FINISHED + ABORTED))
         tracer.close()

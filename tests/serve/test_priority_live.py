@@ -10,6 +10,7 @@ from serving import listening, real_engine, started
 from octavo.engine.engine import Step
 from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import RequestRecord
+from patience import Leave, until
 
 URGENT, BULK = 0, 5
 
@@ -31,8 +32,8 @@ class Sees:
 
 async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() -> None:
     """Behind others that wait, too; and who gave way goes on, with the text it had begun."""
-    engine, _ = real_engine(
-        max_num_seqs=3, pause=0.003, policy=PolicyConfig(scheduling_policy="priority")
+    engine, executor = real_engine(
+        max_num_seqs=3, policy=PolicyConfig(scheduling_policy="priority")
     )
     sees = Sees()
     async with started(engine), listening(engine) as url:
@@ -50,10 +51,14 @@ async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() ->
                 asyncio.create_task(ask(client, index, priority=BULK, max_tokens=100))
                 for index in range(5)
             ]
-            while not (sees.steps and len(sees.steps[-1][1]) == 3 and engine.stats().waiting == 2):
-                await asyncio.sleep(0.001)
-            await ask(client, 9, priority=URGENT, max_tokens=4)
-            assert not any(task.done() for task in bulk)
+            async with Leave(executor).one_by_one():
+                await until(
+                    lambda: (
+                        sees.steps and len(sees.steps[-1][1]) == 3 and engine.stats().waiting == 2
+                    )
+                )
+                await ask(client, 9, priority=URGENT, max_tokens=4)
+                assert not any(task.done() for task in bulk)
             texts = await asyncio.gather(*bulk)
             urgent = next(record for record in sees.ended if record.priority == URGENT)
             alone = [await ask(client, index, priority=BULK, max_tokens=100) for index in range(5)]

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,22 +20,23 @@ import httpx
 import pytest
 from serve_fakes import events
 
+from patience import PATIENCE
+
 SCRIPT = Path(__file__).parent / "server_process.py"
 
 
 class Process:
     """A running server; ``lines`` is what it has printed."""
 
-    def __init__(
-        self, pause: float, hang: bool, policy: str | None, config: dict[str, Any]
-    ) -> None:
-        settings = json.dumps(
-            {"pause": pause, "hang": hang, "policy": policy, "serve": {"port": 0} | config}
-        )
+    def __init__(self, settings: dict[str, Any]) -> None:
         self.child = subprocess.Popen(
-            [sys.executable, str(SCRIPT), settings], stderr=subprocess.PIPE, text=True
+            [sys.executable, str(SCRIPT), json.dumps(settings)], stderr=subprocess.PIPE, text=True
         )
         self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+
+    def start(self) -> None:
+        """Until it listens, or has ended."""
         assert self.child.stderr is not None
         for line in self.child.stderr:
             self.lines.append(line)
@@ -43,7 +45,6 @@ class Process:
                 break
             if "unix:" in line:
                 break
-        self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def _read(self) -> None:
@@ -51,8 +52,8 @@ class Process:
         self.lines += self.child.stderr
 
     def wait(self) -> int:
-        code = self.child.wait(30)
-        self._reader.join(10)
+        code = self.child.wait(PATIENCE)
+        self._reader.join(PATIENCE)
         return code
 
     @property
@@ -62,10 +63,13 @@ class Process:
 
 @contextmanager
 def process(
-    pause: float = 0.0, hang: bool = False, policy: str | None = None, **config: Any
+    *, gate: Path | None = None, hang: bool = False, policy: str | None = None, **config: Any
 ) -> Iterator[Process]:
-    running = Process(pause, hang, policy, config)
+    """Answers have one token until ``gate`` exists."""
+    settings = {"hang": hang, "policy": policy, "serve": {"port": 0} | config}
+    running = Process(settings | {"gate": gate and str(gate)})
     try:
+        running.start()
         yield running
     finally:
         if running.child.poll() is None:
@@ -74,8 +78,9 @@ def process(
 
 
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
-def test_streams_finish_and_new_requests_are_refused(which: signal.Signals) -> None:
-    with process(pause=0.02) as server, httpx.Client(base_url=server.url) as client:
+def test_streams_finish_and_new_requests_are_refused(which: signal.Signals, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    with process(gate=gate) as server, httpx.Client(base_url=server.url) as client:
         assert "model: tiny" in server.said
         body = {"prompt": "a", "stream": True, "max_tokens": 60}
         with client.stream("POST", "/v1/completions", json=body) as response:
@@ -91,14 +96,15 @@ def test_streams_finish_and_new_requests_are_refused(which: signal.Signals) -> N
                 assert refused.headers["retry-after"] == "1"
                 assert refused.headers["connection"] == "close"
                 assert refused.json()["error"]["code"] == 503
+            gate.touch()
             text += "".join(chunks)
         assert len(events(text)) == 60
         assert server.wait() == 0
         assert "Traceback" not in server.said
 
 
-def test_at_the_timeout_streams_end_with_an_error() -> None:
-    with process(pause=0.01, shutdown_timeout=0.2) as server:
+def test_at_the_timeout_streams_end_with_an_error(tmp_path: Path) -> None:
+    with process(gate=tmp_path / "never", shutdown_timeout=0.2) as server:
         with httpx.Client(base_url=server.url) as client:
             body = {"prompt": "a", "stream": True, "max_tokens": 500}
             with client.stream("POST", "/v1/completions", json=body) as response:
@@ -111,19 +117,25 @@ def test_at_the_timeout_streams_end_with_an_error() -> None:
         assert server.wait() == 0
 
 
-def test_a_waiting_answer_ends_with_an_error_too() -> None:
-    with process(pause=0.01, shutdown_timeout=0.2) as server:
-        with httpx.Client(base_url=server.url) as client:
-            threading.Timer(0.3, server.child.terminate).start()
-            answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 500})
+def test_a_waiting_answer_ends_with_an_error_too(tmp_path: Path) -> None:
+    with process(gate=tmp_path / "never", shutdown_timeout=0.2) as server:
+        with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "a", "max_tokens": 500}
+            waiting = pool.submit(client.post, "/v1/completions", json=body)
+            while not re.search(
+                r"requests_running\S* 1.0", httpx.get(f"{server.url}/metrics").text
+            ):
+                assert not waiting.done()
+            server.child.terminate()
+            answer = waiting.result()
         assert answer.status_code == 503
         assert server.wait() == 0
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     body = {"prompt": "a", "stream": True, "max_tokens": 500}
     with (
-        process(pause=0.05, shutdown_timeout=1000.0) as server,
+        process(gate=tmp_path / "never", shutdown_timeout=1000.0) as server,
         httpx.Client(base_url=server.url) as client,
         client.stream("POST", "/v1/completions", json=body) as response,
     ):

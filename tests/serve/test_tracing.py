@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from octavo.engine.stats import EngineStats
 from octavo.serve.exchange import Exchange
 from octavo.serve.metrics import Metrics
 from octavo.serve.tracing import Spans, Tracer, _Exporter
+from patience import PATIENCE, Leave, lose_patience, until
 
 REMOTE = "4bf92f3577b34da6a3ce929d0e0e4736"
 PARENT = "00f067aa0ba902b7"
@@ -206,16 +207,22 @@ async def test_several_prompts_and_what_never_ran() -> None:
 
 async def test_a_client_that_leaves_and_an_engine_that_dies() -> None:
     with collecting() as collector, traced(collector) as tracer:
-        async with serving(tracer, pause=0.01, hang_timeout=0.5) as (client, engine):
+        async with serving(tracer) as (client, engine):
             body = {"prompt": "a", "max_tokens": 400, "ignore_eos": True}
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post("/v1/completions", json=body, timeout=0.2)
+            steps = Leave(engine.engine.executor)
+            leaves = asyncio.create_task(client.post("/v1/completions", json=body))
+            steps.let(2)
+            await until(lambda: steps.asked == 3, "a third step")
+            leaves.cancel()
+            await until(lambda: engine._aborts)
+            steps.let()
             (*_, left) = await asyncio.to_thread(collector.spans, 5)
-            engine.engine.executor.hang = True  # type: ignore[attr-defined]
+            await until(lambda: engine._busy_since is None, "the end of its step")
+            lose_patience(engine)
             dead = await client.post("/v1/completions", json=body)
             assert dead.status_code == 500
             spans = await asyncio.to_thread(collector.spans, 7)
-            engine.engine.executor.hang = False  # type: ignore[attr-defined]
+            steps.let_all()
     assert attributes(left)["octavo.outcome"] == "aborted"
     assert attributes(left)["http.response.status_code"] == 499
     assert attributes(left)["gen_ai.response.finish_reasons"] == ["abort"]
@@ -263,7 +270,7 @@ async def test_a_collector_that_hangs_holds_nobody_up(monkeypatch: pytest.Monkey
         assert len(processor._batch_processor._queue) <= 40  # type: ignore[attr-defined]
         closing = threading.Thread(target=tracer.close)
         closing.start()
-        closing.join(20)
+        closing.join(PATIENCE)
         assert not closing.is_alive()
 
 
@@ -278,11 +285,6 @@ async def test_a_collector_that_fails_is_named_once(caplog: pytest.LogCaptureFix
             exchange = Exchange("id", "POST", "/v1/completions")
             exchange.ended = exchange.started
             tracer.trace(exchange)
-
-        async def until(true: Callable[[], bool]) -> None:
-            async with asyncio.timeout(20):
-                while not true():
-                    await asyncio.sleep(0.005)
 
         for status, before in ((400, 0), (413, 3)):
             collector.status = status

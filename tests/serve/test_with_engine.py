@@ -23,6 +23,7 @@ from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request
 from octavo.serve.metrics import Metrics
 from octavo.speculate.speculator import Speculator
+from patience import Leave, until
 
 
 @asynccontextmanager
@@ -150,9 +151,7 @@ async def test_many_streams_aborted_and_then_a_normal_load() -> None:
             task.cancel()
 
         await asyncio.gather(*(leave() for _ in range(300)))
-        async with asyncio.timeout(30):
-            while engine.stats().running or engine.stats().waiting:
-                await asyncio.sleep(0.01)
+        await until(lambda: not (engine.stats().running or engine.stats().waiting), "the end")
         assert engine.stats().kv_blocks_used == 0
         assert await normal_load() == at_first  # nothing is done for anybody else
         stats, scheduler = engine.stats(), engine.engine.scheduler
@@ -166,43 +165,43 @@ async def test_many_streams_aborted_and_then_a_normal_load() -> None:
 
 
 async def test_a_request_that_waits_never_runs_when_its_client_leaves() -> None:
-    async with serving(pause=0.002, max_num_seqs=1) as (client, engine, _):
+    async with serving(max_num_seqs=1) as (client, engine, executor):
+        steps = Leave(executor)
         running = asyncio.create_task(complete(client, max_tokens=300))
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         waiting = asyncio.create_task(complete(client, prompt="second"))
-        while not engine.stats().waiting:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().waiting)
         waiting.cancel()
-        async with asyncio.timeout(20):
-            while engine.stats().waiting:
-                await asyncio.sleep(0.001)
+        await until(lambda: engine._aborts)
+        steps.let()
+        await until(lambda: not engine.stats().waiting)
+        steps.let_all()
         await running
         assert (await values(client))["prompt_tokens_total"] == len("hello")
 
 
 async def test_an_engine_that_hangs_is_noticed() -> None:
     async with serving(hang_timeout=0.3) as (client, _, executor):
-        executor.hang = True
+        steps = Leave(executor)
         whole = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5})
         )
         streamed = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "stream": True})
         )
-        async with asyncio.timeout(20):
-            while (await client.get("/live")).status_code == 200:
-                await asyncio.sleep(0.01)
-            assert (await client.get("/ready")).status_code == 503
-            assert (await whole).status_code == 500
-            failed = await streamed  # before its first event: with the status of an error
-            assert (failed.status_code, failed.json()["error"]["code"]) == (500, 500)
-        executor.hang = False
+        while (await client.get("/live")).status_code == 200:
+            await asyncio.sleep(0.01)
+        assert (await client.get("/ready")).status_code == 503
+        assert (await whole).status_code == 500
+        failed = await streamed  # before its first event: with the status of an error
+        assert (failed.status_code, failed.json()["error"]["code"]) == (500, 500)
+        steps.let_all()
 
 
 async def test_refused_by_the_real_engine() -> None:
     """What the fake engine refuses in the other tests is refused by the real one alike."""
-    async with serving(max_num_queued_reqs=1, max_num_seqs=1, pause=0.01) as (client, engine, _):
+    async with serving(max_num_queued_reqs=1, max_num_seqs=1) as (client, engine, executor):
+        steps = Leave(executor)
         for body, param in (
             ({"max_tokens": 512}, "max_tokens"),
             ({"prompt": "x" * 512}, "prompt"),
@@ -224,12 +223,13 @@ async def test_refused_by_the_real_engine() -> None:
             assert response.status_code == 400, body
             assert response.json()["error"]["param"] == param
         tasks = [asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))]
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         tasks += [
             asyncio.create_task(client.post("/v1/completions", json={"prompt": "a"}))
             for _ in range(5)
         ]
+        await until(lambda: sum(task.done() for task in tasks) == 4, "four refusals")
+        steps.let_all()
         statuses = sorted([(await task).status_code for task in tasks])
         assert statuses == [200, 200, 429, 429, 429, 429]
         found = await values(client)

@@ -15,6 +15,7 @@ from octavo.serve.errors import ApiError, ClientGone
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import Door
 from octavo.serve.workers import Workers
+from patience import PATIENCE, until
 
 
 async def test_memory_is_given_back_after_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,9 +33,7 @@ async def test_memory_is_given_back_after_large_bodies(monkeypatch: pytest.Monke
         with pytest.raises(ApiError):
             await workers.run(fails, bytes(1 << 20))
         assert workers._planned
-        async with asyncio.timeout(20):
-            while workers._planned or not trims:
-                await asyncio.sleep(0.001)
+        await until(lambda: trims and not workers._planned)
         trims.clear()
 
 
@@ -84,7 +83,7 @@ async def test_what_waits_for_a_thread_is_let_go_of_when_its_client_leaves() -> 
     """Its work is never begun, and its place is free at once."""
     going, leave = threading.Event(), asyncio.Event()
     workers, begun = Workers(threads=1), []
-    first = workers.run(lambda _: going.wait(20), b"")
+    first = workers.run(lambda _: going.wait(PATIENCE), b"")
 
     async def receive() -> Message:
         await leave.wait()
@@ -93,8 +92,7 @@ async def test_what_waits_for_a_thread_is_let_go_of_when_its_client_leaves() -> 
     gone = [
         asyncio.create_task(unless_gone(receive, workers.run(begun.append, b""))) for _ in range(3)
     ]
-    while workers.pending < 4:
-        await asyncio.sleep(0)
+    await until(lambda: workers.pending == 4)
     leave.set()
     for task in gone:
         with pytest.raises(ClientGone):

@@ -11,6 +11,7 @@ from starlette.types import Message
 
 from octavo.serve.body import Watch
 from octavo.serve.writer import DirectWrite, Writer, keep_alive
+from patience import until
 
 
 class Slow:
@@ -65,17 +66,19 @@ async def test_no_sign_of_life_where_something_waits() -> None:
     assert waiting.done()
     assert [message.get("body") for message in slow.taken] == [None, b"first"]
     await slow.release()
-    await asyncio.sleep(0.03)
+    await until(lambda: slow.taken[-1]["body"] == b": keep-alive\n\n", "a sign of life")
     beat.cancel()
-    assert slow.taken[-1]["body"] == b": keep-alive\n\n"
 
 
 async def test_closing_a_watch_hides_no_cancellation() -> None:
+    ending, may_end = asyncio.Event(), asyncio.Event()
+
     async def receive() -> Any:
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            await asyncio.sleep(0.01)
+            ending.set()
+            await may_end.wait()
             raise
 
     async def closes() -> None:
@@ -84,7 +87,8 @@ async def test_closing_a_watch_hides_no_cancellation() -> None:
         await watch.close()
 
     closing = asyncio.create_task(closes())
-    await asyncio.sleep(0.005)
+    await ending.wait()
     closing.cancel()
+    may_end.set()
     with pytest.raises(asyncio.CancelledError):
         await closing

@@ -18,13 +18,14 @@ from __future__ import annotations
 from math import exp, inf, log, sqrt
 from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
 from octavo.execute.batch import Batch, Int32
 from octavo.execute.cost import CostModel, Rates, StepSize
 
+# Of these four, in this order. They are lists: arrays of four numbers, of which a step touches
+# dozens, would take it longer.
 _READING, _COMPUTING, _ATTENDING, _OVERHEAD = range(4)
+Vector = list[float]
+Matrix = list[Vector]
 
 
 class _Prior(NamedTuple):
@@ -46,7 +47,7 @@ _CHANGED = 3  # such observations in a row
 _FARTHEST = 10.0  # as wrong as any rates can be: a factor of 22,000
 _GRID = 0.02  # what rates are rounded to, so that an op's seconds are counted once
 _EVERY = 8  # steps without prompts, of which one is looked at: they are many and alike
-_USUAL = np.array((0.1, 0.8, 0.05, 0.05))  # what a step with prompts is spent on, until one has run
+_USUAL = [0.1, 0.8, 0.05, 0.05]  # what a step with prompts is spent on, until one has run
 
 
 class Pace:
@@ -83,11 +84,14 @@ class Pace:
         self.learned += 1
         self._rates = rates
         self._noise = prior.noise if noise is None else max(_LEAST_NOISE, noise)
-        self._prior = _covariance(prior.common, prior.own) * self._learns
+        common, own = (prior.common, prior.own) if self._learns else (0.0, 0.0)
+        self._prior = common**2 + own**2  # variance of each
         self._surprises = 0  # in a row; below 0: steps were shorter
-        self._logs: npt.NDArray[np.float64] = np.zeros(4)
-        self._covariance: npt.NDArray[np.float64] = self._prior.copy()
-        self._shares = _USUAL
+        self._logs: Vector = [0.0] * 4
+        self._covariance: Matrix = [
+            [common**2 + own**2 * (row == column) for column in range(4)] for row in range(4)
+        ]
+        self._shares = _USUAL  # of a step with prompts
         self._slowed: dict[tuple[int, int], Rates] = {(0, 0): rates}
         self._now = rates  # corrected, all but attention and overhead
         self._attending = self._overhead = 1.0
@@ -110,7 +114,7 @@ class Pace:
     @property
     def spread(self) -> float:
         """Standard deviation of actual ÷ predicted seconds of a step with prompts."""
-        return sqrt(self._shares @ self._covariance @ self._shares + self._noise**2)
+        return sqrt(_dot(self._shares, self._moved(self._shares)) + self._noise**2)
 
     @property
     def margin(self) -> float:
@@ -167,29 +171,35 @@ class Pace:
         if not predicted > 0:
             return
         self._age(seconds * steps)
-        shares = self._spent(size, predicted)
+        shares, noise = self._spent(size, predicted), self._noise**2
+        moved = self._moved(shares)
+        uncertain = _dot(shares, moved)
         missed = log(seconds / predicted)
-        most = _FAR * sqrt(shares @ self._covariance @ shares + self._noise**2)
+        most = _FAR * sqrt(uncertain + noise)
         if abs(missed) <= most:
             self._surprises = 0
         elif self._surprised(missed):
             most = inf
-            self._covariance += _covariance(missed, 0.0)
-        moved = self._covariance @ shares
-        uncertain = float(shares @ moved)
-        variance = uncertain + self._noise**2
+            self._covariance = [[each + missed**2 for each in row] for row in self._covariance]
+            moved = self._moved(shares)
+            uncertain = _dot(shares, moved)
         missed = min(max(missed, -most), most)
-        gain = moved / variance
+        gain = [each / (uncertain + noise) for each in moved]
         # What is seen again and again is no better known than by the last steps of it.
-        learned = 1 - _FADING * self._noise**2 / max(uncertain, 1e-12)
-        self._covariance -= learned * np.outer(gain, moved)
-        self._logs = np.clip(self._logs + gain * missed, -_FARTHEST, _FARTHEST)
-        noise = self._noise**2
+        learned = 1 - _FADING * noise / max(uncertain, 1e-12)
+        self._covariance = [
+            [old - learned * of_row * of_column for old, of_column in zip(row, moved, strict=True)]
+            for row, of_row in zip(self._covariance, gain, strict=True)
+        ]
+        self._logs = [
+            min(max(old + each * missed, -_FARTHEST), _FARTHEST)
+            for old, each in zip(self._logs, gain, strict=True)
+        ]
         own = min(max(missed**2 - uncertain, 0.0), _FAR**2 * noise)
         self._noise = max(_LEAST_NOISE, sqrt(noise + _NOISE_GAIN * (own - noise)))
         if size.tokens > size.rows:
             self._shares = shares
-        reading, computing, attending, overhead = self._logs.tolist()
+        reading, computing, attending, overhead = self._logs
         self._now = self._at(round(reading / _GRID), round(computing / _GRID))
         self._attending, self._overhead = exp(attending), exp(overhead)
         self.learned += 1
@@ -206,10 +216,15 @@ class Pace:
 
     def _age(self, seconds: float) -> None:
         """What was known is less certain by now, but never less than at first."""
-        lost = np.maximum(0.0, (self._prior - self._covariance).diagonal())
-        self._covariance += np.diag(np.minimum(lost, _DRIFT * min(seconds, 60.0)))
+        drift = _DRIFT * min(seconds, 60.0)
+        for at, row in enumerate(self._covariance):
+            row[at] += min(max(self._prior - row[at], 0.0), drift)
 
-    def _spent(self, size: StepSize, predicted: float) -> npt.NDArray[np.float64]:
+    def _moved(self, shares: Vector) -> Vector:
+        """The covariance of each with the logarithm of a step of such shares."""
+        return [_dot(row, shares) for row in self._covariance]
+
+    def _spent(self, size: StepSize, predicted: float) -> Vector:
         """The shares of a step's seconds: the derivatives of its logarithm."""
         costs = self._costs
         at = round(self._logs[_READING] / _GRID), round(self._logs[_COMPUTING] / _GRID)
@@ -218,12 +233,9 @@ class Pace:
         computing = costs.dense_seconds(size, self._at(at[0], at[1] + 1)) - dense
         of_dense = dense / ((reading + computing) or 1.0)
         overhead = self._overhead * self._rates.overhead(size.tokens, size.rows, size.chunks)
-        shares = np.empty(4)
-        shares[_READING] = reading * of_dense
-        shares[_COMPUTING] = computing * of_dense
-        shares[_ATTENDING] = predicted - dense - overhead
-        shares[_OVERHEAD] = overhead
-        return shares / predicted
+        attending = predicted - dense - overhead
+        spent = reading * of_dense, computing * of_dense, attending, overhead
+        return [seconds / predicted for seconds in spent]
 
     def _at(self, reading: int, computing: int) -> Rates:
         """The rates corrected by so many steps of the grid."""
@@ -236,8 +248,9 @@ class Pace:
         return rates
 
 
-def _covariance(common: float, own: float) -> npt.NDArray[np.float64]:
-    return np.full((4, 4), common**2) + np.eye(4) * own**2
+def _dot(left: Vector, right: Vector) -> float:
+    (a, b, c, d), (e, f, g, h) = left, right
+    return a * e + b * f + c * g + d * h
 
 
 def guessed(threads: int) -> Rates:

@@ -14,7 +14,7 @@ attention has rates of its own, and rows and prompts have overheads, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
@@ -103,10 +103,11 @@ class Rates:
 
     def peak(self, arithmetic: Arithmetic) -> float:
         """Operations a second."""
-        own = {
-            Arithmetic.INT8: self.int8_ops_per_second,
-            Arithmetic.BF16: self.bf16_ops_per_second,
-        }.get(arithmetic)
+        own = None
+        if arithmetic is Arithmetic.INT8:
+            own = self.int8_ops_per_second
+        elif arithmetic is Arithmetic.BF16:
+            own = self.bf16_ops_per_second
         return self.ops_per_second if own is None else own
 
     def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 1) -> float:
@@ -226,14 +227,18 @@ class _Term(NamedTuple):
     experts: Experts | None = None
 
     def cost(self, tokens: int, rows: int) -> OpCost:
-        n = rows if self.selected else tokens
+        moved, ops, arithmetic, together = self.of(rows if self.selected else tokens)
+        return OpCost(moved, 0, ops, arithmetic, together)
+
+    def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
+        """Of so many tokens, or rows that want logits: the arguments of `Rates.seconds`."""
         fixed, together = self.fixed_bytes, n
         if n and self.experts is not None:
             hit = self.experts.expected(n)
             fixed = round(fixed * hit / self.experts.count)
             together = round(n * self.experts.chosen / hit)
         moved = fixed + n * self.row_bytes if n else 0
-        return OpCost(moved, 0, n * self.row_ops, self.arithmetic, max(together, 1))
+        return moved, n * self.row_ops, self.arithmetic, max(together, 1)
 
 
 class CostModel:
@@ -268,8 +273,11 @@ class CostModel:
         self._attention_ops = 4 * config.num_heads * config.head_dim * products
         self._terms = self._count()
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
+        # Steps are of like sizes, and so are those that are tried on the way to one.
+        self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
+        self._each = lru_cache(maxsize=65536)(self._each_seconds)
         self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
-        self._dense = lru_cache(maxsize=65536)(self._dense_cost)
+        self._layers = tuple(self._windows.values())  # of each window
 
     @property
     def weight_bytes(self) -> int:
@@ -287,17 +295,22 @@ class CostModel:
         ]
 
     def step(self, batch: Batch, rates: Rates) -> StepCost:
-        """All of a step, with the overhead of ``rates``. Quick for steps of like sizes."""
-        weight_bytes, _, ops, seconds = self._dense(batch.num_tokens, len(batch.logits_rows), rates)
-        spans = _spans(batch)
-        attention = [(self._attend(spans, window), n) for window, n in self._windows.items()]
-        _, kv_bytes, more_ops, more_seconds = _total(attention, rates)
-        kv_bytes += self.copied_bytes(batch)
-        rows = len(batch.logits_rows)
-        seconds += more_seconds + rates.overhead(
-            batch.num_tokens, rows, _chunks(spans) if rates.chunk_overhead else 0
+        """All of a step, with the overhead of ``rates``."""
+        parts = self.parts(batch)
+        return StepCost(
+            sum(n * cost.weight_bytes for cost, n in parts),
+            sum(n * cost.kv_bytes for cost, n in parts) + self.copied_bytes(batch),
+            sum(n * cost.ops for cost, n in parts),
+            self.seconds(batch, rates),
         )
-        return StepCost(weight_bytes, kv_bytes, ops + more_ops, seconds)
+
+    def seconds(self, batch: Batch, rates: Rates) -> float:
+        """Of `step`, alone. Quick for steps of like sizes."""
+        size = self.size(batch)
+        return self.dense_seconds(size, rates) + (
+            self.attention_seconds(size, rates)
+            + rates.overhead(size.tokens, size.rows, size.chunks)
+        )
 
     def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
         """The seconds of successive steps in which each of some sequences, at first at
@@ -305,20 +318,12 @@ class CostModel:
         end.
         """
         sequences = len(positions)
-        dense = self._dense(sequences, sequences, rates).seconds
+        dense = self._dense(sequences, sequences, rates)
         overhead = rates.overhead(sequences, sequences, 0)
         for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
-            # `_attend` where every span is one token: it reads what it sees and writes itself.
-            attention = [
-                n
-                * rates.attention_seconds(
-                    (keys + sequences) * self._kv_token_bytes,
-                    keys * self._attention_ops,
-                    self._attention,
-                )
-                for keys, n in zip(seen, self._windows.values(), strict=True)
-            ]
-            yield dense + (sum(attention) + overhead)
+            # Every span is one token: it reads what it sees and writes itself.
+            attention = [(keys, keys + sequences) for keys in seen]
+            yield dense + (self._attending(attention, rates) + overhead)
 
     # A step in the making
 
@@ -335,9 +340,13 @@ class CostModel:
         end = start + tokens
         attention = []
         for (keys, moved), window in zip(size.attention, self._windows, strict=True):
-            first = 0 if window is None else max(0, start - window + 1)
-            keys += _keys_before(end, window) - _keys_before(start, window)
-            attention.append((keys, moved + end - first + tokens))
+            if window is None:
+                keys += (end * (end + 1) - start * (start + 1)) // 2
+                moved += end + tokens
+            else:
+                keys += _keys_before(end, window) - _keys_before(start, window)
+                moved += end + tokens - max(0, start - window + 1)
+            attention.append((keys, moved))
         chunks = size.chunks + (tokens > 1)
         return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention))
 
@@ -349,16 +358,19 @@ class CostModel:
 
     def dense_seconds(self, size: StepSize, rates: Rates) -> float:
         """Of all ops but attention."""
-        return self._dense(size.tokens, size.rows, rates).seconds
+        return self._dense(size.tokens, size.rows, rates)
 
     def attention_seconds(self, size: StepSize, rates: Rates) -> float:
-        return sum(
-            n
-            * rates.attention_seconds(
+        return self._attending(size.attention, rates)
+
+    def _attending(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
+        """Seconds, of `StepSize.attention`."""
+        total, seconds = 0.0, rates.attention_seconds
+        for (keys, moved), layers in zip(attention, self._layers, strict=True):
+            total += layers * seconds(
                 moved * self._kv_token_bytes, keys * self._attention_ops, self._attention
             )
-            for (keys, moved), n in zip(size.attention, self._windows.values(), strict=True)
-        )
+        return total
 
     def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
         """The cost of each different op and how many there are of it, in the same order for every
@@ -371,9 +383,20 @@ class CostModel:
             *((self._attend(spans, window), n) for window, n in self._windows.items()),
         ]
 
-    def _dense_cost(self, tokens: int, rows: int, rates: Rates) -> StepCost:
-        """Of all ops but attention."""
-        return _total([(term.cost(tokens, rows), n) for term, n in self._alike.items()], rates)
+    def _dense_seconds(self, tokens: int, rows: int, rates: Rates) -> float:
+        return sum((*self._each(tokens, False, rates), *self._each(rows, True, rates)))
+
+    def _each_seconds(self, n: int, selected: bool, rates: Rates) -> tuple[float, ...]:
+        """Of each different op of ``n`` tokens or, those that are ``selected``, of as many rows
+        that want logits; as often as the program has it.
+        """
+        return tuple(
+            [
+                count * rates.seconds(*term.of(n))
+                for term, count in self._alike.items()
+                if term.selected is selected
+            ]
+        )
 
     def copied_bytes(self, batch: Batch) -> int:
         return 2 * len(batch.copies) * self._block_bytes
@@ -392,10 +415,13 @@ class CostModel:
     def _seen(spans: _Spans, window: int | None) -> tuple[int, int]:
         """As in `StepSize.attention`."""
         starts, ends = spans
+        last, first = int(ends.sum()), int(starts.sum())
+        if window is None:  # the same of all at once: of each the sum is even
+            return int(ends @ ends + last - starts @ starts - first) // 2, 2 * last - first
         keys = _visible(ends, window) - _visible(starts, window)
-        first = 0 if window is None else np.maximum(0, starts - window + 1)
+        unseen = np.maximum(0, starts - window + 1)
         # What is seen is read once, and the new is written.
-        return int(keys.sum()), int((ends - first + ends - starts).sum())
+        return int(keys.sum()), 2 * last - first - int(unseen.sum())
 
     def _elements(self, role: str) -> int:
         return int(np.prod(self.program.weights[role], dtype=np.int64))
@@ -478,7 +504,7 @@ class CostExecutor:
         return self.costs.step(batch, self.rates)
 
     def execute(self, batch: Batch) -> StepResult:
-        return StepResult(None, 0.0 if self._free else self.cost(batch).seconds)
+        return StepResult(None, 0.0 if self._free else self.costs.seconds(batch, self.rates))
 
     def decode_seconds(self, positions: Int32) -> Iterator[float]:
         """How long successive steps take in which sequences, at first at ``positions`` [sequences],
@@ -499,16 +525,6 @@ class CostExecutor:
         pass
 
 
-def _total(costs: list[tuple[OpCost, int]], rates: Rates) -> StepCost:
-    """Of ops and how many there are of each."""
-    return StepCost(
-        sum(count * cost.weight_bytes for cost, count in costs),
-        sum(count * cost.kv_bytes for cost, count in costs),
-        sum(count * cost.ops for cost, count in costs),
-        sum(count * cost.seconds(rates) for cost, count in costs),
-    )
-
-
 _Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
 
 
@@ -516,7 +532,7 @@ def _spans(batch: Batch) -> _Spans:
     """The first position of each sequence's tokens and the one after the last."""
     offsets = batch.seq_offsets
     starts = batch.positions[offsets[:-1]].astype(np.int64)
-    return starts, starts + np.diff(offsets)
+    return starts, starts + (offsets[1:] - offsets[:-1])
 
 
 def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
@@ -537,14 +553,14 @@ def _chunks(spans: _Spans) -> int:
     return int(np.count_nonzero(ends - starts > 1))
 
 
-def _keys_before(position: int, window: int | None) -> int:
+def _keys_before(position: int, window: int) -> int:
     """`_visible` of one number, which is much quicker."""
-    inside = position if window is None else min(position, window)
-    return inside * (inside + 1) // 2 + (position - inside) * (window or 0)
+    inside = min(position, window)
+    return inside * (inside + 1) // 2 + (position - inside) * window
 
 
-def _visible(position: npt.NDArray[np.int64], window: int | None) -> npt.NDArray[np.int64]:
+def _visible(position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
     """Keys that the queries at positions 0 … position - 1 see, added up."""
-    inside = position if window is None else np.minimum(position, window)
-    beyond = position - inside
-    return inside * (inside + 1) // 2 + beyond * (window or 0)
+    inside = np.minimum(position, window)
+    seen: npt.NDArray[np.int64] = inside * (inside + 1) // 2 + (position - inside) * window
+    return seen

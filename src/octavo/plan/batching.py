@@ -117,7 +117,7 @@ class ModelStep:
         @lru_cache(maxsize=1 << 16)
         def whole(decoding: int, context: int, tokens: int, start: int) -> float:
             batch = mixed_batch(decoding, context, tokens, start)
-            return model.step(batch, rates).seconds if batch.num_tokens else 0.0
+            return model.seconds(batch, rates) if batch.num_tokens else 0.0
 
         self._whole = whole
 

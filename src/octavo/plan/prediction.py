@@ -35,7 +35,7 @@ class Prediction:
 
     def on_step(self, step: Step) -> None:
         self._settle()
-        self._pending = self._costs.step(step.scheduled.batch, self._rates).seconds
+        self._pending = self._costs.seconds(step.scheduled.batch, self._rates)
 
     def on_end(self, record: RequestRecord) -> None:
         pass

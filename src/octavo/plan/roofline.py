@@ -113,7 +113,7 @@ def roofline(
 
     def point(batches: list[Batch], count: int, context: int, held: int) -> Point:
         predicted, least = (
-            sum(model.step(batch, each).seconds for batch in batches) for each in (expected, rates)
+            sum(model.seconds(batch, each) for batch in batches) for each in (expected, rates)
         )
         whole = stored.bytes + count * peak_blocks(layout, held) * layout.block_bytes
         memory = device.memory_bytes

@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from octavo.checkpoint import pull
+from octavo.checkpoint import chat_template, pull
 from octavo.engine.async_engine import AsyncEngine
+from patience import PATIENCE
 
 settings.register_profile("search", deadline=None)
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+chat_template.START_SECONDS = PATIENCE  # a busy machine takes its time to start a process
 
 
 @pytest.fixture(autouse=True)

@@ -216,7 +216,7 @@ async def test_a_real_prometheus_answers_every_query(tmp_path: Path) -> None:
                     result: list[Any] = answer.json()["data"]["result"]
                     return result
 
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(240):
                     while True:
                         with suppress(httpx.TransportError):
                             if (await asking.get("/-/ready")).status_code == 200:

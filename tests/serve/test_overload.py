@@ -251,7 +251,9 @@ async def test_what_would_miss_its_target_is_refused() -> None:
             assert (await ask(client, max_tokens=200)).status_code == 200
         steps = Leave(executor)
         tasks = [ask(client, max_tokens=200, slo={"ttft": 1e6}) for _ in range(8)]
-        await until(lambda: engine.stats().waiting == 6)
+        await until(lambda: sum(of(engine.stats())) == 8)
+        steps.let()  # it may have been begun when the first was alone
+        await until(lambda: of(engine.stats()) == (2, 6))
         refused = await ask(client)
         assert refused.status_code == 429
         assert "the first token would take" in refused.json()["error"]["message"]

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kTileRows = 60;     // queries of one KV head that are taken at once
 constexpr int64_t kItemsAThread = 16; // wanted of a job, so that the threads end together
+constexpr int64_t kFewRows = 16;      // of a tile of several tokens that is split all the same
 
 int64_t ceil_div(int64_t a, int64_t b) {
     return (a + b - 1) / b;
@@ -22,17 +23,18 @@ PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config, in
       tile_tokens_(std::max<int64_t>(1, kTileRows / group_heads_)),
       least_items_(threads > 1 ? threads * kItemsAThread : 0), plans_(config.windows.size()) {
     const int64_t tiles = config.max_tokens / tile_tokens_ + config.max_seqs;
-    // What is split has more than a least_items_-th of all chunks, so there are fewer of them.
+    // Of single tokens, what is split has more than a least_items_-th of all chunks, so there are
+    // fewer of them.
     const int64_t heads = tiles * config.num_kv_heads;
     const int64_t split = std::min(least_items_, heads);
-    const int64_t chunks = ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
+    num_slots_ = split * ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);
     AttentionShape shape{};
     shape.heads_per_kv = group_heads_;
     shape.head_dim = config.head_dim;
     const int64_t rows = tile_tokens_ * group_heads_;
     thread_floats_ = ceil_div(shape.state_floats(rows) + shape.scratch_floats(rows), 16) * 16;
     thread_space_ = Memory(size_t(thread_floats_ * threads) * sizeof(float));
-    slots_ = Memory(size_t(split * chunks * shape.state_floats(group_heads_)) * sizeof(float));
+    slots_ = Memory(size_t(num_slots_ * shape.state_floats(group_heads_)) * sizeof(float));
     done_ = std::make_unique<std::atomic<int32_t>[]>(size_t(heads));
     tiles_.reserve(size_t(tiles));
     for (Plan &plan : plans_) {
@@ -94,9 +96,11 @@ void PagedAttention::plan(const StepBatch &batch) {
             plan.first_item.push_back(items);
             plan.first_slot.push_back(slots);
             const int64_t seen = chunks_of(tile);
-            const bool split = tile.tokens == 1 && seen > plan.piece;
-            items += (split ? ceil_div(seen, plan.piece) : 1) * heads;
-            slots += split ? seen * heads : 0;
+            const int64_t states = seen * tile.tokens * heads;
+            const bool few = tile.tokens == 1 || tile.tokens * group_heads_ <= kFewRows;
+            const bool split = few && seen > plan.piece_of(tile) && slots + states <= num_slots_;
+            items += (split ? ceil_div(seen, plan.piece_of(tile)) : 1) * heads;
+            slots += split ? states : 0;
         }
         plan.first_item.push_back(items);
     }
@@ -118,10 +122,11 @@ PagedAttention::Item PagedAttention::item_at(const Layer &layer, int64_t item, i
     out.piece = within % out.pieces;
     out.span.query = query_of(layer.group, tiles_[size_t(tile)]);
     out.first_chunk = out.span.query.first_chunk(config_.windows[size_t(layer.group)]);
-    out.span.begin = out.first_chunk + out.piece * plan.piece;
+    const int64_t piece = plan.piece_of(tiles_[size_t(tile)]);
+    out.span.begin = out.first_chunk + out.piece * piece;
     out.span.end = out.span.query.end_chunk();
     if (out.pieces > 1)
-        out.span.end = std::min(out.span.end, out.span.begin + plan.piece);
+        out.span.end = std::min(out.span.end, out.span.begin + piece);
     return out;
 }
 
@@ -132,7 +137,6 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
     const Plan &plan = plans_[size_t(layer.group)];
     const int64_t heads = config_.num_kv_heads;
     const int64_t width = group_heads_ * config_.head_dim;
-    const int64_t slot_floats = shape.state_floats(group_heads_);
     float *state = reinterpret_cast<float *>(thread_space_.data()) + thread * thread_floats_;
     float *scratch = state + shape.state_floats(tile_tokens_ * group_heads_);
     const auto at = [&](int64_t item, int64_t tile) {
@@ -159,15 +163,19 @@ void PagedAttention::run(const Layer &layer, const float *q, int64_t ldq, float 
             kernels.finish(shape, tile.tokens, state, to, ldo);
         } else {
             const int64_t chunks = here.span.query.end_chunk() - here.first_chunk;
-            float *slots = reinterpret_cast<float *>(slots_.data()) +
-                           (plan.first_slot[size_t(here.tile)] + here.head * chunks) * slot_floats;
+            const int64_t slot =
+                plan.first_slot[size_t(here.tile)] + here.head * chunks * tile.tokens;
+            const int64_t rows = tile.tokens * group_heads_;
+            float *slots =
+                reinterpret_cast<float *>(slots_.data()) + slot * shape.state_floats(group_heads_);
             kernels.attend(shape, here.span, ahead, true,
-                           slots + (here.span.begin - here.first_chunk) * slot_floats, scratch);
+                           slots + (here.span.begin - here.first_chunk) * shape.state_floats(rows),
+                           scratch);
             std::atomic<int32_t> &done = done_[size_t(here.tile * heads + here.head)];
             if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == here.pieces) {
                 done.store(0, std::memory_order_relaxed);
-                kernels.fold(shape, group_heads_, chunks, slots, state);
-                kernels.finish(shape, 1, state, to, ldo);
+                kernels.fold(shape, rows, chunks, slots, state);
+                kernels.finish(shape, tile.tokens, state, to, ldo);
             }
         }
         here = next;

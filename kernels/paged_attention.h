@@ -49,9 +49,14 @@ class PagedAttention {
     };
     // A KV group's items: of each tile, all pieces of its first head, and so on.
     struct Plan {
-        int64_t piece = 0;               // most chunks of a single token's item
+        int64_t piece = 0;               // most chunks of an item, times its tokens
         std::vector<int64_t> first_item; // of each tile, and past the last
         std::vector<int64_t> first_slot; // of each tile, among the states that wait to be merged
+
+        // Most chunks of an item of a tile. Several tokens' states are more to write and merge.
+        int64_t piece_of(const Tile &tile) const {
+            return tile.tokens == 1 ? piece : std::max<int64_t>(4, piece / tile.tokens);
+        }
     };
     struct Item {
         int64_t tile;
@@ -80,7 +85,8 @@ class PagedAttention {
     std::unique_ptr<std::atomic<int32_t>[]> done_; // pieces, [tiles][KV heads]; zero between jobs
     int64_t thread_floats_;
     Memory thread_space_; // a thread's state and scratch
-    Memory slots_;        // states of single chunks on one head
+    int64_t num_slots_;
+    Memory slots_; // states of single chunks, of a token's queries on one KV head
 };
 
 } // namespace octavo

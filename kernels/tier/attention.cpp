@@ -380,9 +380,13 @@ struct State {
     }
 };
 
-void clear(const AttentionShape &shape, int64_t rows, float *state) {
+void clear_maxima(int64_t rows, float *state) {
     for (int64_t r = 0; r < rows; ++r)
         state[r] = -__builtin_inff();
+}
+
+void clear(const AttentionShape &shape, int64_t rows, float *state) {
+    clear_maxima(rows, state);
     std::memset(state + rows, 0, size_t(rows * shape.state_stride()) * sizeof(float));
 }
 
@@ -574,21 +578,20 @@ void attend_in(const AttentionShape &shape, const AttentionSpan &span, const Att
             shape.window > 0 ? base + kChunk - 1 + shape.window - query.position : query.tokens;
         const int64_t rows = smaller(end_token, query.tokens) * group - first;
         const int64_t tiles = (rows + kMaxRows - 1) / kMaxRows;
+        float *state = apart ? states + (c - span.begin) * shape.state_floats(all_rows) : states;
+        if (apart) // Those of the other tokens are not written.
+            clear_maxima(all_rows, state);
         for (int64_t tile = 0; tile < tiles; ++tile) {
             const int64_t row = first + tile * rows / tiles;
             const int64_t count = first + (tile + 1) * rows / tiles - row;
             Seen row_seen[kMaxRows];
             for (int64_t r = 0; r < count; ++r)
                 row_seen[r] = Seen(shape, query.position + (row + r) / group, base);
-            State to = part;
-            if (apart) {
-                to = State(all_rows, states + (c - span.begin) * shape.state_floats(all_rows))
-                         .from(shape, row);
-            }
+            const State to = apart ? State(all_rows, state).from(shape, row) : part;
             attend_group<A>(count, shape, q + row * q_words, chunk, row_seen, to.maximum, to.sums,
                             space);
             if (!apart)
-                merge(shape, count, State(all_rows, states).from(shape, row), part);
+                merge(shape, count, State(all_rows, state).from(shape, row), part);
             chunk.ahead = here; // once is enough
         }
         here = ahead;

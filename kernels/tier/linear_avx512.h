@@ -364,6 +364,7 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
     const auto *x = reinterpret_cast<const ActivationGroup *>(tile.activations);
     const int64_t height = tile.activation_step / kLine;
     const int64_t groups = tile.k / kGroup;
+    const bool closely = fetches_closely<F, R>(tile.k);
     __m512 sums[R][1];
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
@@ -400,7 +401,7 @@ template <Format F, int R> inline void fixed_tile(const Tile &tile) {
                 if constexpr (traits(F).has_min)
                     add_pairs(totals[r], min, &next[r].fixed_pair);
             }
-            prefetch_groups<F, R, 2>(tile.weights, g);
+            prefetch_groups<F, R, 2>(tile.weights, g, closely);
         }
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r) {
@@ -608,6 +609,7 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
         };
 
     const int64_t groups = tile.k / kGroup;
+    const bool closely = fetches_closely<F, R>(tile.k);
     for (int64_t begin = 0; begin < groups; begin += t.chunk_groups()) {
         GroupParts<const uint8_t> part = group_at<F>(tile.weights, begin);
         if constexpr (t.k_quant)
@@ -619,11 +621,11 @@ template <Format F, int R> inline void quantized_tile(const Tile &tile) {
 #pragma GCC unroll 4
             for (int i = 0; i < kStep; ++i, part = next_group<F>(part))
                 add_group(part);
-            prefetch_groups<F, R, kStep>(tile.weights, g);
+            prefetch_groups<F, R, kStep>(tile.weights, g, closely);
         }
         for (; g < end; ++g, part = next_group<F>(part)) {
             add_group(part);
-            prefetch_groups<F, R>(tile.weights, g);
+            prefetch_groups<F, R>(tile.weights, g, closely);
         }
     }
     prefetch_padding<F, R>(tile.weights, groups);

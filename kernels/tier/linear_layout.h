@@ -187,12 +187,12 @@ template <Format F> constexpr int64_t float_offset(int64_t i, int64_t lane) {
     return ((i / kInputs * kLanes + lane) * kInputs + i % kInputs) * format_info(F).block_bytes;
 }
 
-// Bytes. A single row asks for memory as fast as the processor's own prefetching has it, which a
-// far prefetch only disturbs; more rows stop to compute, and then it must be told (measured on
-// Zen 4: at one row 22 GB/s with the far and 31 with the near one; at four, 10 and 24). Where a
-// large chunk's end is read with its begin, the processor loses track (Q6_K: 10 GB/s with the near
-// one and 26 so), and so it does where AVX2 looks up codes; and what lies between 1024 and 5000
-// bytes ahead is the worst of all.
+// How far ahead weights are fetched, in bytes. A single row asks for memory as fast as the
+// processor's own prefetching has it, which a far prefetch only disturbs; more rows stop to
+// compute, and then it must be told (measured on Zen 4: at one row 22 GB/s with the far and 31 with
+// the near one; at four, 10 and 24). Where a large chunk's end is read with its begin, the
+// processor loses track (Q6_K: 10 GB/s with the near one and 26 so), and so it does where AVX2
+// looks up codes; and what lies between 1024 and 5000 bytes ahead is the worst of all.
 template <Format F> constexpr int64_t prefetch_distance(int rows) {
     constexpr bool kTwoPlaces = traits(F).chunk_groups() > 2 && !traits(F).fixed;
 #ifdef __AVX512VNNI__
@@ -209,15 +209,35 @@ inline void prefetch(const void *from) {
     __builtin_prefetch(from, 0, 1);
 }
 
+// Whether a tile of R rows fetches its weights into the first-level cache after all, and no farther
+// ahead than a single row: the processor's own prefetching does the rest, where few rows leave it
+// the time and their activations stay in that cache beside the weights (4 bits, in times of the far
+// one's: 0.86, 0.87, 0.91 with 2, 3, 4 rows of 576 inputs; 0.87 to 1.16, 1.2 and 1.5 of 2048). A
+// single row takes 0.83 to 0.96 of its time with the second level, but for 8 bits.
+template <Format F, int R> inline bool fetches_closely([[maybe_unused]] int64_t k) {
+#ifdef __AVX512VNNI__
+    constexpr int64_t kMost = traits(F).fixed ? 2304 : F == Format::Q8_0 ? 1728 : 0;
+    return R == 1 ? prefetch_distance<F>(1) < 1024 && F != Format::Q8_0 : R * k <= kMost;
+#else
+    return false;
+#endif
+}
+
 // Fetches as much as `count` groups take of what lies ahead of group g; past a column block, of the
 // next.
 template <Format F, int R, int count = 1>
-inline void prefetch_groups(const uint8_t *column_block, int64_t g) {
+inline void prefetch_groups(const uint8_t *column_block, int64_t g, bool closely = false) {
     constexpr int64_t kBytes = traits(F).chunk_bytes() / traits(F).chunk_groups();
-    const uint8_t *ahead = column_block + g * kBytes + prefetch_distance<F>(R);
+    const uint8_t *from = column_block + g * kBytes;
+    if (closely) {
+#pragma GCC unroll 32
+        for (int64_t at = 0; at < count * kBytes; at += kLine)
+            __builtin_prefetch(from + prefetch_distance<F>(1) + at, 0, 3);
+        return;
+    }
 #pragma GCC unroll 32
     for (int64_t at = 0; at < count * kBytes; at += kLine)
-        prefetch(ahead + at);
+        prefetch(from + prefetch_distance<F>(R) + at);
 }
 
 // Fetches the scales of the block of 256 after the next, for a single row: they lie behind its

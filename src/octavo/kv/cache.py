@@ -85,6 +85,9 @@ class KvCache:
         self.num_tokens: Int32 = np.zeros(max_seqs, dtype=np.int32)
         self.num_blocks: Int32 = np.zeros(max_seqs, dtype=np.int32)  # allocated, given back or not
         self._windows = tuple(group.window for group in layout.groups)
+        self._sliding = [
+            (group, window) for group, window in enumerate(self._windows) if window is not None
+        ]
         self._num_blocks = num_blocks
         self._hasher = hasher
         self.clear()
@@ -226,7 +229,7 @@ class KvCache:
             if block >= 0:
                 self.pool.share(block)
             else:
-                block = self._allocate()
+                (block,) = self._allocate(1)
                 tiers.load(key, block, self.copies)
                 self.index.put(node, group, block)
                 filling += 1
@@ -316,14 +319,14 @@ class KvCache:
                 if self._must_copy(block):
                     # Released first: when it is the only free block it is handed back as it is.
                     self.pool.release(block, keep=True)
-                    copy = self._allocate()
+                    (copy,) = self._allocate(1)
                     self.tables[group, slot, start // size] = copy
                     if copy != block:
                         self.copies.append((block, copy))
         held, end = int(self.num_blocks[slot]), -(-(start + count) // size)
         if end > held:
             groups = len(self._windows)
-            blocks = [self._allocate() for _ in range((end - held) * groups)]
+            blocks = self._allocate((end - held) * groups)
             self.tables[:, slot, held:end] = np.array(blocks).reshape(-1, groups).T
             self.num_blocks[slot] = end
         return True
@@ -414,9 +417,8 @@ class KvCache:
             return None
         row = self._rows.pop()
         self.tables[:, row, :first] = self.tables[:, slot, :first]
-        for position in range(first, end):
-            for group in range(groups):
-                self.tables[group, row, position] = self._allocate()
+        blocks = self._allocate((end - first) * groups)
+        self.tables[:, row, first:end] = np.array(blocks, dtype=np.int32).reshape(-1, groups).T
         if start % size:
             sources, copies = self.tables[:, slot, first], self.tables[:, row, first]
             self.copies += zip(sources.tolist(), copies.tolist(), strict=True)
@@ -460,21 +462,14 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
-        writing = None if self.tiers is None else self.tiers.writing
-        last = tip
-        for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
-            node = index.add(last, content[at * stride : (at + 1) * stride])
-            if node is None:
-                self._tip[slot] = None
-                break
-            for group, block in enumerate(blocks):
-                if block >= 0:
-                    index.put(node, group, block)
-                    if writing is not None:
-                        writing.filled(node, group, block)
-            last = node
-        else:
-            self._tip[slot] = last
+        blocks: list[list[int]] = self.tables[:, slot, first:full].T.tolist()
+        nodes = index.extend(
+            tip, [content[at : at + stride] for at in range(0, len(content), stride)], blocks
+        )
+        if self.tiers is not None and self.tiers.writing is not None:
+            self.tiers.writing.filled(nodes, blocks)
+        last = nodes[-1] if nodes else tip
+        self._tip[slot] = last if len(nodes) == len(blocks) else None
         # Nodes between are kept by their children.
         index.pin(last)
         index.unpin(tip)
@@ -486,14 +481,13 @@ class KvCache:
 
     def _leave_behind(self, slot: int, start: int) -> None:
         """Give back the blocks that a query at ``start`` no longer sees through its window."""
-        for group, window in enumerate(self._windows):
-            if window is not None:
-                first = self._first[group]
-                while first[slot] < self._keep_from(slot, start, window):
-                    block = int(self.tables[group, slot, first[slot]])
-                    self.tables[group, slot, first[slot]] = -1
-                    self.pool.release(block, keep=self.index.holds(block))
-                    first[slot] += 1
+        for group, window in self._sliding:
+            first = self._first[group]
+            while first[slot] < self._keep_from(slot, start, window):
+                block = int(self.tables[group, slot, first[slot]])
+                self.tables[group, slot, first[slot]] = -1
+                self.pool.release(block, keep=self.index.holds(block))
+                first[slot] += 1
 
     def _keep_from(self, slot: int, start: int, window: int) -> int:
         """First block to keep: the window's first, and never past what is allocated."""
@@ -505,11 +499,10 @@ class KvCache:
         start = int(self.num_tokens[slot])
         refs = self.pool.refs
         free = 0
-        for group, window in enumerate(self._windows):
-            if window is not None:
-                first = self._first[group][slot]
-                row = self.tables[group, slot, first : self._keep_from(slot, start, window)]
-                free += sum(refs[block] == 1 for block in row.tolist())
+        for group, window in self._sliding:
+            first = self._first[group][slot]
+            row = self.tables[group, slot, first : self._keep_from(slot, start, window)]
+            free += sum(refs[block] == 1 for block in row.tolist())
         return free
 
     def _tail(self, slot: int) -> list[int]:
@@ -523,12 +516,14 @@ class KvCache:
     def _must_copy(self, block: int) -> bool:
         return self.pool.refs[block] > 1 or self.index.holds(block)
 
-    def _allocate(self) -> int:
-        block = self.pool.allocate()
-        if self.tiers is not None:
-            self.tiers.spill(block, self.index)
-        self.index.forget(block)
-        return block
+    def _allocate(self, count: int) -> list[int]:
+        """Blocks to be written, of which the tiers keep what they held."""
+        blocks = self.pool.allocate(count)
+        for block in blocks:
+            if self.tiers is not None:
+                self.tiers.spill(block, self.index)
+            self.index.forget(block)
+        return blocks
 
     def check(self) -> None:
         """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""
@@ -537,7 +532,7 @@ class KvCache:
         for slot, (position, node, group) in self.loading:
             if slot in self._slots or self.tables[group, slot, position] >= 0:
                 raise RuntimeError(f"slot {slot}: what is there is still to be loaded")
-            if node.refs == 0:
+            if node.refs == node.num_held:
                 raise RuntimeError(f"slot {slot}: a block is to be loaded for nobody")
         held = [self.tables[:, : len(self.num_tokens)].ravel()]
         for row, branch in self._branches.items():

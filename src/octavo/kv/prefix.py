@@ -7,7 +7,8 @@ only if parent and token ids are the same, so that equal hashes of different pro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 Hash = Callable[[int, bytes], int]
 
@@ -28,7 +29,13 @@ class Node:
         self.tokens = tokens  # little-endian int32 ids; the salt at a root
         self.blocks = [-1] * num_groups
         self.digest: bytes | None = None  # its name in other tiers (kv/digest.py), once asked for
-        self.refs = 0  # child nodes and running sequences that continue from here
+        # Child nodes and running sequences that continue from here, and blocks that hold it.
+        self.refs = 0
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that hold it."""
+        return sum(block >= 0 for block in self.blocks)
 
 
 class PrefixIndex:
@@ -62,6 +69,26 @@ class PrefixIndex:
             return None
         return node
 
+    def extend(
+        self, node: Node, contents: Iterable[bytes], blocks: Iterable[Sequence[int]]
+    ) -> list[Node]:
+        """`add` for ``contents`` one behind another, from ``node`` on, and `put` for the ``blocks``
+        of each [groups], where there is one (not -1). The nodes end where `add` says None.
+        """
+        nodes: list[Node] = []
+        for tokens, held in zip(contents, blocks, strict=True):
+            child = self.add(node, tokens)
+            if child is None:
+                break
+            for group, block in enumerate(held):
+                if block >= 0 and child.blocks[group] < 0:
+                    child.blocks[group] = block
+                    child.refs += 1
+                    self._holder[block] = child, group
+            nodes.append(child)
+            node = child
+        return nodes
+
     def child_key(self, parent: int, tokens: bytes) -> int:
         """The key of a node of ``tokens`` after one of that key; 0: a root."""
         return self._hash(parent, tokens)
@@ -87,7 +114,8 @@ class PrefixIndex:
         """``block`` now holds the node's content for ``group``; a block already there stays."""
         if node.blocks[group] < 0:
             node.blocks[group] = block
-            self._holder[block] = (node, group)
+            node.refs += 1
+            self._holder[block] = node, group
 
     def forget(self, block: int) -> None:
         """The block is about to be overwritten."""
@@ -96,7 +124,7 @@ class PrefixIndex:
             node, group = holder
             self._holder[block] = None
             node.blocks[group] = -1
-            self._prune(node)
+            self.unpin(node)
 
     def pin(self, node: Node) -> None:
         """A sequence will add children to this node: keep it."""
@@ -104,25 +132,26 @@ class PrefixIndex:
 
     def unpin(self, node: Node) -> None:
         node.refs -= 1
-        self._prune(node)
-
-    def _prune(self, node: Node | None) -> None:
-        while node is not None and node.refs == 0 and max(node.blocks) < 0:
+        while node.refs == 0:
             del self._nodes[node.key]
+            if node.parent is None:
+                return
             node = node.parent
-            if node is not None:
-                node.refs -= 1
+            node.refs -= 1
 
     def check(self) -> None:
         """Blocks and nodes name each other; `RuntimeError` otherwise."""
         held = 0
+        children = Counter(node.parent for node in self._nodes.values())
         for node in self._nodes.values():
             for group, block in enumerate(node.blocks):
                 if block >= 0:
                     held += 1
                     if self._holder[block] != (node, group):
                         raise RuntimeError(f"block {block} does not know its prefix")
-            if node.refs == 0 and max(node.blocks) < 0:
+            if node.refs == 0:
                 raise RuntimeError("a prefix without blocks, children or sequences is kept")
+            if node.refs < children[node] + node.num_held:
+                raise RuntimeError("a prefix has more blocks and children than were counted")
         if held != sum(holder is not None for holder in self._holder):
             raise RuntimeError("a block names a prefix that is gone")

@@ -10,6 +10,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from octavo.engine.clock import Clock
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
@@ -156,16 +158,21 @@ class Engine:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
         self._check_minimum(params, self.scheduler.check(request))
-        for edge in (min, max):
-            token_id = edge(request.prompt_token_ids)
+        # Numbers and not objects: the collector need not look at each token of all who wait.
+        prompt = request.prompt_token_ids
+        numbers = isinstance(prompt, array) and prompt.typecode == "i"
+        if numbers:
+            ids = np.asarray(prompt)
+            edges = int(ids.min()), int(ids.max())
+        else:
+            edges = min(prompt), max(prompt)
+        for token_id in edges:
             if not 0 <= token_id < self.vocab_size:
                 raise AdmissionError(
                     f"token id {token_id} in the prompt is outside 0 to {self.vocab_size - 1}",
                     "prompt",
                 )
-        # Numbers and not objects: the collector need not look at each token of all who wait.
-        prompt = request.prompt_token_ids
-        if not (isinstance(prompt, array) and prompt.typecode == "i"):
+        if not numbers:
             request.prompt_token_ids = array("i", prompt)
         return request
 

@@ -10,7 +10,7 @@ method, too.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from octavo.engine.clock import Clock, VirtualClock
@@ -104,18 +104,22 @@ def leap(
     decodes = scheduler.decoding[:]
     states = [seq.output.sampler for seq in decodes]
     limit = min(limit, *map(sampler.draws_to_go, states))
-    times = [clock.now()]
-    for seconds in executor.decode_seconds(scheduler.decode_positions()):
-        if len(times) > limit or times[-1] >= until:
+    now = clock.now()
+    times = [now]
+    for seconds in islice(executor.decode_seconds(scheduler.decode_positions()), limit):
+        if now >= until:
             break
         clock.advance(seconds)
-        times.append(clock.now())
+        now = clock.now()
+        times.append(now)
     taken = Leap(decodes, times)
-    if not taken.steps:
+    steps, ended = taken.steps, times[-1]
+    if not steps:
         return None
-    scheduler.leap(sampler.sample_ahead(states, taken.steps))
+    scheduler.leap(sampler.sample_ahead(states, steps))
     for seq in decodes:
-        seq.output.num_tokens += taken.steps
-        seq.owner.record.completion_tokens += taken.steps
-        seq.owner.record.last_token = times[-1]
+        seq.output.num_tokens += steps
+        record = seq.owner.record
+        record.completion_tokens += steps
+        record.last_token = ended
     return taken

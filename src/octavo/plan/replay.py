@@ -138,13 +138,14 @@ def _record(leap: Leap, start: float, live: dict[str, Record], last: dict[str, f
     """What the loop does with the deltas of steps, for many steps."""
     ends = [time - start for time in leap.times[1:]]
     between = array("d", [end - before for before, end in pairwise(ends)])
+    steps, first, final = len(ends), ends[0], ends[-1]
     for seq in leap.decodes:
         name = seq.owner.request.request_id
         record = live[name]
-        record.itl.append(ends[0] - last[name])
+        record.itl.append(first - last[name])
         record.itl.extend(between)
-        record.output_tokens += leap.steps
-        last[name] = ends[-1]
+        record.output_tokens += steps
+        last[name] = final
 
 
 def _arrival(sample: Sample) -> float:

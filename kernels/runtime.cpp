@@ -7,6 +7,7 @@
 #include <limits>
 #include <numeric>
 #include <stdexcept>
+#include <utility>
 
 #include "formats.h"
 
@@ -225,6 +226,7 @@ int64_t Runtime::add_routing(int64_t experts, int64_t chosen, bool renormalize) 
 }
 
 void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
+    settle();
     check_range("activation bytes", row_bytes, 0, int64_t(1) << 30);
     check_range("local activation bytes", local_row_bytes, 0, int64_t(1) << 30);
     if (row_bytes % 64 != 0 || local_row_bytes % 64 != 0)
@@ -344,6 +346,7 @@ void Runtime::check_experts(ExpertsRegion &region) const {
 }
 
 int64_t Runtime::add_program(std::vector<Region> regions) {
+    settle();
     Program program{std::move(regions)};
     for (Region &region : program.regions)
         check_region(region, program);
@@ -361,6 +364,7 @@ int64_t Runtime::add_program(std::vector<Region> regions) {
 }
 
 void Runtime::drop_program() {
+    settle();
     if (programs_.size() < 2)
         refuse("there is no program to drop");
     if (program_ == &programs_.back())
@@ -587,6 +591,12 @@ void Runtime::validate_sequences(const StepBatch &batch) const {
 }
 
 void Runtime::step(const StepBatch &batch, int64_t program) {
+    settle();
+    pool_.expect(std::exchange(drafted_, false));
+    run_step(batch, program);
+}
+
+void Runtime::run_step(const StepBatch &batch, int64_t program) {
     Program &running = programs_[checked_program(program)];
     validate(batch, running);
     program_ = &running;
@@ -622,6 +632,11 @@ void Runtime::step(const StepBatch &batch, int64_t program) {
 }
 
 void Runtime::compute_logits(int64_t first) {
+    settle();
+    slice_logits(first);
+}
+
+void Runtime::slice_logits(int64_t first) {
     check_range("row of logits", first, 0, batch_.logits - 1);
     if (first % kPanel != 0)
         refuse("row of logits " + text(first) + " is not the first of a panel of " + text(kPanel));
@@ -659,8 +674,13 @@ void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &b
         check_range("tokens that logits stand for", batch.num_ids, program.outputs,
                     program.outputs);
     }
-    for (int64_t i = 0; i < batch.num_ids; ++i)
-        check_range("token", batch.ids[i], 0, config_.vocab_size - 1);
+    int32_t least = 0, greatest = 0; // in a loop that compilers make vectors of
+    for (int64_t i = 0; i < batch.num_ids; ++i) {
+        least = std::min(least, batch.ids[i]);
+        greatest = std::max(greatest, batch.ids[i]);
+    }
+    check_range("token", least, 0, config_.vocab_size - 1);
+    check_range("token", greatest, 0, config_.vocab_size - 1);
     for (int64_t i = 0; i < batch.sequences; ++i) {
         check_range("token", batch.tokens[i], 0, config_.vocab_size - 1);
         check_range("tokens to draft", batch.most[i], 0, batch.depth);
@@ -668,7 +688,47 @@ void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &b
 }
 
 void Runtime::draft(const std::vector<int64_t> &programs, const DraftBatch &batch) {
+    settle();
     validate(programs, batch);
+    draft_rows(programs, batch);
+}
+
+void Runtime::start_draft(DraftAhead ahead) {
+    settle();
+    ahead.drafted.resize(ahead.tokens.size() * size_t(ahead.depth));
+    ahead.chances.resize(ahead.drafted.size());
+    validate(ahead.programs, ahead.batch());
+    ahead_ = std::move(ahead);
+    drafting_ = drafted_ = true;
+    const auto task = [](void *context) {
+        auto &runtime = *static_cast<Runtime *>(context);
+        try {
+            runtime.draft_rows(runtime.ahead_.programs, runtime.ahead_.batch());
+        } catch (...) {
+            runtime.ahead_.failure = std::current_exception();
+        }
+    };
+    pool_.start(task, this);
+}
+
+const DraftAhead *Runtime::finish_draft() {
+    if (!drafting_)
+        return nullptr;
+    drafting_ = false;
+    pool_.finish();
+    if (ahead_.failure)
+        std::rethrow_exception(ahead_.failure);
+    return &ahead_;
+}
+
+// A draft that is under way uses all that a step does.
+void Runtime::settle() {
+    if (drafting_)
+        pool_.cancel();
+    drafting_ = false;
+}
+
+void Runtime::draft_rows(const std::vector<int64_t> &programs, const DraftBatch &batch) {
     std::fill_n(batch.drafted, batch.sequences * batch.depth, -1);
     std::fill_n(batch.chances, batch.sequences * batch.depth, 0.0f);
     const int64_t width = programs_[size_t(programs[0])].input_width;
@@ -692,12 +752,12 @@ void Runtime::draft(const std::vector<int64_t> &programs, const DraftBatch &batc
         one.rows = rows.data();
         one.tokens = one.logits = int64_t(going.size());
         one.logits_rows = wanted.data();
-        step(one, program);
+        run_step(one, program);
         const float *kept = program_->keeps ? hidden() : nullptr;
         size_t left = 0; // that go on, moved to the front
         for (int64_t first = 0; first < one.tokens; first += config_.logits_slice) {
             if (first > 0)
-                compute_logits(first);
+                slice_logits(first);
             const int64_t count = logits_rows();
             for (int64_t r = 0; r < count; ++r) {
                 const auto from = size_t(first + r);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <exception>
 #include <string>
 #include <utility>
 #include <variant>
@@ -246,10 +247,29 @@ struct DraftBatch {
     float *chances;   // [sequences, depth]; of each token, those before it given
 };
 
+// A draft that is made while its caller goes on: with arrays of its own.
+struct DraftAhead {
+    std::vector<int64_t> programs;
+    std::vector<float> rows;
+    std::vector<int32_t> tokens, most, ids;
+    int64_t depth = 0;
+    float least = 0.0f;
+    std::vector<int32_t> drafted;
+    std::vector<float> chances;
+    std::exception_ptr failure;
+
+    DraftBatch batch() {
+        return {rows.data(),    tokens.data(), most.data(), int64_t(tokens.size()),
+                depth,          least,         ids.data(),  int64_t(ids.size()),
+                drafted.data(), chances.data()};
+    }
+};
+
 class Runtime {
   public:
     // `pool` may be another runtime's, if no two ever run at the same time.
     Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool);
+    ~Runtime() { settle(); }
 
     // For others to run on between steps; may outlive the runtime.
     std::shared_ptr<ThreadPool> pool() const { return shared_pool_; }
@@ -297,6 +317,12 @@ class Runtime {
     // before. A program that puts its rows by has the next one go on from them. Throws
     // std::invalid_argument for what does not fit together; nothing has run then.
     void draft(const std::vector<int64_t> &programs, const DraftBatch &batch);
+    // The same while the caller goes on. Whatever else is asked of the runtime ends it, and what
+    // was begun is lost.
+    void start_draft(DraftAhead ahead);
+    // What was started, done; null if nothing was, or something else came since. Throws what went
+    // wrong.
+    const DraftAhead *finish_draft();
     // Logits [rows, outputs] of as many of the wanted rows, from `first` on, as a slice holds;
     // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
     // not want, or that is not the first of a panel (kernels/linear.h).
@@ -319,7 +345,10 @@ class Runtime {
         return std::chrono::duration<double>(time.time_since_epoch()).count();
     }
 
-    void set_profiling(bool on) { profiling_ = on; }
+    void set_profiling(bool on) {
+        settle();
+        profiling_ = on;
+    }
     const Program &program(int64_t index) const { return programs_[checked_program(index)]; }
     void reset_profile();
 
@@ -350,6 +379,10 @@ class Runtime {
     void validate(const StepBatch &batch, const Program &program) const;
     void validate_sequences(const StepBatch &batch) const;
     void validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const;
+    void draft_rows(const std::vector<int64_t> &programs, const DraftBatch &batch);
+    void run_step(const StepBatch &batch, int64_t program);
+    void slice_logits(int64_t first);
+    void settle();
     std::pair<int64_t, float> likeliest(const float *logits, int64_t count);
     void check_region(Region &region, Program &program);
     void plan_jobs();
@@ -468,6 +501,9 @@ class Runtime {
     Memory hidden_;
     int64_t hidden_width_ = 0;
     std::vector<float> scan_; // of blocks of a row of logits
+    DraftAhead ahead_;
+    bool drafting_ = false; // ahead
+    bool drafted_ = false;  // since the last step
     Memory arena_;
     PagedAttention attention_;
 

@@ -25,6 +25,15 @@ constexpr int64_t kMaxPieces = (1 << kClaimBits) - 1;
 // A pause takes 15 to 45 ns, so the longest spin lasts some tens of microseconds.
 constexpr int kShortestSpin = 50;
 constexpr int kLongestSpin = 1500;
+// Between the end of a step and the task behind it: a tenth of a millisecond and more.
+constexpr int kExpectingSpin = 6000;
+
+// States of a task.
+constexpr uint32_t kNone = 0, kWaiting = 1, kRunning = 2;
+
+// Of the thread that this is: its number in its pool, and whether it runs a task.
+thread_local int self = 0;
+thread_local bool in_task = false;
 
 void pause() {
 #ifdef OCTAVO_X86
@@ -105,6 +114,8 @@ void ThreadPool::run_jobs(const Job *jobs, int64_t count, Entry entry, void *con
         }
         return;
     }
+    if (!in_task)
+        finish();
     if (count == 0)
         return;
     finished_ = finished;
@@ -117,7 +128,7 @@ void ThreadPool::run_jobs(const Job *jobs, int64_t count, Entry entry, void *con
     runs_.fetch_add(1);
     if (idle_.load() > 0)
         futex_wake_all(runs_);
-    take_part(0, false);
+    take_part(self, false);
     // Nobody may read this run any more once it returns.
     int limit = kLongestSpin;
     gate_.fetch_and(~kOpen, std::memory_order_acq_rel);
@@ -130,17 +141,68 @@ void ThreadPool::run_jobs(const Job *jobs, int64_t count, Entry entry, void *con
 
 void ThreadPool::work(int thread) {
     const DefaultFloats floats; // a thread starts with its creator's
+    self = thread;
     int limit = kLongestSpin;
     for (uint32_t seen = 0;;) {
         if (!spin_until_changed(runs_, seen, limit))
             sleep_until_changed(runs_, seen, idle_);
-        limit = kLongestSpin;
+        limit = expecting_.load(std::memory_order_relaxed) ? kExpectingSpin : kLongestSpin;
         seen = runs_.load(std::memory_order_acquire);
         if (stopping_)
             return;
+        take_task();
         if (join())
             take_part(thread, true);
     }
+}
+
+void ThreadPool::start(void (*task)(void *), void *context) {
+    finish();
+    task_ = task;
+    task_context_ = context;
+    task_state_.store(kWaiting);
+    if (size_ == 1)
+        return;
+    runs_.fetch_add(1);
+    if (idle_.load() > 0)
+        futex_wake_all(runs_);
+}
+
+// Runs the task that waits, if one does.
+bool ThreadPool::take_task() {
+    uint32_t state = kWaiting;
+    if (!task_state_.compare_exchange_strong(state, kRunning))
+        return false;
+    const DefaultFloats floats;
+    in_task = true;
+    task_(task_context_);
+    in_task = false;
+    task_state_.store(kNone);
+    if (finishing_.load() > 0)
+        futex_wake_all(task_state_);
+    return true;
+}
+
+void ThreadPool::finish() {
+    int spins = 0; // since there was a job to help with
+    while (task_state_.load() != kNone) {
+        if (take_task())
+            return;
+        if (join()) {
+            take_part(self, true);
+            spins = 0;
+        } else if (++spins < kLongestSpin) {
+            pause();
+        } else {
+            sleep_until_changed(task_state_, kRunning, finishing_);
+        }
+    }
+}
+
+void ThreadPool::cancel() {
+    uint32_t state = kWaiting;
+    if (!task_state_.compare_exchange_strong(state, kNone))
+        finish();
 }
 
 bool ThreadPool::join() {

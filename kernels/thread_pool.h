@@ -5,6 +5,8 @@
 // that is not running must not hold up the rest. Therefore a job is over when its items are done,
 // not when all threads have come by: whoever runs takes what is left, and a thread that was away
 // joins wherever the others are. Waiting spins for some microseconds, then sleeps.
+//
+// Beside that a worker may be given a task, which runs jobs of its own while the caller goes on.
 #pragma once
 
 #include <atomic>
@@ -47,11 +49,25 @@ class ThreadPool {
         run_jobs(jobs, count, call, const_cast<void *>(static_cast<const void *>(&work)), finished);
     }
 
+    // Hands a task to whichever worker comes first: it runs while the caller goes on, and the jobs
+    // that it runs in turn are shared with the others. One that none has taken up by `finish` is
+    // run there, as is every one of a single thread. `task` must not throw, and both must live
+    // until `finish` or `cancel`. One at a time; jobs of others wait for it.
+    void start(void (*task)(void *), void *context);
+    // Until the task that was started, if any, has been run; helps with its jobs.
+    void finish();
+    // The same, but a task that has not begun never will.
+    void cancel();
+    // Whether a task will come soon after the next runs, for which workers had better stay awake:
+    // to wake one takes its caller tens of microseconds.
+    void expect(bool task) { expecting_.store(task, std::memory_order_relaxed); }
+
   private:
     using Entry = void (*)(void *, int64_t, int, int64_t, int64_t);
 
     void run_jobs(const Job *jobs, int64_t count, Entry entry, void *context, Time *finished);
     void work(int thread);
+    bool take_task();
     void stop();
     bool join();
     void leave();
@@ -85,6 +101,12 @@ class ThreadPool {
         0};                                    // counts finished jobs; waiting threads sleep on it
     std::atomic<uint32_t> waiting_{0};         // threads that sleep on phase_
     alignas(64) std::atomic<int64_t> done_{0}; // items of the current job
+
+    void (*task_)(void *) = nullptr; // written while none is waiting or running
+    void *task_context_ = nullptr;
+    alignas(64) std::atomic<uint32_t> task_state_{0}; // who waits for a running one sleeps on it
+    std::atomic<uint32_t> finishing_{0};              // threads that do
+    std::atomic<bool> expecting_{false};
 };
 
 } // namespace octavo

@@ -112,6 +112,50 @@ nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const Fl
         nb::ndarray<nb::numpy, float, nb::ndim<2>>(chances, 2, shape, chances_owner));
 }
 
+// The same in the background, from the rows of those numbers.
+void start_draft(Runtime &runtime, std::vector<int64_t> programs, const FloatRows &rows,
+                 const std::vector<int32_t> &numbers, std::vector<int32_t> tokens,
+                 std::vector<int32_t> most, float least, const Ints<1> &ids) {
+    check_size("token_ids", tokens.size(), numbers.size());
+    check_size("most", most.size(), numbers.size());
+    for (const int64_t program : programs)
+        check_size("rows[0]", rows.shape(1), size_t(runtime.program(program).input_width));
+    DraftAhead ahead{.programs = std::move(programs),
+                     .tokens = std::move(tokens),
+                     .most = std::move(most),
+                     .ids = {ids.data(), ids.data() + ids.size()},
+                     .least = least};
+    for (const int32_t count : ahead.most)
+        ahead.depth = std::max(ahead.depth, int64_t(count));
+    for (const int32_t number : numbers) {
+        if (number < 0 || size_t(number) >= rows.shape(0))
+            throw std::invalid_argument("there is no row " + std::to_string(number));
+        const float *row = rows.data() + size_t(number) * rows.shape(1);
+        ahead.rows.insert(ahead.rows.end(), row, row + rows.shape(1));
+    }
+    runtime.start_draft(std::move(ahead));
+}
+
+// The tokens of each sequence's draft and the probability of the first; None: none was started.
+nb::object finish_draft(Runtime &runtime) {
+    const DraftAhead *ahead = nullptr;
+    {
+        nb::gil_scoped_release release;
+        ahead = runtime.finish_draft();
+    }
+    if (ahead == nullptr)
+        return nb::none();
+    nb::list drafts;
+    for (size_t sequence = 0; sequence < ahead->tokens.size(); ++sequence) {
+        const size_t first = sequence * size_t(ahead->depth);
+        nb::list tokens;
+        for (size_t at = first; at < first + size_t(ahead->depth) && ahead->drafted[at] >= 0; ++at)
+            tokens.append(ahead->drafted[at]);
+        drafts.append(nb::make_tuple(tokens, ahead->depth > 0 ? ahead->chances[first] : 0.0f));
+    }
+    return std::move(drafts);
+}
+
 // Copies blocks between the arena and `rows`, a block a row.
 void transfer(Runtime &runtime, const Ints<1> &blocks, ByteRows &rows, bool to_arena) {
     const auto block_bytes = size_t(runtime.block_bytes());
@@ -282,6 +326,9 @@ void bind_runtime(nb::module_ &m) {
              "rows"_a.noconvert().none())
         .def("draft", &draft, "programs"_a, "rows"_a.noconvert(), "token_ids"_a.noconvert(),
              "most"_a.noconvert(), "least"_a, "ids"_a.noconvert())
+        .def("start_draft", &start_draft, "programs"_a, "rows"_a.noconvert(), "numbers"_a,
+             "token_ids"_a, "most"_a, "least"_a, "ids"_a.noconvert())
+        .def("finish_draft", &finish_draft)
         .def("hidden",
              [](Runtime &runtime) {
                  return rows_of(runtime, runtime.hidden(), runtime.wanted_rows(),

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <random>
+#include <vector>
 
 namespace octavo {
 namespace {
@@ -45,6 +46,43 @@ bool check(ThreadPool &pool, std::mt19937 &random, bool slow) {
     return right;
 }
 
+// A task whose jobs run while the caller waits for it, runs jobs of its own, or gives it up.
+struct Task {
+    ThreadPool &pool;
+    std::mt19937 random;
+    bool slow;
+    bool right = true;
+    int times = 0;
+
+    static void run(void *context) {
+        auto &task = *static_cast<Task *>(context);
+        ++task.times;
+        for (int run = 0; run < 3; ++run)
+            task.right &= check(task.pool, task.random, task.slow);
+    }
+};
+
+bool check_task(ThreadPool &pool, std::mt19937 &random) {
+    Task task{pool, std::mt19937(random()), random() % 20 == 0};
+    pool.expect(random() % 2 == 0);
+    bool right = random() % 2 == 0 || check(pool, random, false);
+    pool.start(&Task::run, &task);
+    if (random() % 3 == 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
+    switch (random() % 3) {
+    case 0:
+        pool.finish();
+        return right && task.right && task.times == 1;
+    case 1:
+        right &= check(pool, random, false);
+        pool.finish(); // where there is but one thread, nothing has waited for it
+        return right && task.right && task.times == 1;
+    default:
+        pool.cancel();
+        return right && task.right && task.times <= 1;
+    }
+}
+
 } // namespace
 } // namespace octavo
 
@@ -59,6 +97,10 @@ int main(int argc, char **argv) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(2));
             if (!octavo::check(pool, random, round % 20 == 0)) {
                 std::printf("thread_pool_test: %d threads, round %d: wrong\n", threads, round);
+                return 1;
+            }
+            if (!octavo::check_task(pool, random)) {
+                std::printf("thread_pool_test: %d threads, task %d: wrong\n", threads, round);
                 return 1;
             }
         }

@@ -309,6 +309,17 @@ class Runtime:
         least: float,
         ids: npt.NDArray[np.int32],
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]: ...
+    def start_draft(
+        self,
+        programs: Sequence[int],
+        rows: npt.NDArray[np.float32],
+        numbers: Sequence[int],
+        token_ids: Sequence[int],
+        most: Sequence[int],
+        least: float,
+        ids: npt.NDArray[np.int32],
+    ) -> None: ...
+    def finish_draft(self) -> list[tuple[list[int], float]] | None: ...
     def hidden(self) -> npt.NDArray[np.float32]: ...
     def logits(self, first: int) -> npt.NDArray[np.float32]: ...
     def transfer(

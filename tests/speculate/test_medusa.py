@@ -288,6 +288,44 @@ def test_of_a_step_that_no_draft_follows_next_to_nothing_is_made(
         assert drafter._last is None
 
 
+@pytest.mark.parametrize("recurrent", [True, False])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_drafts_that_are_begun_ahead_are_the_same(
+    checkpoint: Checkpoint,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    recurrent: bool,
+    threads: int,
+) -> None:
+    """Of greedy sequences, which join and leave; those that nobody asks for change nothing."""
+    heads = folder(tmp_path / "heads", checkpoint, recurrent=recurrent)
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(4, checkpoint.config.vocab_size, 9).tolist() for _ in range(12)]
+    params = [SamplingParams(temperature=0.0, max_tokens=5 + 3 * at) for at in range(12)]
+    found = []
+    begin = MedusaDrafter._begin
+    for ahead in (True, False):
+        begun: list[int] = []
+
+        def counted(*args: Any, ahead: bool = ahead, begun: list[int] = begun) -> bool:
+            did = ahead and begin(*args)
+            begun.append(did)
+            return did
+
+        monkeypatch.setattr(MedusaDrafter, "_begin", counted)
+        with llm(checkpoint, heads, threads=threads, max_num_seqs=4) as drafting:
+            outputs = drafting.generate(prompts, params, use_tqdm=False)
+            stats = drafting.loaded.engine.stats()
+            drafter = drafter_of(drafting)
+        assert stats.drafter_failures == 0
+        assert (sum(begun) > 20) == ahead
+        assert not drafter._begun
+        assert not drafter._counts
+        found.append((told(outputs), stats.draft_tokens, stats.accepted_per_position))
+        monkeypatch.undo()
+    assert found[0] == found[1]
+
+
 def drafter_of(model: LLM) -> MedusaDrafter:
     speculator = model.loaded.engine.speculator
     assert speculator is not None

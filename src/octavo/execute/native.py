@@ -320,6 +320,28 @@ class NativeExecutor:
         """
         return self._open.draft(programs, rows, token_ids, most, least, ids)
 
+    def start_draft(
+        self,
+        programs: Sequence[int],
+        rows: Float32,
+        numbers: list[int],
+        token_ids: list[int],
+        most: list[int],
+        ids: Int32,
+        least: float,
+    ) -> None:
+        """As `draft_rows`, from the ``rows`` of those numbers, by threads that have nothing to do
+        while the caller goes on; `finish_draft` has what came of it. Nothing given is kept.
+        Whatever else is computed here ends it.
+        """
+        self._open.start_draft(programs, rows, numbers, token_ids, most, least, ids)
+
+    def finish_draft(self) -> list[tuple[list[int], float]] | None:
+        """Of what was started, each row's tokens and how probable the first is; None where nothing
+        was, or the executor was asked for something else since.
+        """
+        return self._open.finish_draft()
+
     def export_blocks(
         self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
     ) -> npt.NDArray[np.uint8]:

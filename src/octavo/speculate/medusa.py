@@ -159,7 +159,12 @@ def work_bytes(
 
 
 class MedusaDrafter:
-    """Implements `ModelDrafter`, for a target whose executor keeps the hidden rows of its steps."""
+    """Implements `ModelDrafter`, for a target whose executor keeps the hidden rows of its steps.
+
+    Who drafted for a step will draft for the next, as a rule: their next drafts are begun as soon
+    as it is known what the step drew, and made by a thread that has nothing to do while the step's
+    tokens go out and the next step is put together.
+    """
 
     def __init__(self, heads: Heads, target: Target) -> None:
         executor = target.executor
@@ -182,11 +187,42 @@ class MedusaDrafter:
         self._last: tuple[Scheduled, Sequence[list[int]]] | None = None  # not in `_rows` yet
         self._hidden: Float32 | None = None  # of that step, in the executor's own memory
         self._rows: dict[Seq, int] = {}  # which of them a sequence's last token was drawn from
+        self._counts: dict[Seq, int] = {}  # tokens asked for in the last step, of greedy drafts
+        self._begun: dict[Seq, int] = {}  # whose drafts are begun, and their places among these
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
+        self._begun.clear()
+        if self._counts and self._begin(scheduled, result, runs):
+            return
         self._last, self._hidden = (scheduled, runs), result.hidden
         if scheduled.drafts is not None:  # it may hold what they were drawn from, which is large
             self._find_rows()
+
+    def _begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
+        """Begins the next drafts of those who drafted; not where others may want their rows."""
+        counts, self._counts = self._counts, {}
+        most: list[int] = []
+        rows: list[int] = []
+        tokens: list[int] = []
+        for at, (seq, run) in enumerate(zip(scheduled.samples, runs, strict=True)):
+            if not run or seq.status is Status.FINISHED:
+                continue
+            if seq not in counts:
+                self._begun.clear()
+                return False
+            self._begun[seq] = len(rows)
+            most.append(counts[seq])
+            drafted = scheduled.drafts is not None
+            rows.append(scheduled.last_row(at, run) if drafted else scheduled.sample_rows[at])
+            tokens.append(run[-1])
+        if not rows or result.hidden is None:
+            return False
+        self._executor.start_draft(
+            self._programs, result.hidden, rows, tokens, most, self._token_map, _UNLIKELY
+        )
+        self._last = self._hidden = None
+        self._rows.clear()
+        return True
 
     def _find_rows(self) -> None:
         if self._last is None:
@@ -203,6 +239,8 @@ class MedusaDrafter:
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
+        if self._begun:
+            return self._finish(decoding, counts)
         self._find_rows()
         hidden, self._hidden = self._hidden, None  # a head puts rows of its own there
         drafts = [NO_DRAFT] * len(decoding)
@@ -215,6 +253,7 @@ class MedusaDrafter:
                 continue
             if _plain(seq):
                 plain.append(index)
+                self._counts[seq] = min(count, self._count)
             else:
                 row = hidden[self._rows[seq]].copy()
                 most = min(count, self._count)
@@ -226,6 +265,21 @@ class MedusaDrafter:
             self._drawn(list(others.values()))
         for index, guess in others.items():
             drafts[index] = guess.draft()
+        return drafts
+
+    def _finish(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        """The drafts that were begun, as far as they are wanted."""
+        made = self._executor.finish_draft()
+        begun, self._begun = self._begun, {}
+        drafts = [NO_DRAFT] * len(decoding)
+        for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
+            at = begun.get(seq)
+            if not count or at is None or made is None:
+                continue
+            self._counts[seq] = min(count, self._count)
+            tokens, chance = made[at]
+            if tokens:
+                drafts[index] = Draft(tokens[:count], int(_CLASSES * chance))
         return drafts
 
     def _likeliest(
@@ -293,10 +347,14 @@ class MedusaDrafter:
     def end(self, seq: Seq) -> None:
         self._find_rows()
         self._rows.pop(seq, None)
+        self._counts.pop(seq, None)
+        self._begun.pop(seq, None)
 
     def close(self) -> None:
         self._last = self._hidden = None
         self._rows.clear()
+        self._counts.clear()
+        self._begun.clear()
 
 
 def _plain(seq: Seq) -> bool:

@@ -356,12 +356,12 @@ class Speculator:
         """A step has run, in so many seconds with its drafting, and its samples drew ``runs``;
         nothing is committed yet.
         """
+        self._observe(scheduled, result, runs)  # first: the next drafts may be made meanwhile
         if self._gone:
             return
         if self._rest > 0 and not self._spent:
             self._unseen += 1
             if self._unseen < _GLANCE:
-                self._observe(scheduled, result, runs)
                 return
         self._account(scheduled, runs, seconds)
         tests = scheduled.drafts or [[]] * len(scheduled.decodes)
@@ -389,7 +389,6 @@ class Speculator:
                 self._ahead.learn(0, own.ahead, guess, run)
         self._asked.clear()
         self._found.clear()
-        self._observe(scheduled, result, runs)
 
     def _account(self, scheduled: Scheduled, runs: Sequence[list[int]], seconds: float) -> None:
         """What the step took, and what its tokens would have taken without drafts."""

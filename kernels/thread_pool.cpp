@@ -28,6 +28,9 @@ constexpr int kLongestSpin = 1500;
 // Between the end of a step and the task behind it: a tenth of a millisecond and more.
 constexpr int kExpectingSpin = 6000;
 
+// Tasks that the caller runs itself once a worker was held up with one.
+constexpr int kHeldUp = 64;
+
 // States of a task.
 constexpr uint32_t kNone = 0, kWaiting = 1, kRunning = 2;
 
@@ -163,6 +166,10 @@ void ThreadPool::start(void (*task)(void *), void *context) {
     task_state_.store(kWaiting);
     if (size_ == 1)
         return;
+    if (held_up_ > 0) {
+        --held_up_;
+        return;
+    }
     runs_.fetch_add(1);
     if (idle_.load() > 0)
         futex_wake_all(runs_);
@@ -194,6 +201,7 @@ void ThreadPool::finish() {
         } else if (++spins < kLongestSpin) {
             pause();
         } else {
+            held_up_ = kHeldUp;
             sleep_until_changed(task_state_, kRunning, finishing_);
         }
     }

@@ -51,7 +51,8 @@ class ThreadPool {
 
     // Hands a task to whichever worker comes first: it runs while the caller goes on, and the jobs
     // that it runs in turn are shared with the others. One that none has taken up by `finish` is
-    // run there, as is every one of a single thread. `task` must not throw, and both must live
+    // run there, as is every one of a single thread, and for a while all of them where a worker was
+    // held up with one: its core has other things to do. `task` must not throw, and both must live
     // until `finish` or `cancel`. One at a time; jobs of others wait for it.
     void start(void (*task)(void *), void *context);
     // Until the task that was started, if any, has been run; helps with its jobs.
@@ -60,7 +61,7 @@ class ThreadPool {
     void cancel();
     // Whether a task will come soon after the next runs, for which workers had better stay awake:
     // to wake one takes its caller tens of microseconds.
-    void expect(bool task) { expecting_.store(task, std::memory_order_relaxed); }
+    void expect(bool task) { expecting_.store(task && held_up_ == 0, std::memory_order_relaxed); }
 
   private:
     using Entry = void (*)(void *, int64_t, int, int64_t, int64_t);
@@ -107,6 +108,7 @@ class ThreadPool {
     alignas(64) std::atomic<uint32_t> task_state_{0}; // who waits for a running one sleeps on it
     std::atomic<uint32_t> finishing_{0};              // threads that do
     std::atomic<bool> expecting_{false};
+    int held_up_ = 0; // tasks that no worker is woken for; the caller's
 };
 
 } // namespace octavo

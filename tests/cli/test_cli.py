@@ -17,7 +17,8 @@ from typer.testing import CliRunner, Result
 import octavo
 import strict_json
 from counting import CountingEngine, loaded
-from octavo.cli import app, main
+from octavo.checkpoint.base import ChatTemplateError
+from octavo.cli import _explain, app, main
 from octavo.engine.config import EngineConfig
 from octavo.serve.config import ServeConfig
 
@@ -50,6 +51,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> CountingEngine:
 
     monkeypatch.setattr("octavo.engine.load.load_engine", load_engine)
     monkeypatch.setattr("octavo.checkpoint.pull.resolve", Path)
+    monkeypatch.setattr("octavo.cli.models.checkpoint", lambda model, chat: Path(model))
     return engine
 
 
@@ -78,8 +80,6 @@ def test_nothing_heavy_is_imported_for_the_help() -> None:
 
 
 def test_a_clone_without_the_native_module_says_what_to_run() -> None:
-    from octavo.cli import _explain
-
     assert "make native" in _explain(ImportError("cannot import name '_native' from 'octavo'"))
     assert "internal error" in _explain(ImportError("cannot import name 'other'"))
 
@@ -201,7 +201,10 @@ def test_generate_failure_is_told(engine: CountingEngine) -> None:
         (("generate", "m", "x", "-n", "0"), "--n is 0; it must be an integer from 1 to 128"),
         (("chat", "m", "--min-tokens", "9", "--max-tokens", "3"), "more than --max-tokens, 3"),
         (("speculate", "m", "x", "--stop-token-ids", "-1"), "--stop-token-ids contains -1"),
+        (("generate", "m", "x", "-n", "3", "--max-num-seqs", "2"), "more than --max-num-seqs 2"),
+        (("speculate", "m", "x", "--max-num-batched-tokens", "1"), "--max-num-batched-tokens of 2"),
         (("pull",), "name a model"),
+        (("pull", "--list", "smollm2"), "it takes no names"),
         (("nonsense",), "No such command"),
     ],
 )
@@ -237,6 +240,37 @@ def test_no_memory_is_no_internal_error(
     monkeypatch.setattr(sys, "argv", ["octavo", "generate", "m", "x"])
     with pytest.raises(SystemExit, match=r"^octavo: out of memory"):
         main()
+
+
+def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("in the way")
+    done = process("pull", "smollm2", OCTAVO_HOME=str(tmp_path / "home"), OCTAVO_DEBUG="0")
+    assert done.returncode == 1
+    assert re.fullmatch(r"octavo: .*home/models.*OCTAVO_HOME.*\n", done.stderr)
+    error = NotADirectoryError(20, "Not a directory", str(tmp_path / "home" / "limits"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OCTAVO_HOME", str(tmp_path / "home"))
+        assert _explain(error).endswith("(OCTAVO_HOME moves what Octavo keeps)")
+    assert _explain(OSError(28, "No space left on device")) == (
+        "octavo: its output: No space left on device"
+    )
+
+
+def test_text_that_is_none_is_refused(engine: CountingEngine) -> None:
+    for command in (["generate", "m", "a\udcff"], ["speculate", "m", "a\udcff"]):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert "'PROMPT': it is not UTF-8, from character 2" in result.stderr
+    assert "'--system'" in run("chat", "m", "--system", "\udcff").stderr
+
+
+@pytest.mark.parametrize("locale", ["C.UTF-8", "C"])
+def test_a_terminal_that_knows_no_utf8(locale: str) -> None:
+    page = process("serve", "--help", LC_ALL=locale, PYTHONIOENCODING="ascii")
+    assert (page.returncode, page.stderr) == (0, "")
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    shown = process("inspect", model, LC_ALL=locale, PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0, shown.stderr
 
 
 def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
@@ -353,7 +387,14 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, engine: CountingEng
         assert (result.exit_code, result.output) == (130, "octavo: interrupted\n"), command
 
 
-def test_chat_refuses_a_base_model(monkeypatch: pytest.MonkeyPatch, engine: CountingEngine) -> None:
-    monkeypatch.setattr("octavo.engine.load.load_engine", lambda *_: loaded(engine, chat=False))
-    result = run("chat", "m", input="hi\n")
-    assert "has no chat template" in result.stderr
+@pytest.mark.parametrize("command", ["chat", "generate --chat hi", "speculate --chat hi"])
+def test_a_base_model_is_refused_before_it_is_loaded(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("octavo.engine.load.load_engine", None)
+    model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
+    name, *options = command.split()
+    result = run(name, model, *options, input="hi\n")
+    assert isinstance(result.exception, ChatTemplateError)
+    assert "tiny-llama.gguf has no chat template" in str(result.exception)
+    assert "octavo generate" in str(result.exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 
 import octavo.cli
 import strict_json
-from octavo.cli.console import json_text, on_stderr
+from octavo.cli.console import json_text, on_stderr, writing
 
 
 def test_json_is_json() -> None:
@@ -37,17 +38,35 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize(
-    ("stream", "shown"),
+    ("stream", "term", "shown"),
     [
-        (Terminal, "\r\x1b[Konce, 10 s\n\r\x1b[Kon 1 thread\r\x1b[K"),
-        (io.StringIO, "once, 10 s\non 1 thread\n"),
+        (Terminal, "xterm", "\r\x1b[Konce, 10 s\n\r\x1b[Kon 1 thread\r\x1b[K"),
+        (Terminal, "dumb", "once, 10 s\non 1 thread\n"),
+        (io.StringIO, "xterm", "once, 10 s\non 1 thread\n"),
     ],
 )
 def test_a_message_that_ends_its_line_stays(
-    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], shown: str
+    monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO], term: str, shown: str
 ) -> None:
+    monkeypatch.setenv("TERM", term)
     monkeypatch.setattr("sys.stderr", error := stream())
     with on_stderr() as show:
         show("once, 10 s\n")
         show("on 1 thread")
     assert error.getvalue() == shown
+
+
+def test_a_full_disk_is_named_and_leaves_nothing_new(tmp_path: Path) -> None:
+    old, new = tmp_path / "old.svg", tmp_path / "new.svg"
+    old.write_text("drawn before")
+
+    def write(path: Path) -> None:
+        with writing(path):
+            path.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    for path in (old, new):
+        with pytest.raises(OSError, match="No space left") as failed:
+            write(path)
+        assert failed.value.filename == str(path)
+    assert list(tmp_path.iterdir()) == [old]

@@ -41,7 +41,9 @@ def test_amounts(text: str, value: int) -> None:
     assert options.amount(text) == value
 
 
-@pytest.mark.parametrize("text", ["", "x", "-1", "1e3", "4X", "K", "4GiBs", "1.5.2M", "٣", "inf"])
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "1e3", "4X", "K", "4GiBs", "1.5.2M", "٣", "inf", "1.5"]
+)
 def test_not_amounts(text: str) -> None:
     with pytest.raises(typer.BadParameter, match="not a size"):
         options.amount(text)

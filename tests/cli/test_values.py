@@ -39,7 +39,7 @@ class Bits(Enum):
 )
 def test_what_is_no_such_number(number: Number, text: str, said: str) -> None:
     with pytest.raises(typer.BadParameter) as refused:
-        number(text)
+        number.parse(text)
     assert refused.value.message == said
 
 
@@ -47,21 +47,21 @@ def test_what_is_no_such_number(number: Number, text: str, said: str) -> None:
 def test_a_number_is_taken_where_it_is_in_its_range(value: float, low: float, high: float) -> None:
     number = Number(float, low, high)
     if low <= value <= high:
-        assert number(repr(value)) == number(value) == value
+        assert number.parse(repr(value)) == number.parse(value) == value
     else:
         with pytest.raises(typer.BadParameter):
-            number(repr(value))
+            number.parse(repr(value))
 
 
 def test_any_number_will_do() -> None:
-    assert Number(float)("inf") == math.inf
-    assert Number(int)("-3") == -3
+    assert Number(float).parse("inf") == math.inf
+    assert Number(int).parse("-3") == -3
     assert Number(int).range == ""
 
 
 def test_one_of_a_set() -> None:
-    assert Choice(Fruit)("pear") is Choice(Fruit)(Fruit.pear) is Fruit.pear
+    assert Choice(Fruit).parse("pear") is Choice(Fruit).parse(Fruit.pear) is Fruit.pear
     with pytest.raises(typer.BadParameter, match="'plum' is neither apple nor pear"):
-        Choice(Fruit)("plum")
+        Choice(Fruit).parse("plum")
     with pytest.raises(typer.BadParameter, match="'5' is none of 3, 4, 8"):
-        Choice(Bits)("5")
+        Choice(Bits).parse("5")

@@ -291,7 +291,7 @@ def test_text_has_the_verdict_in_its_first_lines() -> None:
         (["--format", "q9"], "format 'q9' is not one of"),
         (["--format", "gptq", "--bits", "5"], "gptq has 3 or 4 or 8 bits, not 5"),
         (["--format", "int4", "--bits", "4"], "are not for int4"),
-        (["--block-size", "17"], "block_size is 17, not a multiple of 16"),
+        (["--block-size", "17"], "--block-size is 17, not a multiple of 16"),
         (["--memory-utilization", "0"], "--memory-utilization is 0, outside 0 to 1"),
         (["--memory-utilization", "nan"], "--memory-utilization is nan"),
         (["--max-num-batched-tokens", "3", "--users", "4"], "fewer than the 4 users"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -132,6 +134,7 @@ def main() -> None:
 def _explain(error: Exception) -> str:
     # These have been imported by whatever raised one of them.
     from octavo.checkpoint.base import ChatTemplateError, CheckpointError
+    from octavo.checkpoint.pull import cache_dir
     from octavo.engine.config import SettingsError
     from octavo.sample.params import InvalidParameter
     from octavo.schedule.request import AdmissionError
@@ -144,7 +147,13 @@ def _explain(error: Exception) -> str:
     ):
         return f"octavo: {named_flags(text)}"
     if isinstance(error, OSError) and error.strerror:
-        return f"octavo: {error.filename or ''}: {error.strerror}".replace(": : ", ": ")
+        # Of a full disk behind a pipe or a redirection nobody knows the name.
+        where = error.filename or ("its output" if error.errno == errno.ENOSPC else "")
+        advice = ""
+        name = error.filename
+        if isinstance(name, str) and Path(name).is_relative_to(cache_dir()):
+            advice = " (OCTAVO_HOME moves what Octavo keeps)"
+        return f"octavo: {where}: {error.strerror}{advice}".replace(": : ", ": ")
     if isinstance(error, MemoryError):
         return "octavo: out of memory (is there a limit on this process? see ulimit -v)"
     if isinstance(error, ImportError) and "_native" in text:

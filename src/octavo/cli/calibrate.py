@@ -71,14 +71,13 @@ def command(
                 calibration = Calibration.measure(loaded, progress=now_and_then(progress))
         finally:
             loaded.engine.close()
-    path = calibration.save()
     if as_json:
         typer.echo(json_text(calibration.as_dict(), indent=2))
     elif refresh:
         typer.echo(f"{calibration.name}: {calibration.standing}")
     else:
         typer.echo(as_text(calibration))
-    typer.echo(f"stored in {path}", err=True)
+    typer.echo(f"stored in {calibration.save()}", err=True)
 
 
 def as_text(calibration: Calibration) -> str:

@@ -65,11 +65,11 @@ def command(
 
     Ctrl-C stops an answer, /help lists what you can type.
     """
-    from octavo.checkpoint.pull import resolve
+    from octavo.cli.models import checkpoint
     from octavo.engine.load import load_engine
     from octavo.llm import LLM
 
-    with LLM(load_engine(resolve(model), engine)) as llm:
+    with LLM(load_engine(checkpoint(model, chat=True), engine)) as llm:
         Conversation(llm, params, system, verbose).run()
 
 
@@ -92,7 +92,6 @@ class Conversation:
         if interactive:
             import readline  # noqa: F401  line editing and history for input()
 
-            self.llm.chat_prompt([{"role": "user", "content": "?"}])  # refuse base models now
             print("/help lists what you can type", file=sys.stderr)
         while True:
             try:

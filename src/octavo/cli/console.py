@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 
 @contextmanager
 def on_stderr() -> Iterator[Callable[[str], None]]:
     """Shows one message over the other and clears the line at the end, and for an empty message;
-    without a terminal, a line each. A message that ends its line stays.
+    without a terminal, or on one that clears no lines, a line each. A message that ends its line
+    stays.
     """
-    terminal = sys.stderr.isatty()
+    terminal = sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
 
     def show(message: str) -> None:
         if terminal:
@@ -41,6 +44,21 @@ def now_and_then(show: Callable[[str], None], seconds: float = 1.0) -> Callable[
             show(message)
 
     return progress
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Of a file that cannot be written whole, as on a full disk, the error has its name, and a new
+    one is not left behind.
+    """
+    new = not path.exists()
+    try:
+        yield
+    except OSError as error:
+        if new:
+            with suppress(OSError):
+                path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def json_text(facts: Any, **style: Any) -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.console import json_text, now_and_then, on_stderr, writing
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
 
 if TYPE_CHECKING:
@@ -120,7 +120,8 @@ def command(
     if plot is not None:  # last: what has been measured stands, whatever becomes of the drawing
         from octavo.quant.plot import draw
 
-        draw(rows, plot)
+        with writing(plot):
+            draw(rows, plot)
     faults = [
         f"{row['path']}: {fault}" for row in rows if kernels for fault in row["kernels"]["faults"]
     ]

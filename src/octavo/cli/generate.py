@@ -82,15 +82,17 @@ def command(
     for name in ("logprobs", "prompt_logprobs"):
         if getattr(params, name) is not None and not as_json:
             raise typer.BadParameter(f"--{name.replace('_', '-')} needs --json")
+    if params.n > engine.max_num_seqs:
+        raise typer.BadParameter(f"-n {params.n} is more than --max-num-seqs {engine.max_num_seqs}")
     if prompts.count("-") > 1:
         raise typer.BadParameter("- can be given once")
     texts = [_standard_input() if prompt == "-" else prompt for prompt in prompts]
 
-    from octavo.checkpoint.pull import resolve
+    from octavo.cli.models import checkpoint
     from octavo.engine.load import load_engine
     from octavo.llm import LLM
 
-    with LLM(load_engine(resolve(model), engine)) as llm:
+    with LLM(load_engine(checkpoint(model, chat=chat), engine)) as llm:
         inputs: list[Prompt] = list(texts)
         if chat:
             before = [{"role": "system", "content": system}] if system is not None else []

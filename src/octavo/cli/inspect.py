@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text
-from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
 
 if TYPE_CHECKING:
     from octavo.checkpoint.base import Checkpoint
@@ -258,7 +258,7 @@ def as_text(facts: dict[str, Any]) -> str:
         f"kv cache    {facts['kv_bytes_per_token']:,} bytes a token ({facts['kv_cache_dtype']})",
     ]
     if "does_not_fit" in here:
-        lines.append(f"here        does not fit: {here['does_not_fit']}")
+        lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")
     else:
         lines.append(
             f"here        {_mib(here['memory_available_bytes'])} free; a KV cache of "

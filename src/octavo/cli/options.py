@@ -58,7 +58,7 @@ def amount(text: str) -> int:
     match = re.fullmatch(
         r"([0-9]{1,20}(?:\.[0-9]{1,18})?)\s*(?:([kKmMgGtT])(i?)(B?))?", text.strip()
     )
-    if not match:
+    if not match or ("." in match[1] and match[2] is None):
         raise typer.BadParameter(f"{text!r} is not a size such as 4096, 8K, 512MiB or 4GiB")
     number, letter, binary, byte = match.groups()
     if letter is None:
@@ -89,6 +89,17 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise typer.BadParameter(f"{text[:200]!r} is not a JSON object")
     return given
+
+
+def instruction_set(text: str) -> str:
+    """The name of a tier that runs here."""
+    from octavo.execute.native import check_isa
+
+    try:
+        check_isa(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    return text
 
 
 def id_list(text: str) -> tuple[int, ...]:
@@ -128,8 +139,8 @@ def strings(values: list[str]) -> tuple[str, ...]:
 
 
 def check_file(path: Path, suffix: str | None = None) -> None:
-    """That a plot, or a file of this suffix, can be written there, before anything is computed.
-    Raises `SettingsError`.
+    """That a plot, or a file of this suffix ("": of any), can be written there, before anything is
+    computed. Raises `SettingsError`.
     """
     from octavo.engine.config import SettingsError
     from octavo.quant.plot import PlotError, check_suffix
@@ -137,7 +148,7 @@ def check_file(path: Path, suffix: str | None = None) -> None:
     try:
         if suffix is None:
             check_suffix(path)
-        elif path.suffix != suffix:
+        elif suffix and path.suffix != suffix:
             raise PlotError(f"{path}: not a file of {suffix}")
     except PlotError as error:
         raise SettingsError(str(error)) from None
@@ -285,7 +296,7 @@ ENGINE_OPTIONS = [
     option(
         "isa", str | None, None,
         "Force an instruction-set tier: generic, avx2, avx512, avx512_bf16.", _ENGINE,
-        envvar="OCTAVO_ISA", show_default="the best here",
+        parser=instruction_set, metavar="NAME", envvar="OCTAVO_ISA", show_default="the best here",
     ),
 ]  # fmt: skip
 

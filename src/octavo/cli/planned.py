@@ -68,6 +68,19 @@ Unit = Annotated[
 ]
 
 
+NAMES = ("device", "format", "embedding_format")  # as messages about them begin
+
+
+def embedding_scheme(name: str) -> Scheme:
+    """Raises `ValueError`."""
+    from octavo.plan import schemes
+
+    try:
+        return schemes.scheme(name)
+    except ValueError as error:
+        raise ValueError(f"embedding_{error}") from None
+
+
 def chosen_scheme(
     name: str | None, bits: int | None, group: int | None, asymmetric: bool
 ) -> Scheme | None:

@@ -8,8 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural
-from octavo.cli.options import ENGINE_OPTIONS, LIMITS_HELP, Model, engine_config, length, takes
+from octavo.cli.console import json_text, on_stderr, plural, writing
+from octavo.cli.options import (
+    ENGINE_OPTIONS,
+    LIMITS_HELP,
+    Model,
+    check_file,
+    engine_config,
+    length,
+    takes,
+)
 
 if TYPE_CHECKING:
     from octavo.bench.profile import Profile
@@ -78,6 +86,8 @@ def command(
     from octavo.execute.limits import Limits
     from octavo.model.families import program
 
+    if trace is not None:
+        check_file(trace, "")
     if prompt_len is not None and context is not None:
         raise typer.BadParameter("either --prompt-len (prefill) or --context (decode)")
     tokens = int(prompt_len or context or 128)  # parsed already
@@ -94,9 +104,10 @@ def command(
             limits=Limits.stored(progress) if stored_limits else None,
             progress=progress,
         )
-    if trace is not None:
-        trace.write_text(json_text(as_trace(result, step, program(checkpoint.config))))
     typer.echo(json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers))
+    if trace is not None:
+        with writing(trace):
+            trace.write_text(json_text(as_trace(result, step, program(checkpoint.config))))
 
 
 def as_text(profile: Profile, layers: bool = False) -> str:

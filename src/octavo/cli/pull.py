@@ -29,6 +29,8 @@ def command(
     """
     from octavo.checkpoint import pull
 
+    if show and names:
+        raise typer.BadParameter("--list lists all; it takes no names")
     if show:
         for model in pull.KNOWN.values():
             path = pull.cached(model.name)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.console import json_text, now_and_then, on_stderr, writing
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -25,6 +25,7 @@ from octavo.cli.options import (
     takes,
 )
 from octavo.cli.planned import (
+    NAMES,
     Bits,
     EmbeddingFormat,
     GroupSize,
@@ -33,6 +34,7 @@ from octavo.cli.planned import (
     Price,
     Unit,
     chosen_scheme,
+    embedding_scheme,
 )
 from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
@@ -185,7 +187,7 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.execute.cost import Arithmetic
-    from octavo.plan import hardware, report, schemes
+    from octavo.plan import hardware, report
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -195,14 +197,14 @@ def command(
         model, limits = words(model, more or [])
         slo = service_level(objectives["goodput"] + limits, objectives["slo"])
         chosen = chosen_scheme(format, bits, group_size, False)
-        edges = None if embedding_format is None else schemes.scheme(embedding_format)
+        edges = None if embedding_format is None else embedding_scheme(embedding_format)
         if "quantization" in engine and (chosen is not None or edges is not None):
             other = "--embedding-format" if chosen is None else "--format"
             raise ValueError(f"--quantization and {other} both say how weights are: give one")
         hardware.check(device)
         EngineConfig(**engine)  # refuses
     except ValueError as error:
-        raise typer.BadParameter(named_flags(str(error))) from None
+        raise typer.BadParameter(named_flags(str(error), *NAMES)) from None
     for path, suffix in ((plot, None), (timeline, ".json")):
         if path is not None:
             check_file(path, suffix)
@@ -253,16 +255,18 @@ def command(
     if on.measured:
         notices.append(setup.basis())
     result = report.figures(simulation, slo, price) | {"notices": notices}
-    if plot is not None:
-        from octavo.plan.simulation_plot import draw
-
-        draw(result, plot)
-    if seen is not None and timeline is not None:
-        timeline.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
     if as_json:
         typer.echo(json_text(result))
     else:
         typer.echo(report.text(result))
+    if plot is not None:
+        from octavo.plan.simulation_plot import draw
+
+        with writing(plot):
+            draw(result, plot)
+    if seen is not None and timeline is not None:
+        with writing(timeline):
+            timeline.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
 
 
 def without_effect(classes: Sequence[LoadClass], policy: str) -> list[str]:

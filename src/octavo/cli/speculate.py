@@ -14,6 +14,7 @@ from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
     engine_config,
+    naming_flags,
     sampling_options,
     sampling_params,
     takes,
@@ -77,7 +78,7 @@ def command(
     drafter's. The answer is first drawn without drafts, to measure what they save. Without
     --speculative-config, suffix drafts 4 tokens.
     """
-    from octavo.checkpoint.pull import resolve
+    from octavo.cli.models import checkpoint
     from octavo.engine.load import load_engine
     from octavo.llm import LLM
     from octavo.verify.passes import Stepping, summary
@@ -85,8 +86,9 @@ def command(
     if as_json and step:
         raise typer.BadParameter("--json prints all passes at once", param_hint="--step")
     if engine.speculative_config is None:
-        engine = replace(engine, speculative_config=_DEFAULT)
-    with LLM(load_engine(resolve(model), replace(engine, max_num_seqs=1))) as llm:
+        with naming_flags():
+            engine = replace(engine, speculative_config=_DEFAULT)
+    with LLM(load_engine(checkpoint(model, chat=chat), replace(engine, max_num_seqs=1))) as llm:
         tokenizer = llm.loaded.checkpoint.tokenizer
         if chat:
             _, ids = llm.chat_prompt([{"role": "user", "content": prompt}])

@@ -90,7 +90,9 @@ def command(
     try:
         asyncio.run(run())
     except SourceError as error:
-        typer.echo(f"octavo: {url}: {error}", err=True)
+        nobody = str(error).startswith("connection refused")
+        advice = "; octavo serve MODEL starts a server" if nobody else ""
+        typer.echo(f"octavo: {url}: {error}{advice}", err=True)
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr, plural, writing
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -120,7 +120,7 @@ def command(
     from octavo.plan.tune_trial import Trials
     from octavo.workload.metrics import parse_slo
 
-    with naming_flags():
+    with naming_flags("slo_attainment"):
         promise = Slo(parse_slo(slo), attainment)
         base = EngineConfig(**engine)
         check_simulated(base.speculation)
@@ -170,10 +170,6 @@ def command(
         tuned = search.search()
         speeds = search.sustained(tuned.best)
     result = as_dict(model, subject, on, promise, search, tuned, speeds, notices)
-    if plot is not None:
-        tune_plot.draw(
-            tuned, speeds, search.arrival_rate, promise, f"{subject.name} on {on.name}", plot
-        )
     if confirm:
         from octavo.plan.confirm import confirmed
 
@@ -191,6 +187,10 @@ def command(
         typer.echo(json_text(result, indent=2))
     else:
         typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
+    if plot is not None:
+        title = f"{subject.name} on {on.name}"
+        with writing(plot):
+            tune_plot.draw(tuned, speeds, search.arrival_rate, promise, title, plot)
 
 
 # --- what was found ------------------------------------------------------------------------------

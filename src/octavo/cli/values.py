@@ -39,7 +39,7 @@ class Number:
             return f"at least {_plain(self.least)}"
         return f"{_plain(self.least)} to {_plain(self.most)}"
 
-    def __call__(self, text: Any) -> Any:
+    def parse(self, text: Any) -> Any:
         """Raises `typer.BadParameter`, to which typer adds the option's name."""
         try:
             value = self.kind(text)
@@ -65,7 +65,7 @@ class Choice:
     def names(self) -> list[str]:
         return [str(each.value) for each in self.kind]
 
-    def __call__(self, text: Any) -> Any:
+    def parse(self, text: Any) -> Any:
         """Raises `typer.BadParameter`."""
         if isinstance(text, self.kind):
             return text
@@ -104,11 +104,11 @@ def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
         info.metavar = METAVARS[base]
     if info.parser is None and base in (int, float):
         number = Number(base, info.min, info.max)
-        info.parser, info.min, info.max = number, None, None
+        info.parser, info.min, info.max = number.parse, None, None
         info.help = _with_range(info.help or "", number.range)
     elif info.parser is None and isinstance(base, type) and issubclass(base, Enum):
         choice = Choice(base)
-        info.parser = choice
+        info.parser = choice.parse
         info.metavar = info.metavar or "|".join(choice.names)
     else:
         return parameter.replace(annotation=Annotated[kind, info])

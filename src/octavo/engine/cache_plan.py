@@ -64,7 +64,7 @@ def plan_cache(
         f"{as_size(available)} available - {as_size(weight_bytes)} weights - {as_size(work)} work "
         f"space {f'- {as_size(host)} kv offload ' if host else ''}= {as_size(left)}"
     )
-    if host > available - weight_bytes - work:
+    if 0 < host > available - weight_bytes - work:
         raise DoesNotFit(f"kv_offload_memory asks for {as_size(host)} of host memory; {division}")
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {as_size(max(budget, 0))} of KV cache; {division}")

@@ -69,6 +69,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}, below {least}")
+        if self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs is {self.max_logprobs}, below 0")
         if self.itl_target is not None and not 0 < self.itl_target < inf:
             raise ValueError(f"itl_target is {self.itl_target} ms, not above 0")
         if self.block_size % 16:

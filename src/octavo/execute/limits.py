@@ -401,9 +401,9 @@ def store(path: Path, facts: dict[str, Any]) -> None:
     try:
         staged.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
         staged.replace(path)
-    except OSError:
+    except OSError as error:
         staged.unlink(missing_ok=True)
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def stored_path() -> Path:

@@ -49,6 +49,11 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
     return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
 
 
+def check_isa(isa: str) -> None:
+    """Raises `ValueError` for an instruction set that this build or this CPU does not have."""
+    _native.packed_bytes(int(WeightFormat.F32), 1, 32, isa)
+
+
 def all_held_bytes(weights: Iterable[Weight], source: str, isa: str | None = None) -> int:
     """Of several weights; ``source`` is named in errors, too."""
     try:

@@ -28,7 +28,7 @@ class Slo:
             if name not in METRICS or not SHORTEST <= limit <= LONGEST:
                 raise ValueError(f"{name}={limit:g} is no limit of {', '.join(METRICS)} in ms")
         if not 0 < self.attainment <= 1:
-            raise ValueError(f"the attainment must be above 0 and at most 1, not {self.attainment}")
+            raise ValueError(f"slo_attainment is {self.attainment:g}; it must be above 0, up to 1")
 
 
 def promised(limits: Mapping[str, float]) -> LatencyTarget:

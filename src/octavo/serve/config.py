@@ -71,6 +71,8 @@ class ServeConfig:
         check_distinct(self.keys)
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name is empty")
+        if not self.response_role:
+            raise ValueError("response_role is empty")
         if self.root_path and not self.root_path.startswith("/"):
             raise ValueError(f"root_path is {self.root_path!r} and must start with /")
         if self.log_level not in LOG_LEVELS:

@@ -65,6 +65,9 @@ class Demand:
         if (self.dataset_path is None) is not (name in SYNTHETIC):
             verb = "takes no" if name in SYNTHETIC else "needs a"
             raise ValueError(f"--dataset-name {name} {verb} --dataset-path")
+        if not 0 <= self.random_range_ratio < 1:
+            ratio = self.random_range_ratio
+            raise ValueError(f"--random-range-ratio must be in [0, 1), not {ratio:g}")
         if self.is_trace:
             if not math.isinf(self.request_rate) or self.ramp or self.burstiness != 1:
                 raise ValueError(

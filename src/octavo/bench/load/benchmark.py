@@ -195,7 +195,9 @@ class _Benchmark:
             await asyncio.sleep(min(1.0, left))
         where = settings.url
         if answer.reason:
-            raise LoadError(f"{where}: {answer.reason} {answer.detail}".rstrip())
+            nobody = answer.reason == "connection refused"
+            detail = "(octavo serve MODEL starts a server)" if nobody else answer.detail
+            raise LoadError(f"{where}: {answer.reason} {detail}".rstrip())
         if not ready and settings.ready_check_timeout_sec > 0:
             raise LoadError(
                 f"{where}: not ready within {settings.ready_check_timeout_sec:g} s: "

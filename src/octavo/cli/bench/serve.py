@@ -6,12 +6,13 @@ import math
 import os
 import re
 import sys
+from errno import ENOENT
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text
+from octavo.cli.console import json_text, writing
 from octavo.cli.load import (
     DATASET_OPTIONS,
     GOODPUT_OPTION,
@@ -19,7 +20,7 @@ from octavo.cli.load import (
     TRAFFIC_OPTIONS,
     demand_settings,
 )
-from octavo.cli.options import json_object, option, takes
+from octavo.cli.options import check_file, json_object, option, takes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -238,6 +239,15 @@ def command(
 
     from octavo.bench.load import benchmark, report
 
+    if asked.dataset_path is not None and not asked.dataset_path.exists():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(asked.dataset_path))
+    folder = values["result_dir"] or Path()
+    saved = values["save_result"] or values["append_result"]
+    if saved:  # before an hour of load
+        folder.mkdir(parents=True, exist_ok=True)
+        if values["result_filename"] is not None:
+            check_file(folder / values["result_filename"], "")
+
     try:
         result = uvloop.run(benchmark.benchmark(asked))
     except benchmark.LoadError as error:
@@ -248,12 +258,13 @@ def command(
         print(json_text(result if asked.save_detailed else short))
     else:
         print(report.table(short, list(asked.metrics)))
-    if values["save_result"] or values["append_result"]:
+    if saved:
         name = values["result_filename"] or benchmark.file_name(asked, result)
-        path = (values["result_dir"] or Path()) / name
-        benchmark.save(
-            path, result if asked.save_detailed else short, append=values["append_result"]
-        )
+        path = folder / name
+        with writing(path):
+            benchmark.save(
+                path, result if asked.save_detailed else short, append=values["append_result"]
+            )
         print(f"result in {path}", file=sys.stderr)
     if result["interrupted"]:
         raise typer.Exit(130)

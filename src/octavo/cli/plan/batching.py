@@ -13,6 +13,7 @@ from octavo.cli.options import MOST_SEQUENCES, length, naming_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
     KV_DTYPE_HELP,
+    NAMES,
     BandwidthShare,
     ComputeShare,
     LayersFormat,
@@ -256,7 +257,7 @@ def _model(
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
-    with naming_flags():
+    with naming_flags(*NAMES):
         hardware.check(device)
         chosen = chosen_scheme(format, None, None, False)
         usual = engine_defaults(device == "machine")

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr, plural
-from octavo.cli.options import PlannedModel, amount, length
+from octavo.cli.options import PlannedModel, amount, length, named_flags
 from octavo.cli.planned import (
     KV_DTYPE_HELP,
+    NAMES,
     Asymmetric,
     Bits,
     GroupSize,
@@ -149,7 +150,7 @@ def command(
             raise ValueError(f"--bits, --group-size and --asymmetric are not for {rounding}")
         places = _places(device)
     except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        raise typer.BadParameter(named_flags(str(error), *NAMES)) from None
     subject = Subject.find(model)
     most = subject.program.config.context_length
     tokens = most if context is None else int(context)

@@ -11,6 +11,7 @@ import typer
 from octavo.cli.console import json_text, on_stderr
 from octavo.cli.options import Model, length, naming_flags
 from octavo.cli.planned import (
+    NAMES,
     Asymmetric,
     Bits,
     EmbeddingFormat,
@@ -19,6 +20,7 @@ from octavo.cli.planned import (
     OnDevice,
     Unit,
     chosen_scheme,
+    embedding_scheme,
 )
 
 if TYPE_CHECKING:
@@ -86,13 +88,11 @@ def command(
     from octavo.plan import quantization as planning
     from octavo.plan.subject import Subject
 
-    try:
-        edges = schemes.scheme(embedding_format or "bf16")
+    with naming_flags(*NAMES):
+        edges = embedding_scheme(embedding_format or "bf16")
         chosen = chosen_scheme(format, bits, group_size, asymmetric)
         hardware.check(device)
         kv_dtype = KvDtype.of(kv_cache_dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     subject = Subject.find(model)
     most = subject.program.config.context_length
     in_cache = _tokens("--context", context, 128, most)

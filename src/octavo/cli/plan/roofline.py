@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr
+from octavo.cli.console import json_text, on_stderr, writing
 from octavo.cli.options import Model, check_file, length, naming_flags
 from octavo.cli.planned import (
+    NAMES,
     BandwidthShare,
     Bits,
     ComputeShare,
@@ -22,6 +23,7 @@ from octavo.cli.planned import (
     Price,
     Unit,
     chosen_scheme,
+    embedding_scheme,
 )
 
 if TYPE_CHECKING:
@@ -125,18 +127,16 @@ def command(
     from octavo.engine.config import EngineConfig
     from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
-    from octavo.plan import hardware, schemes
+    from octavo.plan import hardware
     from octavo.plan.roofline import roofline
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
 
-    try:
-        edges = None if embedding_format is None else schemes.scheme(embedding_format)
+    with naming_flags(*NAMES):
+        edges = None if embedding_format is None else embedding_scheme(embedding_format)
         chosen = chosen_scheme(format, bits, group_size, False)
         hardware.check(device)
         kv_dtype = KvDtype.of(kv_cache_dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     if plot is not None:
         check_file(plot)
     subject = Subject.find(model)
@@ -160,14 +160,15 @@ def command(
         quantized=Arithmetic(arithmetic),
         expected=setup.rates(),
     )
-    if plot is not None:
-        from octavo.plan.roofline_plot import draw
-
-        draw(found, plot)
     if as_json:
         typer.echo(json_text(as_dict(found, price, setup.basis()), indent=2))
     else:
         typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
+    if plot is not None:
+        from octavo.plan.roofline_plot import draw
+
+        with writing(plot):
+            draw(found, plot)
 
 
 def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -> tuple[int, ...]:

@@ -1,0 +1,25 @@
+"""Models, refused for what a command asks of them before their weights are read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from octavo.checkpoint.base import Checkpoint
+
+
+def checkpoint(model: str, *, chat: bool) -> Checkpoint:
+    """What ``model`` names, of which only the header is read. ``chat``: it is to answer messages.
+    Raises `CheckpointError`, or `ChatTemplateError` for a model that was not taught to chat.
+    """
+    from octavo.checkpoint import load
+    from octavo.checkpoint.base import ChatTemplateError
+    from octavo.checkpoint.pull import resolve
+
+    found = load(resolve(model))
+    if chat and found.chat_template is None:
+        raise ChatTemplateError(
+            f"{found.path.name} has no chat template: it is not a chat model; octavo generate "
+            "continues a text"
+        )
+    return found

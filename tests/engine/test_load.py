@@ -142,7 +142,8 @@ def test_a_context_without_end_is_cut_to_what_its_tables_may_take() -> None:
 @pytest.mark.parametrize(
     ("available", "values", "message"),
     [
-        (9 * MIB, {}, r"9 MiB available - 10 MiB weights - .* work space = -"),
+        (9 * MIB, {}, r"itself leaves nothing .*: 9 MiB available - 10 MiB weights - .* = -"),
+        (64 * MIB, {"kv_offload_memory": 60 * MIB}, r"kv_offload_memory asks for 60 MiB of host"),
         (64 * MIB, {"kv_cache_memory_bytes": 60 * MIB}, r"asks for 60 MiB of KV cache; 64 MiB"),
         (64 * MIB, {"max_model_len": 1000}, r"1000 is more than the model's context of 512"),
         (

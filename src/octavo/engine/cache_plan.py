@@ -64,7 +64,9 @@ def plan_cache(
         f"{as_size(available)} available - {as_size(weight_bytes)} weights - {as_size(work)} work "
         f"space {f'- {as_size(host)} kv offload ' if host else ''}= {as_size(left)}"
     )
-    if 0 < host > available - weight_bytes - work:
+    if left + host <= 0:
+        raise DoesNotFit(f"the model itself leaves nothing for a KV cache: {division}")
+    if left < 0:
         raise DoesNotFit(f"kv_offload_memory asks for {as_size(host)} of host memory; {division}")
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {as_size(max(budget, 0))} of KV cache; {division}")

@@ -59,6 +59,11 @@ def test_version() -> None:
     assert run("--version").output == f"octavo {octavo.__version__}\n"
 
 
+def test_without_its_script() -> None:
+    done = subprocess.run([sys.executable, "-m", "octavo", "--version"], capture_output=True)
+    assert done.stdout.decode() == f"octavo {octavo.__version__}\n"
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_examples(command: str) -> None:
     text = run(command, "--help").output

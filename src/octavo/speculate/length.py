@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import itemgetter
 
 from octavo.speculate.branches import Offer
 from octavo.speculate.draft_times import DraftTimes
 from octavo.speculate.step_times import StepTimes
 
-_LEAST = 0.02  # a gain below this is within what can be known …
+_LEAST = 0.04  # a gain below this is within what can be known …
 _DOUBT = 0.3  # … and so is this much of the steps' noise: of many sizes, the luckiest looks best
 
 
@@ -21,11 +21,22 @@ def worthwhile(times: StepTimes, num_sequences: int, num_tokens: int, most: int)
     """Whether ``most`` drafts or fewer could pay if all were right."""
     if not times.known:
         return False
-    least = _worth(times) * num_sequences / times.predict(num_tokens)
+    least = _worth(times) * num_sequences / times.predict(num_sequences)
     return any(
         num_sequences + size - num_tokens > least * seconds
-        for size, seconds in times.hoped(num_tokens, num_tokens + most)
+        for size, seconds in _sizes(times, num_sequences, num_tokens, most)
     )
+
+
+def _sizes(
+    times: StepTimes, num_sequences: int, num_tokens: int, most: int
+) -> Iterator[tuple[int, float]]:
+    """Sizes with up to ``most`` drafts, and the seconds of such a step, without those of prompts in
+    it: they are no reason for a draft, nor against one.
+    """
+    if num_tokens == num_sequences:
+        return times.hoped(num_tokens, num_tokens + most)
+    return times.beside(num_sequences, num_tokens, num_tokens + most)
 
 
 def choose(
@@ -68,11 +79,11 @@ def choose_tree(
         ranked.append((place, offer.sequence, (offer, length)))
         most += 1 + length
     ranked.sort(key=itemgetter(0), reverse=True)
-    best = _worth(times) * len(gains) / times.predict(num_tokens)
+    best = _worth(times) * len(gains) / times.predict(len(gains))
     taken = done = rows = 0
     expected = float(len(gains))
     lengths: dict[int, int] = {}
-    for size, seconds in times.hoped(num_tokens, num_tokens + min(room, most)):
+    for size, seconds in _sizes(times, len(gains), num_tokens, min(room, most)):
         left = size - num_tokens - rows
         while done < len(ranked):
             gain, sequence, branch = ranked[done]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from octavo.execute.batch import StepResult
+from octavo.sample.scripted import mix
 from octavo.schedule.batching import Distributions, Scheduled
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.acceptance import FIRST_GUESS, Acceptance, Own
@@ -36,6 +37,10 @@ _LEAST_SHARE = 0.0003  # … down to so much of the time
 _UNWORTHY = 8  # steps to rest where even right guesses would not pay …
 _OVERSPENT = 16  # … and where too much time has been lost
 _GLANCE = 16  # of so many steps at rest one is looked at: between steps all code is cold
+_CONTROL = 16  # steps with drafts, and as many more at random, from one without to the next …
+_EARLY = 4  # … or so many, where such have not been compared as often as …
+_SETTLED = 8  # … that
+_CONTROL_SHARE = 0.005  # of the time, that they may cost where drafts gain much
 _PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 _LONGEST_LINE = 300  # characters of what a drafter raised, in the log
@@ -114,6 +119,10 @@ class Speculator:
         self._checked: _Checked | None = None  # the last step, if it is not accounted yet
         self._rest = 0  # steps without asking
         self._model_rest = 0  # steps in which a model that has a lookup beside it is not asked
+        self._controls = 0  # steps without drafts that followed some with
+        self._unbroken = 0  # steps with drafts since the last of them …
+        self._since = 0.0  # … their seconds …
+        self._since_worth = 0.0  # … and what they would have taken without drafts
         self._unseen = 0  # steps at rest that have not been looked at
         self._useful = 1.0  # how often asking led to drafts that paid, of late
 
@@ -171,13 +180,26 @@ class Speculator:
 
     def _inviting(self, decoding: list[Seq], num_tokens: int, most: int) -> bool:
         """Whether the drafter should be asked at all."""
-        if num_tokens == len(decoding) and self.times.stale(num_tokens):
+        if num_tokens == len(decoding) and (
+            self.times.stale(num_tokens) or self._controls_due(num_tokens)
+        ):
             return False  # what drafts are worth is what they bring beside none
         if self._budget.spent:
             self._rest = _OVERSPENT
         elif not worthwhile(self.times, len(decoding), num_tokens, most):
             self._rest = _UNWORTHY
         return not self._rest
+
+    def _controls_due(self, num_tokens: int) -> bool:
+        """Whether a step is to have no drafts so that those that have are compared with it: after
+        some of them at random, and later where they gain so much that it would cost more than may
+        be.
+        """
+        control = _CONTROL if self.times.compared(num_tokens) >= _SETTLED else _EARLY
+        if self._unbroken < control + mix(self._controls) % control:
+            return False
+        lost = (self._since_worth / max(self._since, 1e-9) - 1) * self.times.predict(num_tokens)
+        return lost <= _CONTROL_SHARE * self._since
 
     def _guess_first(
         self, reader: Reader, decoding: list[Seq], most: list[int], num_tokens: int, room: int
@@ -396,6 +418,11 @@ class Speculator:
         prompts = bool(scheduled.chunks)
         plain = seconds - self._spent
         times.observe(size, plain, prompts=prompts)
+        if scheduled.drafts is not None:
+            self._unbroken += 1
+        elif not prompts and self._unbroken:
+            self._controls += 1
+            self._unbroken, self._since, self._since_worth = 0, 0.0, 0.0
         self.savings.add(times, scheduled, runs, seconds, self._spent)
         spent = seconds - self._read
         if self._planner is not None:
@@ -417,6 +444,8 @@ class Speculator:
         if step is not None:
             worth = step.num_drawn * step.each
             self._charge(step.seconds, worth)
+            self._since += step.seconds
+            self._since_worth += worth
             if worth > step.seconds:
                 self._useful += 0.3 * (1 - self._useful)
                 self._rest = 0  # one that pays is often followed by another

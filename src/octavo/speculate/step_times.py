@@ -1,4 +1,4 @@
-"""How long a step takes by its number of tokens, as the steps of late have shown."""
+"""How long a step takes by its number of tokens, at the speed that the machine has just now."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ KNOTS = [
     *range(1, 21), *range(22, 33, 2), *range(36, 65, 4), *range(72, 129, 8), *range(144, 257, 16),
     *range(288, 513, 32), *range(576, 1025, 64),
 ]  # fmt: skip
-_LEAST_GAIN = 0.05  # how far an observation of a size moves what is known of it at least
-_COMMON_GAIN = 0.1  # and of all sizes: the machine got slower or faster
+_PACE = 0.2  # how far a step moves what is known of the machine's speed
+_LEAST_GAIN = 0.05  # and of its size beside others, at least
 _NOISE_GAIN = 0.03
 _LARGEST_ERROR = 0.5  # in logarithms; what is farther off was somebody else's doing
 FARTHEST = exp(_LARGEST_ERROR)  # times what was predicted
@@ -30,24 +30,35 @@ class _Knot(NamedTuple):
     """Of a size, as it was tabulated last."""
 
     around: float  # the correction that other sizes suggest
-    hoped: float  # seconds
+    hoped: float  # seconds at speed 1
 
 
 class StepTimes:
-    """Predicts a step's seconds.
+    """Predicts a step's seconds: those of its size beside others', times the speed of now.
 
-    The form is a roofline with a soft knee: √(a² + (c·n)²), where ``a`` is the time of reading the
-    weights and ``c`` a token's arithmetic, as steps of few tokens and steps with prompts show them;
-    times a correction by size that is learned from the decode steps. What was seen of a size itself
-    stands beside what the nearest sizes seen say of it, which count as one observation.
+    The speed changes within a second, by much more than a token more may cost. A size is therefore
+    only compared with the steps just before it, and learned from as far as these were of other
+    sizes: a run of steps of one size that got slower says nothing of the size.
+
+    Of sizes the form is a roofline with a soft knee: √(a² + (c·n)²), where ``a`` is the time of
+    reading the weights and ``c`` a token's arithmetic, as the first steps of few tokens and steps
+    with prompts show them; times a correction by size that is learned from the decode steps. What
+    was seen of a size itself stands beside what the nearest sizes seen say of it, which count as
+    one observation.
     """
 
     def __init__(self) -> None:
         self._reading: float | None = None
         self._token: float | None = None
+        self._prompts = 0
+        self._level = 0.0  # logarithm of the speed …
+        self._speed = 1.0  # … and itself: times the seconds that the sizes' form gives
+        self._shares = [0.0] * len(KNOTS)  # of each size in what the speed is known by …
+        self._last = [0] * len(KNOTS)  # … when it was seen last, in steps
+        self._before = 0  # the knot of the last step
         self._corrections = [0.0] * len(KNOTS)  # logarithms
-        self._seen = [0.0] * len(KNOTS)  # observations, fading
-        self._common = 0.0
+        self._seen = [0.0] * len(KNOTS)  # observations, fading …
+        self._compared = [0.0] * len(KNOTS)  # … and how many beside other sizes
         self.noise = 0.0  # mean error of predictions, as a share of what was predicted
         self._steps = 0
         self._small_steps = 0
@@ -65,9 +76,12 @@ class StepTimes:
             return
         if prompts:
             if num_tokens >= 16:
+                self._prompts += 1
                 read = min(self._reading or 0.0, 0.9 * seconds)
                 token = (seconds**2 - read**2) ** 0.5 / num_tokens
-                self._token = token if self._token is None else 0.8 * self._token + 0.2 * token
+                known = token if self._token is None else self._token
+                # Ever less: all that is known of sizes is beside this.
+                self._token = known + (token - known) / self._prompts
             return
         if num_tokens <= 4 and self._small_steps < _WARMING:
             # The first steps find cold caches.
@@ -75,36 +89,68 @@ class StepTimes:
             if self._reading is None or seconds < self._reading:
                 self._reading = seconds
                 self._seen = [0.0] * len(KNOTS)
-                self._common = 0.0
+                self._compared = [0.0] * len(KNOTS)
+                self._shares = [0.0] * len(KNOTS)
+                self._level = 0.0
                 self._table.clear()
         if not self.known:
             self._token = seconds / num_tokens
-        at = _nearest(num_tokens)
-        expected = log(self.predict(num_tokens))
-        error = min(max(log(seconds) - expected, -_LARGEST_ERROR), _LARGEST_ERROR)
-        correction = expected + error - self._base(num_tokens)
-        gain = max(_LEAST_GAIN, 1 / (self._seen[at] + 1))
-        self._corrections[at] += gain * (correction - self._corrections[at])
-        self._common += _COMMON_GAIN * error
-        self.noise += _NOISE_GAIN * (abs(error) - self.noise)
-        self._seen[at] += 1
-        if self._seen[at] < _SETTLED:
-            self._table.clear()
-        elif at in self._table:
-            hope = _HOPE / (1 + self._seen[at])
-            self._table[at] = self._table[at]._replace(hoped=self.predict(KNOTS[at]) * (1 - hope))
+        self._learn(_nearest(num_tokens), num_tokens, seconds)
         self._steps += 1
         if self._steps % _EVERY == 0:
             self._seen = [seen * _FADING for seen in self._seen]
+            self._compared = [compared * _FADING for compared in self._compared]
             self._table.clear()
+
+    def _learn(self, at: int, num_tokens: int, seconds: float) -> None:
+        error = log(seconds / self.predict(num_tokens))
+        error = min(max(error, -_LARGEST_ERROR), _LARGEST_ERROR)
+        own, before = self._share(at), self._before
+        apart = 1 - own
+        gain = max(_LEAST_GAIN, 1 / (self._compared[at] + 1)) * apart
+        known = self._correction(at)
+        self._corrections[at] += gain * (known + error - self._corrections[at])
+        self._compared[at] += apart
+        back = 0.0
+        if before != at:
+            # What they differ by may as well be wrong of the other.
+            share = self._share(before)
+            back = max(_LEAST_GAIN, 1 / (self._compared[before] + 1)) * apart * share
+            back = min(back, 1 - gain)
+            known = self._correction(before)
+            self._corrections[before] += back * (known - error - self._corrections[before])
+            self._compared[before] += apart * share
+            back *= share
+        self._shares[at] = own + _PACE * (1 - own)
+        self._last[at] = self._steps + 1
+        self._before = at
+        self._level += (back + _PACE * (1 - gain - back)) * error
+        self._speed = exp(self._level)
+        self.noise += _NOISE_GAIN * (abs(error) - self.noise)
+        self._seen[at] += 1
+        if apart > 0.5 and self._compared[at] < _SETTLED:
+            self._table.clear()
+        for changed in {at, before} & self._table.keys():
+            hope = _HOPE / (1 + self._seen[changed])
+            hoped = self._form(KNOTS[changed]) * exp(self._correction(changed)) * (1 - hope)
+            self._table[changed] = self._table[changed]._replace(hoped=hoped)
+
+    def _share(self, at: int) -> float:
+        return self._shares[at] * (1 - _PACE) ** (self._steps - self._last[at])
 
     def predict(self, num_tokens: int) -> float:
         """Seconds. Only where ``known``."""
         at = _nearest(num_tokens)
-        seen = self._seen[at]
+        return self._speed * self._form(num_tokens) * exp(self._correction(at))
+
+    def _correction(self, at: int) -> float:
+        compared = self._compared[at]
         around = self._look_up(at).around
-        correction = (seen * self._corrections[at] + around) / (seen + 1)
-        return exp(self._base(num_tokens) + correction)
+        return (compared * self._corrections[at] + around) / (compared + 1)
+
+    def compared(self, num_tokens: int) -> float:
+        """How often, of late, a size was seen beside others."""
+        return self._compared[_nearest(num_tokens)]
 
     def stale(self, num_tokens: int) -> bool:
         """Whether a size has hardly been seen of late: it is no measure for others then."""
@@ -117,14 +163,29 @@ class StepTimes:
         for at in range(bisect_left(KNOTS, low + 1), len(KNOTS)):
             if KNOTS[at] > high:
                 return
-            yield KNOTS[at], self._look_up(at).hoped
+            yield KNOTS[at], self._speed * self._look_up(at).hoped
 
-    def _base(self, num_tokens: int) -> float:
-        """The logarithm without the size's own correction."""
+    def beside(self, decodes: int, low: int, high: int) -> Iterator[tuple[int, float]]:
+        """As `hoped`, for steps that read prompts too: the seconds of a step of ``decodes`` tokens
+        and of the arithmetic of what is more than ``low``, which hides behind no reading.
+        """
+        plain = self.predict(decodes)
+        for at in range(bisect_left(KNOTS, low + 1), len(KNOTS)):
+            if KNOTS[at] > high:
+                return
+            yield KNOTS[at], plain + self._speed * self._each * (KNOTS[at] - low)
+
+    @property
+    def _each(self) -> float:
+        """Seconds of a token's arithmetic, at speed 1."""
         # A machine reads its weights in about the time of eight tokens' arithmetic.
-        token = self._token if self._token is not None else (self._reading or 0.0) / 8
+        return self._token if self._token is not None else (self._reading or 0.0) / 8
+
+    def _form(self, num_tokens: int) -> float:
+        """Seconds without the size's own correction, at speed 1."""
+        token = self._each
         reading = self._reading if self._reading is not None else token * 8
-        return log(hypot(reading, token * num_tokens)) + self._common
+        return hypot(reading, token * num_tokens)
 
     def _look_up(self, at: int) -> _Knot:
         knot = self._table.get(at)
@@ -151,11 +212,11 @@ class StepTimes:
             around = self._corrections[low] + share * (
                 self._corrections[high] - self._corrections[low]
             )
-        seen = self._seen[at]
-        correction = (seen * self._corrections[at] + around) / (seen + 1)
+        compared = self._compared[at]
+        correction = (compared * self._corrections[at] + around) / (compared + 1)
         near = bisect_left(KNOTS, size / _NEAR), bisect_right(KNOTS, size * _NEAR)
         hope = _HOPE / (1 + max(self._seen[slice(*near)]))
-        return _Knot(around, exp(self._base(size) + correction) * (1 - hope))
+        return _Knot(around, self._form(size) * exp(correction) * (1 - hope))
 
 
 def _nearest(num_tokens: int) -> int:

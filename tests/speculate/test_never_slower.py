@@ -1,0 +1,87 @@
+"""On a machine whose speed is never the same (machine.py), speculation costs next to no time where
+guesses are wrong, whatever guesses, and where they are right it gains what fixed lengths gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import mean
+
+import pytest
+
+from octavo.speculate.speculator import Speculator
+from speculate.machine import CHEAP, MEASURED, VOCAB, Finder, Guesser, Machine, Rows, Text, run
+
+TEXTS = {
+    "wrong": Text([0.0]),
+    "seldom right": Text([0.2]),
+    "nearly worth it": Text([0.3]),
+    "worth it alone": Text([0.4]),
+    "some": Text([0.0, 0.0, 0.2, 0.4, 0.9]),
+    "chat": Text([0.15, 0.3, 0.45], found=0.2, begins=0.004),
+    "by turns": Text([0.0, 0.1, 0.2, 0.8, 0.9, 0.9], turns=7),
+}
+Make = Callable[[Text, Machine, int, int | None], Speculator]
+
+
+def finding(text: Text, machine: Machine, seed: int, pinned: int | None) -> Speculator:
+    return Speculator(Finder(text, machine, seed), VOCAB, pinned, now=lambda: machine.now)
+
+
+def guessing(text: Text, machine: Machine, seed: int, pinned: int | None) -> Speculator:
+    drafter = Guesser(text, machine, seed)
+    return Speculator(drafter, VOCAB, pinned, longest=4, now=lambda: machine.now)
+
+
+def both(text: Text, machine: Machine, seed: int, pinned: int | None) -> Speculator:
+    drafter, lookup = Guesser(text, machine, seed), Finder(text, machine, seed + 1)
+    return Speculator(drafter, VOCAB, pinned, longest=4, lookup=lookup, now=lambda: machine.now)
+
+
+def times_as_fast(
+    make: Make,
+    text: Text,
+    batch: int,
+    answers: int,
+    seed: int,
+    rows: Rows = MEASURED,
+    pinned: int | None = None,
+) -> float:
+    machine = Machine(rows, seed)
+    return run(machine, make(text, machine, seed, pinned), batch, answers).ratio
+
+
+@pytest.mark.parametrize("make", [finding, guessing, both])
+@pytest.mark.parametrize("text", TEXTS)
+def test_time_is_never_lost(make: Make, text: str) -> None:
+    """From the first answer on, some of which are the price of learning."""
+    ratios = [times_as_fast(make, TEXTS[text], 1, 12, seed) for seed in (1, 2)]
+    ratios += [
+        times_as_fast(make, TEXTS[text], 8, 64, 1),
+        times_as_fast(make, TEXTS[text], 32, 96, 1),
+    ]
+    assert min(ratios) >= 0.97
+
+
+@pytest.mark.parametrize(
+    ("make", "rate", "rows", "pinned"),
+    [(finding, 0.9, MEASURED, 8), (finding, 0.4, CHEAP, 2), (guessing, 0.9, MEASURED, 4)],
+)
+def test_what_is_to_be_gained_is_gained(make: Make, rate: float, rows: Rows, pinned: int) -> None:
+    def gain(pinned: int | None) -> float:
+        return mean(
+            times_as_fast(make, Text([rate]), 1, 24, seed, rows, pinned) for seed in (1, 2, 3)
+        )
+
+    assert gain(None) - 1 >= 0.9 * (gain(pinned) - 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rows", [MEASURED, CHEAP])
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("make", [finding, guessing, both])
+@pytest.mark.parametrize("text", TEXTS)
+def test_time_is_never_lost_in_long_runs(make: Make, text: str, batch: int, rows: Rows) -> None:
+    ratios = [times_as_fast(make, TEXTS[text], batch, 400, seed, rows) for seed in range(8)]
+    assert min(ratios) >= 0.97
+    assert mean(ratios) >= 0.985

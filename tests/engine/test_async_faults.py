@@ -165,8 +165,8 @@ async def test_a_scheduler_that_always_fails_fails_each_request_and_the_engine_l
     await engine.stop()
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
-async def test_when_the_thread_ends_so_does_every_request(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
+async def test_when_the_thread_ends_so_does_every_request(error: type[BaseException]) -> None:
     """Those that run, those that wait and those that had not reached the engine."""
     inner = build(clock=RealClock(), max_num_seqs=2)
     told = Told(inner)

@@ -86,39 +86,6 @@ def test_nothing_is_kept_for_blocks_that_are_gone() -> None:
     assert len(index) == 0
 
 
-def test_a_run_of_blocks_is_entered_as_one_by_one() -> None:
-    index = PrefixIndex(num_blocks=8, num_groups=2)
-    root = added(index, None, b"")
-    known = added(index, root, tokens(1))
-    index.put(known, 0, 5)
-    nodes = index.extend(root, [tokens(1), tokens(2), tokens(3)], [(0, 1), (-1, 2), (-1, -1)])
-    assert nodes[0] is known
-    assert known.blocks == [5, 1]  # what was there stays
-    assert [node.blocks for node in nodes[1:]] == [[-1, 2], [-1, -1]]
-    assert index.find(nodes[1], tokens(3)) is nodes[2]
-    assert [index.holds(block) for block in (0, 1, 2, 5)] == [False, True, True, True]
-    index.pin(nodes[2])
-    index.check()
-    for block in (1, 2, 5):
-        index.forget(block)
-    index.unpin(nodes[2])
-    assert len(index) == 0
-
-
-def test_a_run_ends_where_another_prefix_owns_the_key() -> None:
-    index = PrefixIndex(8, 1, hasher=lambda parent, content: hash((parent, len(content))))
-    root = added(index, None, b"")
-    mine = added(index, root, tokens(1))
-    nodes = index.extend(root, [tokens(1), tokens(2, 2), tokens(3)], [(0,), (1,), (2,)])
-    assert [node.blocks for node in nodes] == [[0], [1], [2]]
-    assert nodes[0] is mine
-    assert index.extend(root, [tokens(9)], [(3,)]) == []
-    assert len(index.extend(mine, [tokens(2, 2), tokens(4)], [(4,), (5,)])) == 1
-    assert not index.holds(4)
-    assert not index.holds(5)
-    index.check()
-
-
 def test_a_pinned_node_outlives_its_blocks() -> None:
     index = PrefixIndex(num_blocks=2, num_groups=1)
     node = added(index, None, b"")

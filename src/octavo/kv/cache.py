@@ -229,7 +229,7 @@ class KvCache:
             if block >= 0:
                 self.pool.share(block)
             else:
-                (block,) = self._allocate(1)
+                block = self._allocate()
                 tiers.load(key, block, self.copies)
                 self.index.put(node, group, block)
                 filling += 1
@@ -319,14 +319,14 @@ class KvCache:
                 if self._must_copy(block):
                     # Released first: when it is the only free block it is handed back as it is.
                     self.pool.release(block, keep=True)
-                    (copy,) = self._allocate(1)
+                    copy = self._allocate()
                     self.tables[group, slot, start // size] = copy
                     if copy != block:
                         self.copies.append((block, copy))
         held, end = int(self.num_blocks[slot]), -(-(start + count) // size)
         if end > held:
             groups = len(self._windows)
-            blocks = self._allocate((end - held) * groups)
+            blocks = [self._allocate() for _ in range((end - held) * groups)]
             self.tables[:, slot, held:end] = np.array(blocks).reshape(-1, groups).T
             self.num_blocks[slot] = end
         return True
@@ -417,8 +417,9 @@ class KvCache:
             return None
         row = self._rows.pop()
         self.tables[:, row, :first] = self.tables[:, slot, :first]
-        blocks = self._allocate((end - first) * groups)
-        self.tables[:, row, first:end] = np.array(blocks, dtype=np.int32).reshape(-1, groups).T
+        for position in range(first, end):
+            for group in range(groups):
+                self.tables[group, row, position] = self._allocate()
         if start % size:
             sources, copies = self.tables[:, slot, first], self.tables[:, row, first]
             self.copies += zip(sources.tolist(), copies.tolist(), strict=True)
@@ -462,14 +463,21 @@ class KvCache:
         first, full = self._registered[slot], int(self.num_tokens[slot]) // size
         content = tokens[first * size : full * size].tobytes()
         stride = size * tokens.itemsize
-        blocks: list[list[int]] = self.tables[:, slot, first:full].T.tolist()
-        nodes = index.extend(
-            tip, [content[at : at + stride] for at in range(0, len(content), stride)], blocks
-        )
-        if self.tiers is not None and self.tiers.writing is not None:
-            self.tiers.writing.filled(nodes, blocks)
-        last = nodes[-1] if nodes else tip
-        self._tip[slot] = last if len(nodes) == len(blocks) else None
+        writing = None if self.tiers is None else self.tiers.writing
+        last = tip
+        for at, blocks in enumerate(self.tables[:, slot, first:full].T.tolist()):
+            node = index.add(last, content[at * stride : (at + 1) * stride])
+            if node is None:
+                self._tip[slot] = None
+                break
+            for group, block in enumerate(blocks):
+                if block >= 0:
+                    index.put(node, group, block)
+                    if writing is not None:
+                        writing.filled(node, group, block)
+            last = node
+        else:
+            self._tip[slot] = last
         # Nodes between are kept by their children.
         index.pin(last)
         index.unpin(tip)
@@ -516,14 +524,12 @@ class KvCache:
     def _must_copy(self, block: int) -> bool:
         return self.pool.refs[block] > 1 or self.index.holds(block)
 
-    def _allocate(self, count: int) -> list[int]:
-        """Blocks to be written, of which the tiers keep what they held."""
-        blocks = self.pool.allocate(count)
-        for block in blocks:
-            if self.tiers is not None:
-                self.tiers.spill(block, self.index)
-            self.index.forget(block)
-        return blocks
+    def _allocate(self) -> int:
+        block = self.pool.allocate()
+        if self.tiers is not None:
+            self.tiers.spill(block, self.index)
+        self.index.forget(block)
+        return block
 
     def check(self) -> None:
         """Pool, tables and index agree; `RuntimeError` otherwise. For tests and idle moments."""

@@ -10,7 +10,7 @@ class OutOfBlocks(RuntimeError):
 
 
 class BlockPool:
-    """``num_blocks`` equal blocks with reference counts. Every operation is O(1) a block.
+    """``num_blocks`` equal blocks with reference counts. Every operation is O(1).
 
     A block that nobody refers to is free, but what it holds stays usable until the block is handed
     out again. Handed out first are blocks that hold nothing any more, then those never used (whose
@@ -40,22 +40,20 @@ class BlockPool:
     def num_used(self) -> int:
         return self.num_blocks - self.num_free
 
-    def allocate(self, count: int = 1) -> list[int]:
-        """Take the free blocks least worth keeping, each with one reference."""
-        if count > self.num_free:
-            raise OutOfBlocks(
-                f"{self.num_used} of {self.num_blocks} blocks are in use: no room for {count}"
-            )
-        empty, first = self._empty, self._never_used
-        blocks = [empty.pop() for _ in range(min(count, len(empty)))]
-        self._never_used = min(first + count - len(blocks), self.num_blocks)
-        blocks += range(first, self._never_used)
-        left = count - len(blocks)
-        blocks += [self._cached.popitem(last=False)[0] for _ in range(left)]
-        self.evictions += left
-        for block in blocks:
-            self.refs[block] = 1
-        return blocks
+    def allocate(self) -> int:
+        """Take the free block least worth keeping, with one reference."""
+        if self._empty:
+            block = self._empty.pop()
+        elif self._never_used < self.num_blocks:
+            block = self._never_used
+            self._never_used += 1
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self.evictions += 1
+        else:
+            raise OutOfBlocks(f"all {self.num_blocks} blocks are in use")
+        self.refs[block] = 1
+        return block
 
     def share(self, block: int) -> None:
         """Add a reference, to a block in use or to a free one whose content is wanted again."""

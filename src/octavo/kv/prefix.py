@@ -8,7 +8,7 @@ only if parent and token ids are the same, so that equal hashes of different pro
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 Hash = Callable[[int, bytes], int]
 
@@ -68,26 +68,6 @@ class PrefixIndex:
         elif node.parent is not parent or node.tokens != tokens:
             return None
         return node
-
-    def extend(
-        self, node: Node, contents: Iterable[bytes], blocks: Iterable[Sequence[int]]
-    ) -> list[Node]:
-        """`add` for ``contents`` one behind another, from ``node`` on, and `put` for the ``blocks``
-        of each [groups], where there is one (not -1). The nodes end where `add` says None.
-        """
-        nodes: list[Node] = []
-        for tokens, held in zip(contents, blocks, strict=True):
-            child = self.add(node, tokens)
-            if child is None:
-                break
-            for group, block in enumerate(held):
-                if block >= 0 and child.blocks[group] < 0:
-                    child.blocks[group] = block
-                    child.refs += 1
-                    self._holder[block] = child, group
-            nodes.append(child)
-            node = child
-        return nodes
 
     def child_key(self, parent: int, tokens: bytes) -> int:
         """The key of a node of ``tokens`` after one of that key; 0: a root."""

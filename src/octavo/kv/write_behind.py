@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,16 +43,9 @@ class WritingBehind:
         self._writing = 0  # blocks that the worker has not written yet
         self._written: deque[None] = deque()  # one for each it has; the other end is its thread's
 
-    def filled(self, nodes: Sequence[Node], blocks: Sequence[Sequence[int]]) -> None:
-        """The nodes are full: their content is in the ``blocks`` of each [groups], where there is
-        one (not -1).
-        """
-        self._filled += [
-            _Filled(node, group, block)
-            for node, held in zip(nodes, blocks, strict=False)
-            for group, block in enumerate(held)
-            if block >= 0
-        ]
+    def filled(self, node: Node, group: int, block: int) -> None:
+        """The block now holds a full node's content."""
+        self._filled.append(_Filled(node, group, block))
 
     def forget(self) -> None:
         """The pool has been emptied."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_MOST_LOST = 0.01  # of the time; behind that it rests until so much time has passed
+_MOST_LOST = 0.005  # of the time; behind that it rests until so much time has passed
 _MOST_SAVED = 0.01  # of the time, that what was gained before counts for
 _MEMORY = 256  # steps
 _FADING = 1 - 1 / _MEMORY

@@ -7,7 +7,8 @@ Three kinds of work (`_workloads.py`), greedy. An engine for each method and one
 run them side by side, some steps of each in turns, for a machine in the cloud changes its speed
 from second to second; and the outputs must be the same to the token. Each round has prompts of its
 own: what a drafter reads of a prompt is paid for, and nobody has seen the answer. Speed-ups are of
-all rounds together, and in brackets of the worst one.
+all rounds together, and in brackets of the worst one; the method "none" is a second engine without
+speculation, and says how far apart two that do the same come out.
 
 "theory" is tokens per pass ÷ the relative cost of a pass: the executor's time alone. What is
 missing from it to the measured speed-up stands beside it, as shares of the time with the method:
@@ -142,7 +143,7 @@ def compare(
     )
     sides = {
         name: Side(load_engine(model, replace(config, speculative_config=method)).engine)
-        for name, method in ({"none": None} | methods).items()
+        for name, method in ({"plain": None, "none": None} | methods).items()
     }
     turns = [workloads(checkpoint, batch, turn) for turn in range(rounds + 1)]
     rows = []
@@ -161,10 +162,10 @@ def compare(
                 for name, one in done.items():
                     results[name].append(one)
             for name, one in done.items():
-                if one.outputs != done["none"].outputs:
+                if one.outputs != done["plain"].outputs:
                     sys.exit(f"{workload}, batch {batch}: {name} gives another output")
-        plain = results["none"]
-        for name in methods:
+        plain = results["plain"]
+        for name in ("none", *methods):
             mine = results[name]
             ratios = [
                 (one.tokens / one.seconds) / (other.tokens / other.seconds)

@@ -279,12 +279,19 @@ def test_time_is_never_lost_where_drafting_takes_time(batch: int, rate: float, c
         assert took <= without / 1.5
 
 
-@pytest.mark.parametrize("batch", [1, 8, 32])
-@pytest.mark.parametrize("rate", [0.0, 0.4, 0.8])
-def test_time_is_never_lost_with_heads_and_a_lookup(batch: int, rate: float) -> None:
-    """In open text, where little is found. Costs are as measured: a pass of the heads 70 µs and 30
-    for each sequence, looking 10 for each, and to tell the heads of a step, which no account of
-    drafting has, 10 µs.
+@pytest.mark.parametrize(
+    ("batch", "rate", "found", "answers_each"),
+    # In open text, where little is found; and where much is, which a full batch has no use for. The
+    # sequences that gained by it end early, and leave the last steps to fewer than they would have
+    # been, which is no loss of speculation's: hence many answers.
+    [(batch, rate, 0.05, 2) for batch in (1, 8, 32) for rate in (0.0, 0.4, 0.8)]
+    + [(8, 0.0, 0.9, 10)],
+)
+def test_time_is_never_lost_with_heads_and_a_lookup(
+    batch: int, rate: float, found: float, answers_each: int
+) -> None:
+    """Costs are as measured: a pass of the heads 70 µs and 30 for each sequence, looking 10 for
+    each, and to tell the heads of a step, which no account of drafting has, 10 µs.
     """
 
     def seconds(drafting: bool) -> tuple[float, int]:
@@ -294,11 +301,11 @@ def test_time_is_never_lost_with_heads_and_a_lookup(batch: int, rate: float) -> 
             assert isinstance(engine.sampler, ScriptedSampler)
             assert isinstance(clock, VirtualClock)
             heads = Heads(rate, 7e-5, engine.sampler, clock, 3e-5, 1e-5)
-            lookup = Finding(0.9, 0.05, engine.sampler, clock, 1e-5)
+            lookup = Finding(0.9, found, engine.sampler, clock, 1e-5)
             engine.speculator = lookup.speculator = Speculator(
                 heads, MODEL.vocab_size, longest=4, lookup=lookup, now=clock.now
             )
-        answers(engine, 2 * batch, max_tokens=200)
+        answers(engine, answers_each * batch, max_tokens=200)
         return clock.now(), heads.asked if heads else 0
 
     without, _ = seconds(False)
@@ -307,7 +314,7 @@ def test_time_is_never_lost_with_heads_and_a_lookup(batch: int, rate: float) -> 
     if batch == 1 and rate >= 0.8:
         assert took <= without / 1.7
     if batch > 1 and rate < 0.8:
-        assert asked <= 0.06 * 400  # steps
+        assert asked <= 0.06 * 200 * answers_each  # steps
 
 
 @pytest.mark.parametrize(

@@ -207,8 +207,9 @@ def test_speculation_is_measured_on_new_prompts(monkeypatch: pytest.MonkeyPatch)
         "itself": {"method": "draft_model", "model": model, "num_speculative_tokens": 3},
         "suffix": {"method": "suffix"},
     }
-    itself, suffix = speculation.compare(model, methods, 2, 25, 2, ["facts"])
-    assert [row.method for row in (itself, suffix)] == ["itself", "suffix"]
+    none, itself, suffix = speculation.compare(model, methods, 2, 25, 2, ["facts"])
+    assert [row.method for row in (none, itself, suffix)] == ["none", "itself", "suffix"]
+    assert none.tokens_per_pass == 1
     assert len(asked) == 3
     assert itself.acceptance_rate == 1
     assert 3 < itself.tokens_per_pass <= 4

@@ -224,7 +224,7 @@ def test_the_same_to_the_last_digit_whatever_the_hash_seed(tmp_path: Path) -> No
     """Shared prefixes, preemptions and speculation, in processes that hash differently."""
     trace = tmp_path / "mooncake.jsonl"
     trace.write_text("".join(
-        json.dumps({"timestamp": 20 * i, "input_length": 1100 + i, "output_length": 30 + i % 7,
+        json.dumps({"timestamp": 20 * i, "input_length": 1100 + i, "output_length": 200 + i % 60,
                     "hash_ids": [i % 3, 10 + i % 5, 100 + i]}) + "\n"
         for i in range(60)
     ))  # fmt: skip

@@ -60,6 +60,36 @@ async def test_admission_errors_are_raised_at_once() -> None:
     await engine.stop()
 
 
+async def test_who_finds_a_seat_at_the_next_step_does_not_wait_in_the_queue() -> None:
+    """Neither while it is on its way to the scheduler, nor when it has come and no step has begun
+    since. Who was left waiting does.
+    """
+    core = build(max_num_seqs=3, max_num_queued_reqs=1, clock=RealClock())
+    engine = AsyncEngine(core)
+
+    def admit(name: str) -> None:
+        asked = core.check(request(name, [1], max_tokens=5))
+        core.admit(asked, core.new_record(asked))
+
+    record = core.new_record(request("asks", [1]))
+    for index in range(3):
+        engine.admission.check_queue([record], 0, 0)
+        engine.admission.check_queue([], 2 - index, 2 - index)
+        admit(f"{index}")
+    engine.admission.check_queue([record], 0, 0)  # the one that the queue has room for
+    with pytest.raises(AdmissionError, match="1 requests wait, of at most 1"):
+        engine.admission.check_queue([record], 1, 1)
+    admit("waits")
+    core.step()
+    assert len(core.scheduler.waiting) == 1
+    with pytest.raises(AdmissionError, match="1 requests wait, of at most 1"):
+        engine.admission.check_queue([record], 0, 0)
+    core.abort("waits")
+    core.abort("0")
+    engine.admission.check_queue([record, record], 0, 0)
+    core.close()
+
+
 async def test_an_abandoned_stream_stops_within_a_step() -> None:
     engine = await started()
     steps = Leave(engine.engine.executor)

@@ -74,6 +74,7 @@ async def test_who_is_shed(streamed: bool) -> None:
     """While another runs who has the only place."""
 
     async def ask(client: httpx.AsyncClient, engine: AsyncEngine, url: str) -> None:
+        await until(lambda: engine.stats().running == 0, "the end of who ran before")
         runs = await post(url)
         await until(lambda: engine.stats().running == 1)
         answer = await client.post("/v1/completions", json={"prompt": "a", "stream": streamed})
@@ -88,6 +89,7 @@ async def test_who_is_shed(streamed: bool) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_who_leaves(streamed: bool) -> None:
     async def ask(_: httpx.AsyncClient, engine: AsyncEngine, url: str) -> None:
+        await until(lambda: engine.stats().running == 0, "the end of who ran before")
         leaves = await post(url, stream=streamed)
         await until(lambda: engine.stats().running == 1)
         leaves.transport.abort()

@@ -46,12 +46,14 @@ class Admission:
                     f"there are {len(asks)} prompts, and no more than {most} may run and wait",
                     "prompt",
                 )
-        # Who finds a free seat at the next step does not wait in a queue.
-        seats = 0 if scheduler.waiting else scheduler.kv.num_free_slots
+        # Who finds a free seat at the next step does not wait in a queue, whether the engine has
+        # taken note of it since the last one or not.
+        left = min(scheduler.num_left_waiting, len(scheduler.waiting))
+        seats = 0 if left else scheduler.kv.num_free_slots
         before, tokens = queued, queued_tokens
         try:
             for prompt_tokens in [record.prompt_tokens for record in asks] or [0]:
-                scheduler.check_queue(prompt_tokens, max(0, before - seats), tokens)
+                scheduler.check_queue(prompt_tokens, before - seats, tokens)
                 before += 1
                 tokens += prompt_tokens
         except AdmissionError as error:

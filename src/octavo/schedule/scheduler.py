@@ -69,6 +69,7 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
         self.waiting = Waiting(self.policy, self.kv)
+        self.num_left_waiting = 0  # when the last step had let in whom it could
         self._room = Room(config, self.kv, self.policy, self.decoding, self.prefilling)
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests that have begun
@@ -102,10 +103,12 @@ class Scheduler:
     def check_queue(
         self, num_prompt_tokens: int, pending: int = 0, pending_tokens: int = 0
     ) -> None:
-        """Refuse when the queue is full. ``pending``: requests on their way to it."""
+        """Refuse when the queue is full. ``pending``: requests on their way to it, less those of
+        all who find a seat at the next step.
+        """
         admission.check_queue(
             self.config,
-            len(self.waiting) + pending,
+            max(0, len(self.waiting) + pending),
             self.waiting.tokens + pending_tokens,
             num_prompt_tokens,
         )
@@ -172,6 +175,7 @@ class Scheduler:
             self._served.add(seq)
             if budget.spent or not (chunk or self.config.chunked_prefill):
                 break
+        self.num_left_waiting = len(self.waiting)
         if chunks and not budget.spent:
             chunks[0] = self._extend(chunks[0], budget)
         if not self.decoding and not chunks:

@@ -48,7 +48,8 @@ from octavo.speculate.config import SpeculativeConfig
 from octavo.speculate.speculator import LONGEST
 
 LONGEST_TEXT = 2048  # tokens of a prompt and its answer
-SLICE = 0.03  # seconds that a side runs before the next one does
+SLICE = 0.06  # seconds that a side runs before the next one does
+PAUSE = 0.001  # between, in which what the last one still does in the background comes to its end
 
 
 @dataclass
@@ -98,7 +99,9 @@ class Side:
                 outputs[delta.request_id] += delta.token_ids
         done, before = Round(), engine.stats()
         self._round = done
+        yield done
         while engine.has_work():
+            time.sleep(PAUSE)
             started = time.perf_counter()
             while engine.has_work() and time.perf_counter() < started + SLICE:
                 for delta in engine.step():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from math import hypot
 
 import pytest
 from hypothesis import given, settings
@@ -54,6 +55,28 @@ def test_a_slower_machine_is_slower_at_all_sizes() -> None:
         times.observe(5, 2 * machine(5), prompts=False)
     assert times.predict(5) == pytest.approx(2 * machine(5), rel=0.1)
     assert times.predict(1) > 1.1 * before
+
+
+@pytest.mark.parametrize("slower", [0.5, 1.0, 2.0])
+def test_rows_beside_a_prompt_take_their_arithmetic_at_the_speed_of_now(slower: float) -> None:
+    """Whether prompts were seen before the machine's speed changed, since, or both."""
+
+    def seconds(num_tokens: int) -> float:
+        return hypot(3e-3, 3e-4 * num_tokens)
+
+    for before, since in ((4, 0), (0, 4), (4, 4)):
+        times = StepTimes()
+        for factor, prompts in ((1.0, before), (slower, since)):
+            for _ in range(60):
+                for size in (1, 2):
+                    times.observe(size, factor * seconds(size), prompts=False)
+            for _ in range(prompts):
+                times.observe(400, factor * seconds(400), prompts=True)
+        plain = times.predict(2)
+        assert plain == pytest.approx(slower * seconds(2), rel=0.02)
+        for size, predicted in times.beside(2, 100, 108):
+            assert predicted - plain == pytest.approx(slower * 3e-4 * (size - 100), rel=0.05)
+        assert times.predict(400) == pytest.approx(slower * seconds(400), rel=0.05)
 
 
 def test_nothing_is_predicted_of_steps_that_take_no_time() -> None:

@@ -48,6 +48,7 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
+        # Seconds at speed 1, which is that of the step that ``_reading`` was seen in.
         self._reading: float | None = None
         self._token: float | None = None
         self._prompts = 0
@@ -77,6 +78,7 @@ class StepTimes:
         if prompts:
             if num_tokens >= 16:
                 self._prompts += 1
+                seconds /= self._speed
                 read = min(self._reading or 0.0, 0.9 * seconds)
                 token = (seconds**2 - read**2) ** 0.5 / num_tokens
                 known = token if self._token is None else self._token
@@ -87,11 +89,13 @@ class StepTimes:
             # The first steps find cold caches.
             self._small_steps += 1
             if self._reading is None or seconds < self._reading:
+                if self._token is not None:
+                    self._token *= self._speed
                 self._reading = seconds
                 self._seen = [0.0] * len(KNOTS)
                 self._compared = [0.0] * len(KNOTS)
                 self._shares = [0.0] * len(KNOTS)
-                self._level = 0.0
+                self._level, self._speed = 0.0, 1.0
                 self._table.clear()
         if not self.known:
             self._token = seconds / num_tokens

@@ -47,12 +47,17 @@ class Machine:
 
     def __init__(self, rows: Rows, seed: int) -> None:
         self.now = 0.0
+        self.busy = 0.0  # its cores are until then, with what was begun in the background
         self._rows = rows
         self._random = random.Random(seed)
         self._memory = 1.0  # times the seconds of reading with quick memory
         self._until = 0.0  # its regime lasts
         self._drift = 0.0  # logarithms: of the speed of everything
         self._burst = 0.0
+
+    def wait(self) -> None:
+        """Until what was begun in the background is done."""
+        self.now = max(self.now, self.busy)
 
     def step(self, rows: int, plain_rows: int) -> tuple[float, float]:
         """The step's seconds, and those that it would have taken with so many rows."""
@@ -117,12 +122,14 @@ class Finder:
     def __init__(self, text: Text, machine: Machine, seed: int) -> None:
         self.text = text
         self._machine = machine
+        self._seed = seed
         self._random = random.Random(seed)
         self._states: dict[int, _State] = {}
         self._texts = 0
 
     def start(self, sequence: int, token_ids: Sequence[int], cache_salt: str | None) -> None:
-        rng, text = self._random, self.text
+        text = self.text
+        rng = random.Random(f"{self._seed}, {self._texts}")  # whatever was guessed before
         state = _State(text.rate(rng, self._texts), text.begins, text.passage, rng)
         self._texts += 1
         state.drawn = len(token_ids) - PROMPT
@@ -154,23 +161,46 @@ class Finder:
 
 
 class Guesser:
-    """A `ModelDrafter` like heads: each guess takes 0.15 ms, and 0.03 more for each sequence."""
+    """A `ModelDrafter` like heads: each guess takes 0.15 ms, and 0.03 more for each sequence.
+    ``ahead``: who drafted is expected to draft again, and the next guesses are begun in the
+    background; where they are not wanted, the next step waits for them nevertheless.
+    """
 
-    def __init__(self, text: Text, machine: Machine, seed: int) -> None:
+    def __init__(self, text: Text, machine: Machine, seed: int, *, ahead: bool = False) -> None:
         self.text = text
         self._machine = machine
+        self._seed = seed
         self._random = random.Random(seed)
         self._rates: dict[Seq, float] = {}
         self._texts = 0
+        self._ahead = ahead
+        self._counts: dict[Seq, int] = {}  # of the last guesses
+        self._begun: dict[Seq, int] = {}
+
+    @property
+    def begun(self) -> bool:
+        return bool(self._begun)
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
-        self._machine.now += max(counts) * (0.12e-3 + 0.03e-3 * sum(map(bool, counts)))
+        if self._begun:
+            self._machine.wait()
+            most = [self._begun.get(seq, 0) for seq in decoding]
+            counts = [min(each) for each in zip(counts, most, strict=True)]
+            self._begun = {}
+        else:
+            self._machine.now += self._seconds(counts)
+        self._counts = {seq: count for seq, count in zip(decoding, counts, strict=True) if count}
         return [self._draft(*each) for each in zip(decoding, counts, strict=True)]
+
+    @staticmethod
+    def _seconds(counts: Sequence[int]) -> float:
+        return max(counts) * (0.12e-3 + 0.03e-3 * sum(map(bool, counts)))
 
     def _draft(self, seq: Seq, count: int) -> Draft:
         rate = self._rates.get(seq)
         if rate is None:
-            rate = self._rates[seq] = self.text.rate(self._random, self._texts)
+            rng = random.Random(f"{self._seed}, {self._texts}")
+            rate = self._rates[seq] = self.text.rate(rng, self._texts)
             self._texts += 1
         drawn = len(seq.token_ids) - PROMPT
         return Draft(
@@ -182,9 +212,15 @@ class Guesser:
 
     def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
         self._machine.now += UPKEEP
+        counts, self._counts, self._begun = self._counts, {}, {}
+        if self._ahead and counts and counts.keys() >= {*scheduled.decodes, *scheduled.chunks}:
+            self._begun = counts
+            self._machine.busy = self._machine.now + self._seconds([*counts.values()])
 
     def end(self, seq: Seq) -> None:
         self._rates.pop(seq, None)
+        self._counts.pop(seq, None)
+        self._begun.pop(seq, None)
 
     def close(self) -> None: ...
 
@@ -232,8 +268,9 @@ def run(
             drafts = speculator.propose(decoding, count + chunk, 512)
             drafts = drafts if any(drafts) else None
         added = sum(map(len, drafts or ()))
-        drafting = machine.now - before
         rows = count + added + chunk
+        machine.wait()
+        waiting = machine.now - before  # drafting included
         seconds, plain = machine.step(rows, count or 1)
         runs = []
         for seq, draft in zip(decoding, drafts or [[]] * count, strict=True):
@@ -262,7 +299,7 @@ def run(
         machine.now += UNSEEN
         if not chunk:
             drawn = sum(map(len, runs))
-            taken = drafting + seconds + upkeep + UNSEEN
+            taken = waiting + seconds + upkeep + UNSEEN
             worth = drawn * (plain + UNSEEN) / count
             outcome.taken += taken
             outcome.plain += worth

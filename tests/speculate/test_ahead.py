@@ -71,6 +71,56 @@ def test_gains_beyond_stand_for_two_texts_and_no_more() -> None:
     assert planner.charged(0.0) == 0.0
 
 
+class Background:
+    """Has begun its next drafts, or not."""
+
+    begun = False
+
+
+def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
+    """And it is of as long a draft as the last was, not as the next one is."""
+    drafter = Background()
+    planner = Ahead(cast(Any, drafter), steps := StepTimes())
+    for size in (1, 2, 4):
+        steps.observe(size, 1e-3, prompts=False)
+    planner._warm = True
+    planner._tried = 100
+    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    wait = 0.0
+    for length in [3, 3, 1, 1] * 8:
+        planner.plan([seq], [length], [[0.9] * length], 1, 100)
+        planner.observe([seq], [length], wait if drafter.begun else 1e-3 * length)
+        wait = 1e-5 * length
+        drafter.begun = not drafter.begun
+    for passes in (1, 3):
+        assert planner.times.predict(1, passes) == pytest.approx(1e-3 * passes)
+        assert planner.waits.predict(1, passes) == pytest.approx(1e-5 * passes)
+    assert planner._seconds([1]) == pytest.approx(3e-3)  # a trial begins after a pause
+
+
+def test_what_pays_only_where_it_was_begun_goes_on_once_it_has_been_tried() -> None:
+    drafter = Background()
+    planner = Ahead(cast(Any, drafter), steps := StepTimes())
+    for size in (1, 2, 4):
+        steps.observe(size, 1e-3, prompts=False)
+    planner._warm = True
+    planner._tried = 100
+    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+
+    def asked() -> bool:
+        return any(planner.plan([seq], [3], [[0.8, 0.7, 0.6]], 1, 100)[0])
+
+    planner.times.observe(1, 3, 3e-3)
+    assert not asked()
+    drafter.begun = True
+    assert asked()
+    planner.observe([seq], [3], 1e-5)
+    drafter.begun = False
+    assert asked()
+
+
 def test_what_is_tried_in_vain_is_tried_ever_more_rarely() -> None:
     """… until it seems to pay again. Steps take 1 ms and a draft of 3 tokens 0.1."""
     steps = StepTimes()

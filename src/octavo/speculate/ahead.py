@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.draft_times import DraftTimes
-from octavo.speculate.drafter import ModelDrafter, Reading
+from octavo.speculate.drafter import Beginning, ModelDrafter, Reading
 from octavo.speculate.length import choose
 from octavo.speculate.step_times import StepTimes
 
@@ -30,10 +30,14 @@ class Ahead:
     """Plans for a `ModelDrafter`. ``times`` are those of the engine's steps."""
 
     def __init__(self, drafter: ModelDrafter, times: StepTimes) -> None:
-        self.times = DraftTimes()
+        self.times = DraftTimes()  # of drafts that nothing had been done for …
+        self.waits = DraftTimes()  # … and the time waited for those that had been begun
         self.read = 0.0  # seconds of the last drafting that went into texts not seen before
         self._steps = times
         self._reading = drafter if isinstance(drafter, Reading) else None
+        self._beginning = drafter if isinstance(drafter, Beginning) else None
+        self._begun = False  # whether this step's drafts had been, before it was asked
+        self._last = 1, 1  # sequences and passes of the last drafts: of those begun, too
         self._warm = False  # whether it has drafted
         self._tried = 0  # drafts that have been checked …
         self._in_vain = 0  # … since it last seemed to pay
@@ -57,7 +61,8 @@ class Ahead:
         """How many tokens to draft for each sequence, of at most ``most``, with ``gains`` their
         probabilities to become output; if none, for how many steps it need not be asked.
         """
-        counts = choose(self._steps, gains, num_tokens, room, self.times)
+        self._begun = self._beginning is not None and self._beginning.begun
+        counts = choose(self._steps, gains, num_tokens, room, self._price)
         if any(counts):
             self._in_vain = 0
         self._unread = [self._missing(seq) for seq in decoding]
@@ -78,15 +83,20 @@ class Ahead:
         self._untried = 0.0
         return counts, 0
 
+    @property
+    def _price(self) -> DraftTimes:
+        """Of drafts in step after step: where one begins the next, what is waited for it."""
+        return self.waits if self._begun or self.waits.known else self.times
+
     def _seconds(self, counts: list[int]) -> float:
-        """What a trial takes."""
+        """What a trial takes: after a pause nothing has been begun."""
         unread = sum(missing for missing, count in zip(self._unread, counts, strict=True) if count)
         return self.times.predict(len(counts), _TRIAL) + self.times.reading(unread)
 
     def _hopeful(self, most: Sequence[int], num_tokens: int) -> bool:
         """Whether drafting would pay if it were always right."""
         gains = [[1.0] * longest for longest in most]
-        return any(choose(self._steps, gains, num_tokens, sum(most), self.times))
+        return any(choose(self._steps, gains, num_tokens, sum(most), self._price))
 
     # Texts to read
 
@@ -123,7 +133,7 @@ class Ahead:
             return counts
         pace = 1 + gained / asking  # tokens a step
         seconds = self._steps.predict(num_tokens + sum(counts))
-        seconds += self.times.predict(asking, max(counts))
+        seconds += self._price.predict(asking, max(counts))
         plain = self._steps.predict(num_tokens)
         saved = ((number + gained) * plain / number - seconds) / asking  # a step and sequence
         return [
@@ -141,7 +151,8 @@ class Ahead:
     def observe(self, decoding: Sequence[Seq], counts: Sequence[int], seconds: float) -> None:
         """What was planned has been drafted, in so many seconds."""
         self.read = 0.0
-        asking = sum(count > 0 for count in counts)
+        asking, passes = sum(count > 0 for count in counts), max(counts)
+        begun, self._last = self._last, (asking, passes)
         reading = [
             (seq, missing)
             for seq, missing, count in zip(decoding, self._unread, counts, strict=True)
@@ -152,7 +163,7 @@ class Ahead:
             self._warm = True
             self.read = seconds
         elif reading:
-            self.read = max(0.0, seconds - self.times.predict(asking, max(counts)))
+            self.read = max(0.0, seconds - self.times.predict(asking, passes))
             done = sum(max(0, missing - self._missing(seq)) for seq, missing in reading)
             self.times.observe_reading(self.read, done)
             for seq, _ in reading:
@@ -161,8 +172,10 @@ class Ahead:
                     seconds += self._debts[seq].seconds
                 self._largest = max(seconds, 0.9 * self._largest)
                 self._debts[seq] = _Debt(seconds, len(seq.token_ids) + int(2 * self._to_come(seq)))
+        elif self._begun:
+            self.waits.observe(*begun, seconds)  # as many were begun as the last time
         else:
-            self.times.observe(asking, max(counts), seconds)
+            self.times.observe(asking, passes, seconds)
 
     def checked(self) -> None:
         """A draft has been."""

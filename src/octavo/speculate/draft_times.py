@@ -47,6 +47,11 @@ class DraftTimes:
         self._read_seconds = 0.0
         self._read_tokens = 0.0
 
+    @property
+    def known(self) -> bool:
+        """Whether drafting has been seen."""
+        return bool(self._lines)
+
     def observe(self, num_sequences: int, passes: int, seconds: float) -> None:
         """``passes``: the longest draft's tokens."""
         line = self._lines.setdefault(num_sequences.bit_length(), _Line())

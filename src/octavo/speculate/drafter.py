@@ -134,3 +134,13 @@ class Reading(Protocol):
     def unread(self, seq: Seq) -> int:
         """Tokens that it would have to read, if it were asked now; about."""
         ...
+
+
+@runtime_checkable
+class Beginning(Protocol):
+    """A `ModelDrafter` that may begin the next drafts before it is asked for them."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has: as many and as long as the last ones that it was asked for, at most."""
+        ...

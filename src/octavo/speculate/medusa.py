@@ -190,6 +190,11 @@ class MedusaDrafter:
         self._counts: dict[Seq, int] = {}  # tokens asked for in the last step, of greedy drafts
         self._begun: dict[Seq, int] = {}  # whose drafts are begun, and their places among these
 
+    @property
+    def begun(self) -> bool:
+        """As `Beginning` says."""
+        return bool(self._begun)
+
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         self._begun.clear()
         if self._counts and self._begin(scheduled, result, runs):

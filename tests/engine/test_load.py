@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -316,3 +318,14 @@ def test_inputs_that_no_kernel_takes_are_refused_by_file_and_tensor(tmp_path: Pa
         load_engine(path, EngineConfig(threads=1, kv_cache_memory_bytes=1 << 20))
     tensor = "model.layers.0.mlp.down_proj.qweight"
     assert str(error.value).startswith(f"{path}: tensor {tensor!r} has 48 inputs; kernels take")
+
+
+def test_of_a_closed_engine_nothing_stays(tmp_path: Path) -> None:
+    """Though what is loaded is kept from the collector as long as it runs."""
+    path = Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf"
+    loaded = load_engine(path, EngineConfig(kv_cache_memory_bytes=MIB, kv_offload_dir=tmp_path))
+    kept = [weakref.ref(each) for each in (loaded.engine.scheduler.kv, loaded.engine.executor)]
+    loaded.engine.close()
+    del loaded
+    gc.collect()
+    assert [each() for each in kept] == [None, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from array import array
@@ -636,6 +637,7 @@ class Engine:
         if (tiers := self.scheduler.kv.tiers) is not None:
             tiers.close()
         self.executor.close()
+        gc.unfreeze()  # what was loaded (engine/load.py) circles, and may be collected now
 
     def flush(self) -> None:
         """Write what is cached to the tier on disk, if there is one; it takes a few seconds at

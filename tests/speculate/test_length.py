@@ -79,6 +79,20 @@ def test_rows_beside_a_prompt_take_their_arithmetic_at_the_speed_of_now(slower: 
         assert times.predict(400) == pytest.approx(slower * seconds(400), rel=0.05)
 
 
+@pytest.mark.parametrize("seen", [(32,), (1, 2), (9, 32)])
+def test_what_prompts_show_of_arithmetic_says_nothing_of_sizes_that_were_seen(
+    seen: tuple[int, ...],
+) -> None:
+    times = StepTimes()
+    times.observe(1280, 0.25, prompts=True)
+    for _ in range(30):
+        for size in seen:
+            times.observe(size, machine(size), prompts=False)
+    before = [times.predict(size) for size in seen]
+    times.observe(72, 0.05, prompts=True)  # somebody else had the machine
+    assert [times.predict(size) for size in seen] == pytest.approx(before, rel=0.02)
+
+
 def test_nothing_is_predicted_of_steps_that_take_no_time() -> None:
     times = StepTimes()
     times.observe(1, 0.0, prompts=False)

@@ -23,6 +23,7 @@ _FAINT = 0.5  # observations below which a size is as good as never seen
 _SETTLED = 4.0  # observations from which on one more is no news for other sizes
 _ENOUGH = 2.0  # observations of a size for others to be compared with it
 _HOPE = 0.1  # a size unlike all seen of late is taken to be better by this, so that it is tried
+_TABULATED = 0.01  # how far a token's arithmetic may be from where sizes were tabulated for it
 _NEAR = 1.25  # times as large, or as small
 
 
@@ -77,13 +78,7 @@ class StepTimes:
             return
         if prompts:
             if num_tokens >= 16:
-                self._prompts += 1
-                seconds /= self._speed
-                read = min(self._reading or 0.0, 0.9 * seconds)
-                token = (seconds**2 - read**2) ** 0.5 / num_tokens
-                known = token if self._token is None else self._token
-                # Ever less: all that is known of sizes is beside this.
-                self._token = known + (token - known) / self._prompts
+                self._learn_arithmetic(num_tokens, seconds / self._speed)
             return
         if num_tokens <= 4 and self._small_steps < _WARMING:
             # The first steps find cold caches.
@@ -104,6 +99,25 @@ class StepTimes:
         if self._steps % _EVERY == 0:
             self._seen = [seen * _FADING for seen in self._seen]
             self._compared = [compared * _FADING for compared in self._compared]
+            self._table.clear()
+
+    def _learn_arithmetic(self, num_tokens: int, seconds: float) -> None:
+        """From a step that read prompts; seconds at speed 1. Sizes seen stay what they are: what
+        the form now says otherwise of them is no news.
+        """
+        forms = {
+            at: self._form(KNOTS[at])
+            for at, (seen, compared) in enumerate(zip(self._seen, self._compared, strict=True))
+            if seen or compared
+        }
+        self._prompts += 1
+        read = min(self._reading or 0.0, 0.9 * seconds)
+        token, known = (seconds**2 - read**2) ** 0.5 / num_tokens, self._token
+        # Ever less: all that is known of sizes is beside this.
+        self._token = token if known is None else known + (token - known) / self._prompts
+        for at, form in forms.items():
+            self._corrections[at] += log(form / self._form(KNOTS[at]))
+        if known is None or abs(self._token - known) > _TABULATED * known:
             self._table.clear()
 
     def _learn(self, at: int, num_tokens: int, seconds: float) -> None:
@@ -204,8 +218,10 @@ class StepTimes:
         known, size = self._sizes_seen, KNOTS[at]
         after = bisect_right(known, at)
         before = bisect_left(known, at) - 1
-        if not known or known == [at]:
+        if not known:
             around = 0.0
+        elif known == [at]:
+            around = self._corrections[at]
         elif before < 0:
             around = self._corrections[known[after]]
         elif after == len(known):

@@ -24,7 +24,7 @@ PagedAttention::PagedAttention(const Tier &tier, const RuntimeConfig &config, in
       least_items_(threads > 1 ? threads * kItemsAThread : 0), plans_(config.windows.size()) {
     const int64_t tiles = config.max_tokens / tile_tokens_ + config.max_seqs;
     // Of single tokens, what is split has more than a least_items_-th of all chunks, so there are
-    // fewer of them.
+    // fewer of them. Tiles of several tokens take as many slots as these have left (plan).
     const int64_t heads = tiles * config.num_kv_heads;
     const int64_t split = std::min(least_items_, heads);
     num_slots_ = split * ceil_div(config.max_blocks_per_seq * config.block_size, kChunk);

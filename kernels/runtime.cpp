@@ -226,7 +226,7 @@ int64_t Runtime::add_routing(int64_t experts, int64_t chosen, bool renormalize) 
 }
 
 void Runtime::allocate_activations(int64_t row_bytes, int64_t local_row_bytes) {
-    settle();
+    cancel_draft();
     check_range("activation bytes", row_bytes, 0, int64_t(1) << 30);
     check_range("local activation bytes", local_row_bytes, 0, int64_t(1) << 30);
     if (row_bytes % 64 != 0 || local_row_bytes % 64 != 0)
@@ -345,13 +345,21 @@ void Runtime::check_experts(ExpertsRegion &region) const {
     }
 }
 
-int64_t Runtime::add_program(std::vector<Region> regions) {
-    settle();
-    Program program{std::move(regions)};
+int64_t Runtime::add_program(std::vector<Region> regions, std::vector<int32_t> ids) {
+    cancel_draft();
+    Program program;
+    program.regions = std::move(regions);
     for (Region &region : program.regions)
         check_region(region, program);
     if (program.outputs == 0)
         refuse("a program without logits");
+    if (!ids.empty()) {
+        check_range("tokens that logits stand for", int64_t(ids.size()), program.outputs,
+                    program.outputs);
+    }
+    for (const int32_t id : ids)
+        check_range("token", id, 0, config_.vocab_size - 1);
+    program.ids = std::move(ids);
     const size_t count = program.regions.size();
     programs_.push_back(std::move(program));
     if (program_ == nullptr)
@@ -364,7 +372,7 @@ int64_t Runtime::add_program(std::vector<Region> regions) {
 }
 
 void Runtime::drop_program() {
-    settle();
+    cancel_draft();
     if (programs_.size() < 2)
         refuse("there is no program to drop");
     if (program_ == &programs_.back())
@@ -506,6 +514,7 @@ void Runtime::check_region(Region &region, Program &program) {
 }
 
 void Runtime::reset_profile() {
+    cancel_draft();
     for (Program &program : programs_)
         for (Region &region : program.regions)
             region.seconds = 0.0;
@@ -591,7 +600,7 @@ void Runtime::validate_sequences(const StepBatch &batch) const {
 }
 
 void Runtime::step(const StepBatch &batch, int64_t program) {
-    settle();
+    cancel_draft();
     pool_.expect(std::exchange(drafted_, false));
     run_step(batch, program);
 }
@@ -632,7 +641,7 @@ void Runtime::run_step(const StepBatch &batch, int64_t program) {
 }
 
 void Runtime::compute_logits(int64_t first) {
-    settle();
+    cancel_draft();
     slice_logits(first);
 }
 
@@ -661,8 +670,8 @@ void Runtime::slice_logits(int64_t first) {
 // Drafts
 
 void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &batch) const {
-    check_range("sequences to draft for", batch.sequences, 0,
-                std::min(config_.max_tokens, config_.max_logits_rows));
+    if (draft_depth(batch.most, batch.sequences) > batch.depth)
+        refuse("longer drafts than there is room for");
     if (programs.empty())
         refuse("no program to draft with");
     for (const int64_t index : programs) {
@@ -671,31 +680,35 @@ void Runtime::validate(const std::vector<int64_t> &programs, const DraftBatch &b
             program.input_width != programs_[size_t(programs[0])].input_width ||
             (program.keeps && hidden_width_ != program.input_width))
             refuse("drafting with a program of other rows, or of sequences");
-        check_range("tokens that logits stand for", batch.num_ids, program.outputs,
-                    program.outputs);
+        if (program.ids.empty())
+            refuse("drafting with a program whose logits stand for no tokens");
     }
-    int32_t least = 0, greatest = 0; // in a loop that compilers make vectors of
-    for (int64_t i = 0; i < batch.num_ids; ++i) {
-        least = std::min(least, batch.ids[i]);
-        greatest = std::max(greatest, batch.ids[i]);
-    }
-    check_range("token", least, 0, config_.vocab_size - 1);
-    check_range("token", greatest, 0, config_.vocab_size - 1);
-    for (int64_t i = 0; i < batch.sequences; ++i) {
+    for (int64_t i = 0; i < batch.sequences; ++i)
         check_range("token", batch.tokens[i], 0, config_.vocab_size - 1);
-        check_range("tokens to draft", batch.most[i], 0, batch.depth);
+}
+
+int64_t Runtime::draft_depth(const int32_t *most, int64_t sequences) const {
+    check_range("sequences to draft for", sequences, 0,
+                std::min(config_.max_tokens, config_.max_logits_rows));
+    const int64_t longest = config_.max_blocks_per_seq * config_.block_size;
+    int64_t depth = 0;
+    for (int64_t i = 0; i < sequences; ++i) {
+        check_range("tokens to draft", most[i], 0, longest);
+        depth = std::max(depth, int64_t(most[i]));
     }
+    return depth;
 }
 
 void Runtime::draft(const std::vector<int64_t> &programs, const DraftBatch &batch) {
-    settle();
+    cancel_draft();
     validate(programs, batch);
     draft_rows(programs, batch);
 }
 
 void Runtime::start_draft(DraftAhead ahead) {
-    settle();
-    ahead.drafted.resize(ahead.tokens.size() * size_t(ahead.depth));
+    cancel_draft();
+    ahead.depth = draft_depth(ahead.most.data(), int64_t(ahead.most.size()));
+    ahead.drafted.assign(ahead.tokens.size() * size_t(ahead.depth), -1);
     ahead.chances.resize(ahead.drafted.size());
     validate(ahead.programs, ahead.batch());
     ahead_ = std::move(ahead);
@@ -721,10 +734,9 @@ const DraftAhead *Runtime::finish_draft() {
     return &ahead_;
 }
 
-// A draft that is under way uses all that a step does.
-void Runtime::settle() {
+void Runtime::cancel_draft() {
     if (drafting_)
-        pool_.cancel();
+        pool_.cancel(this);
     drafting_ = false;
 }
 
@@ -766,7 +778,7 @@ void Runtime::draft_rows(const std::vector<int64_t> &programs, const DraftBatch 
                     continue;
                 const int64_t sequence = going[from];
                 const int64_t place = sequence * batch.depth + at;
-                batch.drafted[place] = batch.ids[best];
+                batch.drafted[place] = program_->ids[size_t(best)];
                 batch.chances[place] = chance;
                 const float product = products[from] * chance;
                 if (at + 1 == batch.most[sequence] || product <= batch.least)
@@ -778,7 +790,7 @@ void Runtime::draft_rows(const std::vector<int64_t> &programs, const DraftBatch 
                     std::memcpy(rows.data() + left * size_t(width),
                                 rows.data() + from * size_t(width), row_bytes);
                 going[left] = sequence;
-                tokens[left] = batch.ids[best];
+                tokens[left] = batch.drafted[place];
                 products[left] = product;
                 ++left;
             }

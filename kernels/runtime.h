@@ -210,11 +210,12 @@ struct Region {
 // Regions that run one after the other.
 struct Program {
     std::vector<Region> regions;
-    bool embeds = false;     // its tokens have ids
-    bool cached = false;     // … and are of sequences, which have a place in the KV cache
-    bool keeps = false;      // it puts rows by for the caller
-    int64_t input_width = 0; // its tokens bring rows of this width; 0: none
-    int64_t outputs = 0;     // logits a row
+    bool embeds = false;      // its tokens have ids
+    bool cached = false;      // … and are of sequences, which have a place in the KV cache
+    bool keeps = false;       // it puts rows by for the caller
+    int64_t input_width = 0;  // its tokens bring rows of this width; 0: none
+    int64_t outputs = 0;      // logits a row
+    std::vector<int32_t> ids; // the tokens that they stand for, where it is drafted with
 };
 
 // One step's arrays (execute/batch.py); nothing is trusted.
@@ -240,9 +241,7 @@ struct DraftBatch {
     const int32_t *most;   // tokens to guess for each, at most `depth`
     int64_t sequences;
     int64_t depth;
-    float least;        // a draft less probable than this, as a whole, ends
-    const int32_t *ids; // the tokens that logits stand for
-    int64_t num_ids;
+    float least;      // a draft less probable than this, as a whole, ends
     int32_t *drafted; // [sequences, depth]; -1: none
     float *chances;   // [sequences, depth]; of each token, those before it given
 };
@@ -251,17 +250,16 @@ struct DraftBatch {
 struct DraftAhead {
     std::vector<int64_t> programs;
     std::vector<float> rows;
-    std::vector<int32_t> tokens, most, ids;
-    int64_t depth = 0;
+    std::vector<int32_t> tokens, most;
+    int64_t depth = 0; // the runtime says
     float least = 0.0f;
     std::vector<int32_t> drafted;
     std::vector<float> chances;
     std::exception_ptr failure;
 
     DraftBatch batch() {
-        return {rows.data(),    tokens.data(), most.data(), int64_t(tokens.size()),
-                depth,          least,         ids.data(),  int64_t(ids.size()),
-                drafted.data(), chances.data()};
+        return {rows.data(), tokens.data(), most.data(),    int64_t(tokens.size()),
+                depth,       least,         drafted.data(), chances.data()};
     }
 };
 
@@ -269,7 +267,7 @@ class Runtime {
   public:
     // `pool` may be another runtime's, if no two ever run at the same time.
     Runtime(const Tier &tier, const RuntimeConfig &config, std::shared_ptr<ThreadPool> pool);
-    ~Runtime() { settle(); }
+    ~Runtime() { cancel_draft(); }
 
     // For others to run on between steps; may outlive the runtime.
     std::shared_ptr<ThreadPool> pool() const { return shared_pool_; }
@@ -306,7 +304,9 @@ class Runtime {
     }
     // At least so many bytes for a row in the arena of all rows, and in those of the threads.
     void allocate_activations(int64_t row_bytes, int64_t local_row_bytes);
-    int64_t add_program(std::vector<Region> regions);
+    // Its logits stand for the tokens `ids`, if any are given: one that is not drafted with needs
+    // none.
+    int64_t add_program(std::vector<Region> regions, std::vector<int32_t> ids);
     // The last one, which is not the only one.
     void drop_program();
 
@@ -317,12 +317,17 @@ class Runtime {
     // before. A program that puts its rows by has the next one go on from them. Throws
     // std::invalid_argument for what does not fit together; nothing has run then.
     void draft(const std::vector<int64_t> &programs, const DraftBatch &batch);
-    // The same while the caller goes on. Whatever else is asked of the runtime ends it, and what
-    // was begun is lost.
+    // How deep the longest of such drafts is. Throws std::invalid_argument for one longer than a
+    // sequence can be, or too many of them: room is made only then.
+    int64_t draft_depth(const int32_t *most, int64_t sequences) const;
+    // The same while the caller goes on. Whatever else is computed, measured or added here cancels
+    // it first.
     void start_draft(DraftAhead ahead);
-    // What was started, done; null if nothing was, or something else came since. Throws what went
-    // wrong.
+    // What was started, done; null if nothing was, or it was cancelled. Throws what went wrong.
     const DraftAhead *finish_draft();
+    // What was started is lost; one that is under way, which uses all that a step does, is waited
+    // for.
+    void cancel_draft();
     // Logits [rows, outputs] of as many of the wanted rows, from `first` on, as a slice holds;
     // `step` computes those from 0. Throws std::invalid_argument for a row that the last step did
     // not want, or that is not the first of a panel (kernels/linear.h).
@@ -346,7 +351,7 @@ class Runtime {
     }
 
     void set_profiling(bool on) {
-        settle();
+        cancel_draft();
         profiling_ = on;
     }
     const Program &program(int64_t index) const { return programs_[checked_program(index)]; }
@@ -382,7 +387,6 @@ class Runtime {
     void draft_rows(const std::vector<int64_t> &programs, const DraftBatch &batch);
     void run_step(const StepBatch &batch, int64_t program);
     void slice_logits(int64_t first);
-    void settle();
     std::pair<int64_t, float> likeliest(const float *logits, int64_t count);
     void check_region(Region &region, Program &program);
     void plan_jobs();

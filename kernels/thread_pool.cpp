@@ -28,7 +28,9 @@ constexpr int kLongestSpin = 1500;
 // Between the end of a step and the task behind it: a tenth of a millisecond and more.
 constexpr int kExpectingSpin = 6000;
 
-// Tasks that the caller runs itself once a worker was held up with one.
+// A worker that for so long neither begins a job of its task nor ends it has no core; what it does
+// between two jobs takes a fraction of that. No worker is woken for so many tasks then.
+constexpr std::chrono::milliseconds kHeldUpAfter{1};
 constexpr int kHeldUp = 64;
 
 // States of a task.
@@ -181,19 +183,23 @@ bool ThreadPool::take_task() {
     if (!task_state_.compare_exchange_strong(state, kRunning))
         return false;
     const DefaultFloats floats;
+    expecting_.store(false, std::memory_order_relaxed); // this is what was expected
     in_task = true;
     task_(task_context_);
     in_task = false;
     task_state_.store(kNone);
-    if (finishing_.load() > 0)
-        futex_wake_all(task_state_);
+    if (finishing_.load() > 0) {
+        runs_.fetch_add(1);
+        futex_wake_all(runs_);
+    }
     return true;
 }
 
 void ThreadPool::finish() {
     int spins = 0; // since there was a job to help with
-    while (task_state_.load() != kNone) {
-        if (take_task())
+    for (;;) {
+        const uint32_t seen = runs_.load();
+        if (task_state_.load() == kNone || take_task())
             return;
         if (join()) {
             take_part(self, true);
@@ -201,13 +207,21 @@ void ThreadPool::finish() {
         } else if (++spins < kLongestSpin) {
             pause();
         } else {
-            held_up_ = kHeldUp;
-            sleep_until_changed(task_state_, kRunning, finishing_);
+            const Time asleep = std::chrono::steady_clock::now();
+            finishing_.fetch_add(1);
+            if (task_state_.load() != kNone) // or else its end may have woken nobody
+                sleep_until_changed(runs_, seen, idle_);
+            finishing_.fetch_sub(1);
+            if (std::chrono::steady_clock::now() - asleep > kHeldUpAfter)
+                held_up_ = kHeldUp;
+            spins = 0;
         }
     }
 }
 
-void ThreadPool::cancel() {
+void ThreadPool::cancel(const void *context) {
+    if (task_context_ != context)
+        return; // the task that came since has seen to the context's
     uint32_t state = kWaiting;
     if (!task_state_.compare_exchange_strong(state, kNone))
         finish();

@@ -51,14 +51,16 @@ class ThreadPool {
 
     // Hands a task to whichever worker comes first: it runs while the caller goes on, and the jobs
     // that it runs in turn are shared with the others. One that none has taken up by `finish` is
-    // run there, as is every one of a single thread, and for a while all of them where a worker was
-    // held up with one: its core has other things to do. `task` must not throw, and both must live
-    // until `finish` or `cancel`. One at a time; jobs of others wait for it.
+    // run there, as is every one of a single thread. Where a worker was held up with one, its core
+    // has other things to do, and none is woken for the next ones. `task` must not throw, and both
+    // must live until `finish` or `cancel`. One at a time: `start`, and `run` where there are more
+    // threads, finish the one before.
     void start(void (*task)(void *), void *context);
     // Until the task that was started, if any, has been run; helps with its jobs.
     void finish();
-    // The same, but a task that has not begun never will.
-    void cancel();
+    // Until the context's task, if the last that was started is one, runs no more; one that has not
+    // begun never will.
+    void cancel(const void *context);
     // Whether a task will come soon after the next runs, for which workers had better stay awake:
     // to wake one takes its caller tens of microseconds.
     void expect(bool task) { expecting_.store(task && held_up_ == 0, std::memory_order_relaxed); }
@@ -93,8 +95,9 @@ class ThreadPool {
     uint64_t first_tag_ = 1;
     uint32_t first_phase_ = 0;
 
-    alignas(64) std::atomic<uint32_t> runs_{0}; // counts runs; idle threads sleep on it
-    std::atomic<uint32_t> idle_{0};             // threads that sleep on runs_
+    // Counts runs, tasks, and those ends of tasks that are waited for; idle threads sleep on it.
+    alignas(64) std::atomic<uint32_t> runs_{0};
+    std::atomic<uint32_t> idle_{0}; // threads that sleep on runs_
     // Atomic because a thread that an earlier run woke too late reads it while it is written.
     std::atomic<bool> stopping_{false};
     alignas(64) std::atomic<uint32_t> gate_{0}; // open bit, and how many workers are inside
@@ -105,8 +108,8 @@ class ThreadPool {
 
     void (*task_)(void *) = nullptr; // written while none is waiting or running
     void *task_context_ = nullptr;
-    alignas(64) std::atomic<uint32_t> task_state_{0}; // who waits for a running one sleeps on it
-    std::atomic<uint32_t> finishing_{0};              // threads that do
+    alignas(64) std::atomic<uint32_t> task_state_{0};
+    std::atomic<uint32_t> finishing_{0}; // threads that sleep until there is a job, or its end
     std::atomic<bool> expecting_{false};
     int held_up_ = 0; // tasks that no worker is woken for; the caller's
 };

@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <numeric>
 
 #include "runtime.h"
 
@@ -85,15 +84,14 @@ nb::object step(Runtime &runtime, const Ints<1> &token_ids, const Ints<1> &posit
 
 // Tokens [sequences, depth] and their probabilities.
 nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const FloatRows &rows,
-                const Ints<1> &tokens, const Ints<1> &most, float least, const Ints<1> &ids) {
+                const Ints<1> &tokens, const Ints<1> &most, float least) {
     const size_t sequences = rows.shape(0);
     check_size("token_ids", tokens.size(), sequences);
     check_size("most", most.size(), sequences);
     for (const int64_t program : programs)
         check_size("rows[0]", rows.shape(1), size_t(runtime.program(program).input_width));
-    const int32_t deepest = std::accumulate(most.data(), most.data() + sequences, 0,
-                                            [](int32_t a, int32_t b) { return std::max(a, b); });
-    const size_t shape[2] = {sequences, size_t(deepest)};
+    const int64_t depth = runtime.draft_depth(most.data(), int64_t(sequences));
+    const size_t shape[2] = {sequences, size_t(depth)};
     auto *drafted = new int32_t[shape[0] * shape[1]];
     const nb::capsule drafted_owner(drafted,
                                     [](void *p) noexcept { delete[] static_cast<int32_t *>(p); });
@@ -101,8 +99,7 @@ nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const Fl
     const nb::capsule chances_owner(chances,
                                     [](void *p) noexcept { delete[] static_cast<float *>(p); });
     const DraftBatch batch{rows.data(), tokens.data(), most.data(), int64_t(sequences),
-                           deepest,     least,         ids.data(),  int64_t(ids.size()),
-                           drafted,     chances};
+                           depth,       least,         drafted,     chances};
     {
         nb::gil_scoped_release release;
         runtime.draft(programs, batch);
@@ -115,7 +112,7 @@ nb::tuple draft(Runtime &runtime, const std::vector<int64_t> &programs, const Fl
 // The same in the background, from the rows of those numbers.
 void start_draft(Runtime &runtime, std::vector<int64_t> programs, const FloatRows &rows,
                  const std::vector<int32_t> &numbers, std::vector<int32_t> tokens,
-                 std::vector<int32_t> most, float least, const Ints<1> &ids) {
+                 std::vector<int32_t> most, float least) {
     check_size("token_ids", tokens.size(), numbers.size());
     check_size("most", most.size(), numbers.size());
     for (const int64_t program : programs)
@@ -123,10 +120,7 @@ void start_draft(Runtime &runtime, std::vector<int64_t> programs, const FloatRow
     DraftAhead ahead{.programs = std::move(programs),
                      .tokens = std::move(tokens),
                      .most = std::move(most),
-                     .ids = {ids.data(), ids.data() + ids.size()},
                      .least = least};
-    for (const int32_t count : ahead.most)
-        ahead.depth = std::max(ahead.depth, int64_t(count));
     for (const int32_t number : numbers) {
         if (number < 0 || size_t(number) >= rows.shape(0))
             throw std::invalid_argument("there is no row " + std::to_string(number));
@@ -136,7 +130,7 @@ void start_draft(Runtime &runtime, std::vector<int64_t> programs, const FloatRow
     runtime.start_draft(std::move(ahead));
 }
 
-// The tokens of each sequence's draft and the probability of the first; None: none was started.
+// The tokens of each sequence's draft and the probability of the first; None: there is none.
 nb::object finish_draft(Runtime &runtime) {
     const DraftAhead *ahead = nullptr;
     {
@@ -313,11 +307,11 @@ void bind_runtime(nb::module_ &m) {
         .def("slots_row_bytes", &Runtime::slots_row_bytes)
         .def("allocate_activations", &Runtime::allocate_activations)
         .def("add_program",
-             [](Runtime &runtime, std::vector<RegionFields> fields) {
+             [](Runtime &runtime, std::vector<RegionFields> fields, std::vector<int32_t> ids) {
                  std::vector<Region> regions;
                  for (auto &[name, selected, work] : fields)
                      regions.push_back(Region{std::move(name), selected, std::move(work)});
-                 return runtime.add_program(std::move(regions));
+                 return runtime.add_program(std::move(regions), std::move(ids));
              })
         .def("drop_program", &Runtime::drop_program)
         .def("step", &step, "token_ids"_a.noconvert(), "positions"_a.noconvert(),
@@ -325,10 +319,11 @@ void bind_runtime(nb::module_ &m) {
              "logits_rows"_a.noconvert(), "copies"_a.noconvert(), "program"_a,
              "rows"_a.noconvert().none())
         .def("draft", &draft, "programs"_a, "rows"_a.noconvert(), "token_ids"_a.noconvert(),
-             "most"_a.noconvert(), "least"_a, "ids"_a.noconvert())
+             "most"_a.noconvert(), "least"_a)
         .def("start_draft", &start_draft, "programs"_a, "rows"_a.noconvert(), "numbers"_a,
-             "token_ids"_a, "most"_a, "least"_a, "ids"_a.noconvert())
+             "token_ids"_a, "most"_a, "least"_a)
         .def("finish_draft", &finish_draft)
+        .def("cancel_draft", &Runtime::cancel_draft, nb::call_guard<nb::gil_scoped_release>())
         .def("hidden",
              [](Runtime &runtime) {
                  return rows_of(runtime, runtime.hidden(), runtime.wanted_rows(),
@@ -351,7 +346,8 @@ void bind_runtime(nb::module_ &m) {
         .def("reset_profile", &Runtime::reset_profile)
         .def(
             "profile",
-            [](const Runtime &runtime, int64_t program) {
+            [](Runtime &runtime, int64_t program) {
+                runtime.cancel_draft(); // it would go on counting
                 nb::list regions;
                 for (const Region &region : runtime.program(program).regions)
                     regions.append(nb::make_tuple(region.name, region.seconds));

@@ -46,7 +46,8 @@ bool check(ThreadPool &pool, std::mt19937 &random, bool slow) {
     return right;
 }
 
-// A task whose jobs run while the caller waits for it, runs jobs of its own, or gives it up.
+// A task whose jobs run while the caller waits for it, runs jobs of its own, starts another's, or
+// gives it up; and that does things of its own between them.
 struct Task {
     ThreadPool &pool;
     std::mt19937 random;
@@ -57,8 +58,11 @@ struct Task {
     static void run(void *context) {
         auto &task = *static_cast<Task *>(context);
         ++task.times;
-        for (int run = 0; run < 3; ++run)
+        for (int run = 0; run < 3; ++run) {
             task.right &= check(task.pool, task.random, task.slow);
+            if (task.slow) // the caller falls asleep
+                std::this_thread::sleep_for(std::chrono::microseconds(task.random() % 3000));
+        }
     }
 };
 
@@ -69,7 +73,7 @@ bool check_task(ThreadPool &pool, std::mt19937 &random) {
     pool.start(&Task::run, &task);
     if (random() % 3 == 0)
         std::this_thread::sleep_for(std::chrono::microseconds(random() % 300));
-    switch (random() % 3) {
+    switch (random() % 4) {
     case 0:
         pool.finish();
         return right && task.right && task.times == 1;
@@ -77,8 +81,16 @@ bool check_task(ThreadPool &pool, std::mt19937 &random) {
         right &= check(pool, random, false);
         pool.finish(); // where there is but one thread, nothing has waited for it
         return right && task.right && task.times == 1;
+    case 2: {
+        Task other{pool, std::mt19937(random()), false};
+        pool.start(&Task::run, &other);
+        pool.cancel(&task); // which has been run: the other's is none of its business
+        right &= task.right && task.times == 1;
+        pool.finish();
+        return right && other.right && other.times == 1;
+    }
     default:
-        pool.cancel();
+        pool.cancel(&task);
         return right && task.right && task.times <= 1;
     }
 }

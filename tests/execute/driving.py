@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from octavo import _native
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute.batch import Batch
 from octavo.execute.native import NativeExecutor
@@ -37,7 +38,8 @@ class Driver:
         self,
         checkpoint: Checkpoint,
         *,
-        threads: int = 1,
+        threads: int | None = 1,
+        pool: _native.ThreadPool | None = None,
         isa: str | None = None,
         kv_dtype: str = "auto",
         block_size: int = 16,
@@ -58,6 +60,7 @@ class Driver:
             max_seqs=self.MAX_SEQS,
             max_blocks_per_seq=self.MAX_BLOCKS,
             threads=threads,
+            pool=pool,
             isa=isa,
             keep_hidden=keep_hidden,
         )

@@ -227,32 +227,34 @@ def test_a_draft_is_what_its_steps_say_one_by_one(isa: str, slice: int) -> None:
     executor = tested.executor
     head = residual_head(config, Activation.SILU, 23)
     weights = head_weights(config, 23)
-    first = executor.add_program(head, weights)
+    rng = np.random.default_rng(2)
+    ids = np.sort(rng.permutation(config.vocab_size)[:23]).tolist()
+    first = executor.add_program(head, weights, ids=ids)
     ops = (head.ops[0], Embed("token_embd", "e", 1.0), Add("x", "e", "x"), *head.ops[1:])
     shapes = head.weights | {"token_embd": (config.vocab_size, config.hidden_size)}
     goes_on = Program(config, ops, head.widths | {"e": config.hidden_size}, shapes)
-    again = executor.add_program(goes_on, keep_hidden=True)
-    rng = np.random.default_rng(2)
+    again = executor.add_program(goes_on, keep_hidden=True, ids=ids)
     rows = rng.normal(size=(21, config.hidden_size)).astype(np.float32)
     tokens = rng.integers(0, config.vocab_size, 21).astype(np.int32)
-    ids = np.sort(rng.permutation(config.vocab_size)[:23]).astype(np.int32)
     most = rng.integers(0, 6, 21).astype(np.int32)
     least = 0.02
-    found, chances = executor.draft_rows([first, again], rows, tokens, most, ids, least)
+    found, chances = executor.draft_rows([first, again], rows, tokens, most, least)
     assert found.shape == chances.shape == (21, 5)
     ended = 0
     for index in range(21):
         row, token, product = rows[index : index + 1], tokens[index], 1.0
         expected: list[int] = []
         while len(expected) < most[index] and product > least:
-            result = executor.execute_rows(again if expected else first, row, np.array([token]))
+            result = executor.execute_rows(
+                again if expected else first, row, np.array([token], np.int32)
+            )
             assert result.logits is not None
             values = result.logits[0].astype(np.float64)
             chance = 1 / np.exp(values - values.max()).sum()
             assert chances[index, len(expected)] == pytest.approx(chance, rel=1e-4)
             product *= chance
             token = ids[values.argmax()]
-            expected.append(int(token))
+            expected.append(token)
             row = row if result.hidden is None else result.hidden.copy()
         assert found[index].tolist() == expected + [-1] * (5 - len(expected))
         ended += len(expected) < most[index]
@@ -265,22 +267,25 @@ def test_a_draft_in_the_background_is_the_same(threads: int) -> None:
     config = tiny.config()
     executor = Driver(tiny.checkpoint(config), threads=threads).executor
     head = residual_head(config, Activation.SILU, 23)
-    number = executor.add_program(head, head_weights(config, 23), keep_hidden=True)
     rng = np.random.default_rng(3)
     rows = rng.normal(size=(9, config.hidden_size)).astype(np.float32)
-    ids = np.sort(rng.permutation(config.vocab_size)[:23]).astype(np.int32)
+    ids = np.sort(rng.permutation(config.vocab_size)[:23]).tolist()
+    number = executor.add_program(head, head_weights(config, 23), keep_hidden=True, ids=ids)
     assert executor.finish_draft() is None
     for round in range(60):
         numbers = rng.permutation(9)[: 1 + round % 9]
         tokens = rng.integers(0, config.vocab_size, len(numbers)).astype(np.int32)
         most = rng.integers(0, 4, len(numbers)).astype(np.int32)
-        expected, chances = executor.draft_rows([number], rows[numbers], tokens, most, ids, 0.02)
+        expected, chances = executor.draft_rows([number], rows[numbers], tokens, most, 0.02)
         given = numbers.tolist(), tokens.tolist(), most.tolist()
-        executor.start_draft([number], rows, *given, ids, 0.02)
+        executor.start_draft([number], rows, *given, 0.02)
         if round % 3 == 0:
             time.sleep(0.0003)
         if round % 5 == 0:
-            executor.execute_rows(number, rows)
+            if round % 2:
+                executor.cancel_draft()
+            else:
+                executor.execute_rows(number, rows)
             assert executor.finish_draft() is None
             continue
         found = executor.finish_draft()
@@ -294,20 +299,46 @@ def test_a_draft_in_the_background_is_the_same(threads: int) -> None:
         (([0], [1, 1], [1]), "token_ids has 2 entries, not 1"),
         (([0], [1], []), "most has 0 entries, not 1"),
         (([0], [-1], [1]), "token is -1"),
+        (([0], [1], [1 << 30]), "tokens to draft is 1073741824"),
+        (([0] * 641, [1] * 641, [1] * 641), "sequences to draft for is 641"),
     ):
         with pytest.raises(ValueError, match=message):
-            executor.start_draft([number], rows, *bad, ids, 0.02)
+            executor.start_draft([number], rows, *bad, 0.02)
+
+
+def test_executors_that_share_threads_leave_each_others_drafts_alone() -> None:
+    config = tiny.config()
+    one = Driver(tiny.checkpoint(config), threads=2).executor
+    other = Driver(tiny.checkpoint(config), threads=None, pool=one.pool).executor
+    head = residual_head(config, Activation.SILU, 23)
+    rows = np.random.default_rng(4).normal(size=(3, config.hidden_size)).astype(np.float32)
+    for executor in (one, other):
+        executor.add_program(head, head_weights(config, 23), ids=range(23))
+    given = [1], rows, [0, 1, 2], [5, 6, 7], [2, 2, 2], 0.0
+    one.start_draft(*given)
+    expected = one.finish_draft()
+    for round in range(40):
+        one.start_draft(*given)
+        if round % 2:
+            time.sleep(0.0003)
+        other.start_draft(*given)
+        one.cancel_draft()
+        assert one.finish_draft() is None
+        assert other.finish_draft() == expected
+        one.start_draft(*given)
+        other.execute_rows(1, rows)
+        assert one.finish_draft() == expected
 
 
 def test_no_token_is_drafted_from_what_is_no_number() -> None:
     config = tiny.config()
     executor = Driver(tiny.checkpoint(config)).executor
     head = residual_head(config, Activation.SILU, 23)
-    number = executor.add_program(head, head_weights(config, 23))
+    number = executor.add_program(head, head_weights(config, 23), ids=range(23))
     rows = np.ones((2, 64), np.float32)
     rows[0, 5] = np.nan
-    most, ids = np.array([2, 2], np.int32), np.arange(23, dtype=np.int32)
-    found, _ = executor.draft_rows([number], rows, most, most, ids, 0.0)
+    most = np.array([2, 2], np.int32)
+    found, _ = executor.draft_rows([number], rows, most, most, 0.0)
     assert found[0].tolist() == [-1, -1]
     assert (found[1] >= 0).all()
 
@@ -315,30 +346,31 @@ def test_no_token_is_drafted_from_what_is_no_number() -> None:
 def test_drafts_that_do_not_fit_are_refused() -> None:
     config = tiny.config()
     executor = Driver(tiny.checkpoint(config)).executor
-    number = executor.add_program(
-        residual_head(config, Activation.SILU, 23), head_weights(config, 23)
-    )
-    rows, ids = np.ones((2, 64), np.float32), np.arange(23, dtype=np.int32)
+    head, rows = residual_head(config, Activation.SILU, 23), np.ones((2, 64), np.float32)
+    number = executor.add_program(head, head_weights(config, 23), ids=range(23))
+    without = executor.add_program(head)
     two = np.array([1, 2], np.int32)
     many = np.ones((641, 64), np.float32)
     ones = np.ones(641, np.int32)
-    draft = partial(executor.draft_rows, least=0.0)
+    draft, add = partial(executor.draft_rows, least=0.0), partial(executor.add_program, head)
     for bad, message in (
-        (partial(draft, [number], rows[:, :63].copy(), two, two, ids), r"rows\[0\] has 63 entries"),
-        (partial(draft, [number], rows, two[:1], two, ids), "token_ids has 1 entries, not 2"),
-        (partial(draft, [number], rows, two, two[:1], ids), "most has 1 entries, not 2"),
-        (partial(draft, [number], rows, two - 2, two, ids), "token is -1"),
-        (partial(draft, [number], rows, two, two - 2, ids), "tokens to draft is -1"),
-        (partial(draft, [number], rows, two, two, ids[:-1]), "stand for is 22, outside 23 to 23"),
-        (partial(draft, [number], rows, two, two, ids + 60), "token is 82"),
-        (partial(draft, [number], many, ones, ones, ids), "sequences to draft for is 641"),
-        (partial(draft, [], rows, two, two, ids), "no program to draft with"),
-        (partial(draft, [0], rows, two, two, ids), r"rows\[0\] has 64 entries, not 0"),
-        (partial(draft, [7], rows, two, two, ids), "program is 7"),
+        (partial(draft, [number], rows[:, :63].copy(), two, two), r"rows\[0\] has 63 entries"),
+        (partial(draft, [number], rows, two[:1], two), "token_ids has 1 entries, not 2"),
+        (partial(draft, [number], rows, two, two[:1]), "most has 1 entries, not 2"),
+        (partial(draft, [number], rows, two - 2, two), "token is -1"),
+        (partial(draft, [number], rows, two, two - 2), "tokens to draft is -1"),
+        (partial(draft, [number], rows, two, two << 29), "tokens to draft is 536870912"),
+        (partial(add, ids=range(22)), "stand for is 22, outside 23 to 23"),
+        (partial(add, ids=range(60, 83)), "token is 70"),
+        (partial(draft, [without], rows, two, two), "logits stand for no tokens"),
+        (partial(draft, [number], many, ones, ones), "sequences to draft for is 641"),
+        (partial(draft, [], rows, two, two), "no program to draft with"),
+        (partial(draft, [0], rows, two, two), r"rows\[0\] has 64 entries, not 0"),
+        (partial(draft, [7], rows, two, two), "program is 7"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()
-    found, _ = draft([number], rows, two, two, ids)
+    found, _ = draft([number], rows, two, two)
     assert (found >= 0).tolist() == [[True, False], [True, True]]
 
 

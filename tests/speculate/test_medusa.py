@@ -5,8 +5,9 @@ they compute is what their definition says.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from octavo.engine.cache_plan import plan_cache, work_bytes
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Step
 from octavo.engine.load import load_engine
+from octavo.execute.native import NativeExecutor
 from octavo.llm import LLM, RequestOutput
 from octavo.model.families import program
 from octavo.quant.blocks import dequantize
@@ -28,6 +30,7 @@ from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.drafter import NO_DRAFT
 from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
 from octavo.speculate.medusa import MedusaDrafter, head_weights
+from octavo.speculate.speculator import Speculator
 from speculate.random_heads import folder
 
 ORACLES = Path(__file__).parents[1] / "oracle"
@@ -324,6 +327,58 @@ def test_drafts_that_are_begun_ahead_are_the_same(
         found.append((told(outputs), stats.draft_tokens, stats.accepted_per_position))
         monkeypatch.undo()
     assert found[0] == found[1]
+
+
+def test_no_step_waits_for_a_draft_that_is_not_asked_for(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was begun is given up before; and where no draft can follow, nothing is begun."""
+    calls: list[str] = []
+
+    def recorded(name: str) -> Any:
+        inner = getattr(NativeExecutor, name)
+
+        def call(*args: Any) -> Any:
+            calls.append(name)
+            return inner(*args)
+
+        return call
+
+    for name in ("start_draft", "finish_draft", "cancel_draft", "execute"):
+        monkeypatch.setattr(NativeExecutor, name, recorded(name))
+    with llm(checkpoint, folder(tmp_path / "heads", checkpoint)) as drafting:
+        engine = drafting.loaded.engine
+        assert engine.speculator is not None
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        engine.add_request(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+        for step in count():
+            if not engine.has_work():
+                break
+            engine.speculator._rest = int(step % 4 == 3)
+            engine.step()
+    followed = Counter(pairwise(calls))
+    assert followed["start_draft", "execute"] == 0
+    assert followed["start_draft", "finish_draft"] > followed["start_draft", "cancel_draft"] > 2
+    assert calls[-1] == "execute"
+
+
+def test_nothing_is_begun_behind_drafts_of_which_nothing_was_kept(
+    checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with llm(checkpoint, folder(tmp_path / "heads", checkpoint)) as drafting:
+        engine, drafter = drafting.loaded.engine, drafter_of(drafting)
+        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+        engine.add_request(Request(request_id="a", prompt_token_ids=[5, 6, 7], params=params))
+        while drafter._begun is None:
+            engine.step()
+        monkeypatch.setattr(Speculator, "propose", unused(Speculator.propose))
+        engine.step()
+        assert drafter._begun is None
+        assert not drafter._counts
+
+
+def unused(propose: Callable[..., list[list[int]]]) -> Callable[..., list[list[int]]]:
+    return lambda *args: [[] for _ in propose(*args)]
 
 
 def drafter_of(model: LLM) -> MedusaDrafter:

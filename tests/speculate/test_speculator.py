@@ -209,6 +209,64 @@ class Model:
     def close(self) -> None: ...
 
 
+class Begins(Model):
+    """… its next drafts before it is asked, and takes half a millisecond to give them up."""
+
+    def __init__(self, clock: list[float]) -> None:
+        super().__init__(Draft([1, 2]))
+        self.calls: list[str] = []
+        self.clock = clock
+
+    def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+        self.calls.append("propose")
+        return super().propose(decoding, counts)
+
+    def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
+        self.calls.append("observe")
+
+    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> bool:
+        self.calls.append("begin")
+        return True
+
+    def give_up(self) -> None:
+        self.calls.append("give_up")
+        self.clock[0] += 0.0005
+
+
+def test_drafts_that_were_begun_are_given_up_in_the_drafters_own_time() -> None:
+    clock = [0.0]
+    drafter = Begins(clock)
+    speculator = Speculator(drafter, VOCAB, 2, now=lambda: clock[0])
+    seqs = [sequence()]
+    went_on(speculator, seqs, [1, 2, 3])
+    assert drafter.calls == ["propose", "begin"]
+    speculator._settle()
+    speculator._rest = 2
+    for spent in (0.0005, 0.0):
+        assert speculator.propose(seqs, 1, 100) == [[]]
+        assert speculator.spent == spent
+    assert drafter.calls == ["propose", "begin", "give_up"]
+    went_on(speculator, seqs, [1, 2, 3])
+    assert drafter.calls[3:] == ["propose", "begin"]
+
+
+def test_nothing_is_begun_before_a_step_to_compare_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    drafter = Begins(clock)
+    speculator = Speculator(drafter, VOCAB, now=lambda: clock[0])
+    seqs = [sequence()]
+    went_on(speculator, seqs, [1, 2, 3], 20, reading=0.0002)
+    assert drafter.calls[-2:] == ["propose", "begin"]
+    due = speculator._unbroken + 1
+    monkeypatch.setattr(
+        speculator, "_controls_due", lambda _, more=0: speculator._unbroken + more >= due
+    )
+    went_on(speculator, seqs, [1, 2, 3], reading=0.0002)
+    assert drafter.calls[-2:] == ["propose", "observe"]
+    assert went_on(speculator, seqs, [1, 2, 3], reading=0.0002) == [[]]
+    assert drafter.calls[-2:] == ["observe", "observe"]  # not asked, with nothing to give up
+
+
 class Lookup(Fixed):
     """Has a draft for the sequences of some numbers."""
 
@@ -227,8 +285,16 @@ def both(model: Model, lookup: Fixed, num_tokens: int | None = 3, **more: Any) -
     return Speculator(model, VOCAB, num_tokens, longest=2, lookup=lookup, **more)
 
 
-def went_on(speculator: Speculator, seqs: list[Seq], run: list[int], steps: int = 1) -> Any:
-    """The last drafts, after steps in which all sequences would have gone on with ``run``."""
+def went_on(
+    speculator: Speculator,
+    seqs: list[Seq],
+    run: list[int],
+    steps: int = 1,
+    reading: float = 0.0,
+) -> Any:
+    """The last drafts, after steps in which all sequences would have gone on with ``run``; each
+    took so many seconds of ``reading``, and a millisecond a token.
+    """
     drafts = []
     for _ in range(steps):
         drafts = speculator.propose(seqs, len(seqs), 100)
@@ -237,11 +303,12 @@ def went_on(speculator: Speculator, seqs: list[Seq], run: list[int], steps: int 
             batch=SimpleNamespace(num_tokens=size),
             chunks=[],
             decodes=seqs,
+            samples=seqs,
             drafts=drafts if any(drafts) else None,
             branches={},
         )
         result, each = StepResult(None, 0.0), [run] * len(seqs)
-        speculator.learn(cast(Any, scheduled), result, each, 0.001 * size)
+        speculator.learn(cast(Any, scheduled), result, each, reading + 0.001 * size)
     return drafts
 
 

@@ -198,14 +198,16 @@ class NativeExecutor:
         weights: Mapping[str, Weight] | None = None,
         *,
         keep_hidden: bool = False,
+        ids: Sequence[int] = (),
     ) -> int:
         """Another computation with the same cache, threads and weights; its number.
 
         Roles that are loaded already are not loaded again; ``weights`` has the others, which are
-        copied. Its logits may be fewer than the vocabulary's. Room for activations is shared, so a
-        program takes little memory beside its own weights. Raises `CheckpointError` as the
-        constructor does, and `ValueError` for weights that are not needed or attention of another
-        shape.
+        copied. Its logits may be fewer than the vocabulary's; ``ids`` are the tokens that they
+        stand for, which `draft_rows` needs. Room for activations is shared, so a program takes
+        little memory beside its own weights. Raises `CheckpointError` as the constructor does, and
+        `ValueError` for weights that are not needed, attention of another shape, or ``ids`` that
+        are not a token for each of the logits.
         """
         loader = self._loading
         weights = weights or {}
@@ -215,7 +217,9 @@ class NativeExecutor:
             raise ValueError(f"the weight {twice[0]} is loaded already")
         if _attention_shape(program) not in (None, self._attention):
             raise ValueError("the program's attention has another shape than the cache")
-        loader.load(program, weights, "an added program", lambda: None, keep_hidden=keep_hidden)
+        loader.load(
+            program, weights, "an added program", lambda: None, keep_hidden=keep_hidden, ids=ids
+        )
         self._keep_hidden.append(keep_hidden)
         self._costs.append(self._count(program))
         return len(self._costs) - 1
@@ -311,19 +315,18 @@ class NativeExecutor:
         rows: Float32,
         token_ids: Int32,
         most: Int32,
-        ids: Int32,
         least: float,
     ) -> tuple[Int32, Float32]:
         """Tokens guessed one behind another from ``rows`` [S, width] and ``token_ids`` [S], up to
         ``most`` [S] of them, and their probabilities, each given those before: [S, longest], the
-        rest -1. Each is the likeliest by an added program, which has an `Input` and no attention
-        and whose logits stand for the tokens ``ids``: the first by the first of ``programs`` and so
-        on, more by the last. One that keeps hidden rows has the next go on from them. A draft whose
-        probability as a whole is down to ``least`` ends.
+        rest -1. Each is the likeliest by an added program, which has an `Input`, no attention and
+        ``ids``: the first by the first of ``programs`` and so on, more by the last. One that keeps
+        hidden rows has the next go on from them. A draft whose probability as a whole is down to
+        ``least`` ends.
 
         Raises `ValueError` naming what does not fit together, before anything is computed.
         """
-        return self._open.draft(programs, rows, token_ids, most, least, ids)
+        return self._open.draft(programs, rows, token_ids, most, least)
 
     def start_draft(
         self,
@@ -332,20 +335,23 @@ class NativeExecutor:
         numbers: list[int],
         token_ids: list[int],
         most: list[int],
-        ids: Int32,
         least: float,
     ) -> None:
         """As `draft_rows`, from the ``rows`` of those numbers, by threads that have nothing to do
         while the caller goes on; `finish_draft` has what came of it. Nothing given is kept.
-        Whatever else is computed here ends it.
+        Whatever else is computed, measured or added here cancels it first.
         """
-        self._open.start_draft(programs, rows, numbers, token_ids, most, least, ids)
+        self._open.start_draft(programs, rows, numbers, token_ids, most, least)
 
     def finish_draft(self) -> list[tuple[list[int], float]] | None:
         """Of what was started, each row's tokens and how probable the first is; None where nothing
-        was, or the executor was asked for something else since.
+        was, or it was cancelled.
         """
         return self._open.finish_draft()
+
+    def cancel_draft(self) -> None:
+        """What was started is not wanted. If it is under way, it is waited for all the same."""
+        self._open.cancel_draft()
 
     def export_blocks(
         self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
@@ -360,8 +366,8 @@ class NativeExecutor:
 
     def start_profile(self) -> None:
         """From here on, every region of a step is timed (some 30 ns each)."""
-        self._open.reset_profile()
         self._open.set_profiling(True)
+        self._open.reset_profile()
 
     def profile(self) -> list[RegionTime]:
         """The seconds since `start_profile` of every region, in the order they run in."""
@@ -423,6 +429,7 @@ class _Loader:
         release: Callable[[], None],
         *,
         keep_hidden: bool = False,
+        ids: Sequence[int] = (),
     ) -> list[lower.Region]:
         """Returns the regions, in the order they run in. ``source`` is named in errors."""
         self.source, self.release = source, release
@@ -431,7 +438,8 @@ class _Loader:
         plan = lower.lower(program, formats, self.runtime, self.order_of, keep_hidden=keep_hidden)
         self.runtime.allocate_activations(plan.row_bytes, plan.local_row_bytes)
         self.runtime.add_program(
-            [(region.name, region.selected, self._work(region.work)) for region in plan.regions]
+            [(region.name, region.selected, self._work(region.work)) for region in plan.regions],
+            ids,
         )
         return plan.regions
 

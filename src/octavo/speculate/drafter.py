@@ -117,6 +117,21 @@ class ModelDrafter(Protocol):
 
 
 @runtime_checkable
+class Eager(ModelDrafter, Protocol):
+    """A `ModelDrafter` that begins its next drafts before they are asked for."""
+
+    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
+        """As `observe`, in its place where drafts were checked in the step and the next one is to
+        have some too: whether the next drafts are begun, which `propose` then has the rest of.
+        """
+        ...
+
+    def give_up(self) -> None:
+        """The drafts that are begun will not be asked for."""
+        ...
+
+
+@runtime_checkable
 class Holding(Protocol):
     """A `ModelDrafter` with a cache of its own."""
 

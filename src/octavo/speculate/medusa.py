@@ -159,11 +159,9 @@ def work_bytes(
 
 
 class MedusaDrafter:
-    """Implements `ModelDrafter`, for a target whose executor keeps the hidden rows of its steps.
-
-    Who drafted for a step will draft for the next, as a rule: their next drafts are begun as soon
-    as it is known what the step drew, and made by a thread that has nothing to do while the step's
-    tokens go out and the next step is put together.
+    """Implements `ModelDrafter`, for a target whose executor keeps the hidden rows of its steps;
+    and `Eager`: the next drafts are made by a thread that has nothing to do while the step's tokens
+    go out and the next step is put together.
     """
 
     def __init__(self, heads: Heads, target: Target) -> None:
@@ -173,7 +171,9 @@ class MedusaDrafter:
         self._programs = []
         for program in head_programs(heads, target.program):
             own = {role: weights.pop(role) for role in program.weights if role in weights}
-            number = executor.add_program(program, own, keep_hidden=self._recurrent)
+            number = executor.add_program(
+                program, own, keep_hidden=self._recurrent, ids=heads.token_map.tolist()
+            )
             self._programs.append(number)
         self._count = heads.num_heads
         self._token_map = heads.token_map
@@ -188,7 +188,9 @@ class MedusaDrafter:
         self._hidden: Float32 | None = None  # of that step, in the executor's own memory
         self._rows: dict[Seq, int] = {}  # which of them a sequence's last token was drawn from
         self._counts: dict[Seq, int] = {}  # tokens asked for in the last step, of greedy drafts
-        self._begun: dict[Seq, int] = {}  # whose drafts are begun, and their places among these
+        # Whose drafts are begun, and their places among these; None: none have been since the last
+        # step.
+        self._begun: dict[Seq, int] | None = None
 
     @property
     def begun(self) -> bool:
@@ -196,35 +198,44 @@ class MedusaDrafter:
         return bool(self._begun)
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
-        self._begun.clear()
-        if self._counts and self._begin(scheduled, result, runs):
-            return
+        self._begun = None
+        self._counts.clear()
         self._last, self._hidden = (scheduled, runs), result.hidden
         if scheduled.drafts is not None:  # it may hold what they were drawn from, which is large
             self._find_rows()
 
+    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
+        """As `Eager` says."""
+        if self._counts and self._begin(scheduled, result, runs):
+            self._counts.clear()
+            return True
+        self.observe(scheduled, result, runs)
+        return False
+
     def _begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
         """Begins the next drafts of those who drafted; not where others may want their rows."""
-        counts, self._counts = self._counts, {}
+        if scheduled.drafts is None or result.hidden is None:
+            return False  # nothing was kept of the drafts: none follow, as a rule
+        begun: dict[Seq, int] = {}
         most: list[int] = []
         rows: list[int] = []
         tokens: list[int] = []
         for at, (seq, run) in enumerate(zip(scheduled.samples, runs, strict=True)):
             if not run or seq.status is Status.FINISHED:
                 continue
-            if seq not in counts:
-                self._begun.clear()
+            left = seq.num_to_come - len(run) - 1  # beside the one that is drawn in any case
+            if left <= 0:
+                continue
+            if seq not in self._counts:
                 return False
-            self._begun[seq] = len(rows)
-            most.append(counts[seq])
-            drafted = scheduled.drafts is not None
-            rows.append(scheduled.last_row(at, run) if drafted else scheduled.sample_rows[at])
+            begun[seq] = len(rows)
+            most.append(min(self._counts[seq], left))
+            rows.append(scheduled.last_row(at, run))
             tokens.append(run[-1])
-        if not rows or result.hidden is None:
+        if not rows:
             return False
-        self._executor.start_draft(
-            self._programs, result.hidden, rows, tokens, most, self._token_map, _UNLIKELY
-        )
+        self._executor.start_draft(self._programs, result.hidden, rows, tokens, most, _UNLIKELY)
+        self._begun = begun
         self._last = self._hidden = None
         self._rows.clear()
         return True
@@ -244,8 +255,8 @@ class MedusaDrafter:
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
-        if self._begun:
-            return self._finish(decoding, counts)
+        if self._begun is not None:
+            return self._finish(self._begun, decoding, counts)
         self._find_rows()
         hidden, self._hidden = self._hidden, None  # a head puts rows of its own there
         drafts = [NO_DRAFT] * len(decoding)
@@ -272,10 +283,17 @@ class MedusaDrafter:
             drafts[index] = guess.draft()
         return drafts
 
-    def _finish(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
+    def give_up(self) -> None:
+        """As `Eager` says."""
+        self._begun = None
+        self._executor.cancel_draft()
+
+    def _finish(
+        self, begun: dict[Seq, int], decoding: Sequence[Seq], counts: Sequence[int]
+    ) -> list[Draft]:
         """The drafts that were begun, as far as they are wanted."""
+        self._begun = None
         made = self._executor.finish_draft()
-        begun, self._begun = self._begun, {}
         drafts = [NO_DRAFT] * len(decoding)
         for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
             at = begun.get(seq)
@@ -301,7 +319,6 @@ class MedusaDrafter:
             rows,
             np.array([decoding[index].token_ids[-1] for index in which], np.int32),
             np.array([min(counts[index], self._count) for index in which], np.int32),
-            self._token_map,
             _UNLIKELY,
         )
         lengths = (tokens >= 0).sum(axis=1).tolist()
@@ -353,13 +370,14 @@ class MedusaDrafter:
         self._find_rows()
         self._rows.pop(seq, None)
         self._counts.pop(seq, None)
-        self._begun.pop(seq, None)
+        if self._begun is not None:
+            self._begun.pop(seq, None)
 
     def close(self) -> None:
         self._last = self._hidden = None
         self._rows.clear()
         self._counts.clear()
-        self._begun.clear()
+        self._begun = None
 
 
 def _plain(seq: Seq) -> bool:

@@ -20,6 +20,7 @@ from octavo.speculate.drafter import (
     NO_DRAFT,
     Draft,
     Drafter,
+    Eager,
     Holding,
     ModelDrafter,
 )
@@ -92,11 +93,14 @@ class Speculator:
         self._model: ModelDrafter | None = None
         self._planner: Ahead | None = None  # for a drafter that computes
         self._reader: Reader | None = None
+        self._eager: Eager | None = None  # the model, if it is one
+        self._begun = False  # whether that has begun the next drafts
         if isinstance(drafter, Drafter):  # whatever else it can do
             self._reader = Reader(drafter, now)
         else:
             self._model = drafter
             self._planner = Ahead(drafter, self.times)
+            self._eager = drafter if isinstance(drafter, Eager) else None
             if lookup is not None:
                 self._reader = Reader(lookup, now)
         self._vocab_size = vocab_size
@@ -151,6 +155,7 @@ class Speculator:
             return [[]] * len(decoding)
         if self._rest > 0:
             self._rest -= 1
+            self._leave_begun()
             return [[]] * len(decoding)
         if self._model is not None and self.rejection:
             room = min(room, most_drawn(self._vocab_size))
@@ -176,6 +181,7 @@ class Speculator:
             return [[]] * len(decoding)
         finally:
             self._spent += self._now() - began
+            self._leave_begun()
         return [list(draft.token_ids) for draft in drafts]
 
     def _inviting(self, decoding: list[Seq], num_tokens: int, most: int) -> bool:
@@ -190,16 +196,17 @@ class Speculator:
             self._rest = _UNWORTHY
         return not self._rest
 
-    def _controls_due(self, num_tokens: int) -> bool:
+    def _controls_due(self, num_tokens: int, more: int = 0) -> bool:
         """Whether a step is to have no drafts so that those that have are compared with it: after
-        some of them at random, and later where they gain so much that it would cost more than may
-        be.
+        some of them at random (``more`` are not accounted yet), and later where they gain so much
+        that it would cost more than may be.
         """
         control = _CONTROL if self.times.compared(num_tokens) >= _SETTLED else _EARLY
-        if self._unbroken < control + mix(self._controls) % control:
+        if self._unbroken + more < control + mix(self._controls) % control:
             return False
         lost = (self._since_worth / max(self._since, 1e-9) - 1) * self.times.predict(num_tokens)
-        return lost <= _CONTROL_SHARE * self._since
+        since = self._since * (1 + more / max(1, self._unbroken))
+        return lost <= _CONTROL_SHARE * since
 
     def _guess_first(
         self, reader: Reader, decoding: list[Seq], most: list[int], num_tokens: int, room: int
@@ -290,6 +297,7 @@ class Speculator:
     def _made(self, decoding: list[Seq], counts: list[int], found: list[Draft]) -> list[Draft]:
         """The model's drafts; where there is none, what was ``found``."""
         assert self._model is not None
+        self._begun = False
         made = self._ask(self._model, decoding, counts)
         return [
             draft if draft.token_ids else other for draft, other in zip(made, found, strict=True)
@@ -460,11 +468,42 @@ class Speculator:
     def _observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         if self._model is not None:
             try:
-                self._model.observe(scheduled, result, runs)
+                if self._eager is not None and self._promising(scheduled):
+                    self._begun = self._eager.begin(scheduled, result, runs)
+                else:
+                    self._model.observe(scheduled, result, runs)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
                 self._give_up(error)
+
+    def _promising(self, scheduled: Scheduled) -> bool:
+        """Whether the step just run had drafts and the next will have some, as far as is known
+        before it is accounted: no rest follows, and no step without to compare with.
+        """
+        if scheduled.drafts is None or self._rest > 0:
+            return False
+        count = len(scheduled.samples)
+        return self._pinned is not None or not (
+            self._budget.spent or self.times.stale(count) or self._controls_due(count, 1)
+        )
+
+    def _leave_begun(self) -> None:
+        """What the drafter has begun is not asked for: that it is in the way of the step is its
+        own time.
+        """
+        begun, self._begun = self._begun, False
+        if not begun or self._eager is None:
+            return
+        began = self._now()
+        try:
+            self._eager.give_up()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self._give_up(error)
+        finally:
+            self._spent += self._now() - began
 
     def end(self, seq: Seq, beyond: int = 0) -> None:
         """A sequence is over; its last ``beyond`` tokens did not become output."""
@@ -505,7 +544,7 @@ class Speculator:
     def close(self) -> None:
         """Gives the drafter's memory and threads back."""
         model, self._model, self._reader = self._model, None, None
-        self._planner = None
+        self._planner, self._eager = None, None
         self._own.clear()
         self._asked.clear()
         self._found.clear()

@@ -17,9 +17,9 @@ from typer.testing import CliRunner, Result
 import octavo
 import strict_json
 from counting import CountingEngine, loaded
-from octavo.checkpoint.base import ChatTemplateError
+from octavo.checkpoint.base import ChatTemplateError, CheckpointError
 from octavo.cli import _explain, app, main
-from octavo.engine.config import EngineConfig
+from octavo.engine.config import EngineConfig, SettingsError
 from octavo.serve.config import ServeConfig
 
 COMMANDS = ("serve", "chat", "generate", "pull", "inspect", "fidelity")
@@ -257,8 +257,14 @@ def test_a_cache_that_cannot_be_written_names_its_variable(tmp_path: Path) -> No
         patch.setenv("OCTAVO_HOME", str(tmp_path / "home"))
         assert _explain(error).endswith("(OCTAVO_HOME moves what Octavo keeps)")
     assert _explain(OSError(28, "No space left on device")) == (
-        "octavo: its output: No space left on device"
+        "octavo: a disk is full: No space left on device"
     )
+
+
+def test_settings_are_flags_and_models_have_their_own_names() -> None:
+    assert _explain(SettingsError("threads is 0, below 1")) == "octavo: --threads is 0, below 1"
+    said = "seed has no weights; ./max_model_len.gguf neither"
+    assert _explain(CheckpointError(said)) == f"octavo: {said}"
 
 
 def test_text_that_is_none_is_refused(engine: CountingEngine) -> None:
@@ -276,6 +282,30 @@ def test_a_terminal_that_knows_no_utf8(locale: str) -> None:
     model = str(Path(__file__).parents[1] / "oracle" / "tiny-llama.gguf")
     shown = process("inspect", model, LC_ALL=locale, PYTHONIOENCODING="ascii")
     assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("environment", "written"),
+    [
+        ({"LC_ALL": "C"}, b"\xff\xc3\xa9"),
+        ({"LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8"}, rb"\udcff" + b"\xc3\xa9"),
+        ({"LC_ALL": "C", "PYTHONUTF8": "0"}, rb"\udcff\xe9"),
+    ],
+)
+def test_nothing_is_lost_of_a_path_that_is_not_text(
+    environment: dict[str, str], written: bytes
+) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "import octavo.cli; octavo.cli.app = lambda **_: print('\\udcff\\xe9', end='');"
+            "octavo.cli.main()",
+        ],
+        capture_output=True,
+        env={"PYTHONIOENCODING": ""} | os.environ | environment,
+    )
+    assert (done.stdout, done.stderr) == (written, b"")
 
 
 def test_a_broken_file_is_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import math
+import os
 import re
 from pathlib import Path
 
@@ -60,13 +61,41 @@ def test_a_full_disk_is_named_and_leaves_nothing_new(tmp_path: Path) -> None:
     old, new = tmp_path / "old.svg", tmp_path / "new.svg"
     old.write_text("drawn before")
 
-    def write(path: Path) -> None:
-        with writing(path):
-            path.touch()
-            raise OSError(errno.ENOSPC, "No space left on device")
+    def write(path: Path, error: BaseException) -> None:
+        with writing(path) as part:
+            assert part.suffix == path.suffix
+            part.write_text("half")
+            raise error
 
     for path in (old, new):
         with pytest.raises(OSError, match="No space left") as failed:
-            write(path)
+            write(path, OSError(errno.ENOSPC, "No space left on device"))
         assert failed.value.filename == str(path)
+        with pytest.raises(KeyboardInterrupt):
+            write(path, KeyboardInterrupt())
     assert list(tmp_path.iterdir()) == [old]
+    assert old.read_text() == "drawn before"
+
+
+def test_errors_of_something_else_keep_what_they_say(tmp_path: Path) -> None:
+    for error in (FileNotFoundError(errno.ENOENT, "none", "a font"), OSError("cannot be drawn")):
+        with pytest.raises(OSError, match=re.escape(str(error))) as raised, writing(tmp_path / "x"):
+            raise error
+        assert raised.value is error
+
+
+def test_a_file_is_written_where_a_link_leads_and_keeps_its_mode(tmp_path: Path) -> None:
+    file, link, pipe = tmp_path / "file", tmp_path / "link", tmp_path / "pipe"
+    file.write_text("before")
+    file.chmod(0o600)
+    link.symlink_to(file)
+    with writing(link) as part:
+        part.write_text("after")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("after", 0o600)
+    assert link.is_symlink()
+    with writing(file, append=True) as part:
+        assert part == file
+    os.mkfifo(pipe)
+    with writing(pipe) as part:  # is no file to put another in place of
+        assert part == pipe
+    assert sorted(tmp_path.iterdir()) == [file, link, pipe]

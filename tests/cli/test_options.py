@@ -163,6 +163,9 @@ def test_a_key_of_an_option_appears_once() -> None:
         ("quantization 'int3' is not supported", (), "--quantization 'int3' is not supported"),
         ("log_level is 'x'", ("uvicorn_log_level",), "--uvicorn-log-level is 'x'"),
         ("x_max_num_seqs, --max-num-seqs", (), "x_max_num_seqs, --max-num-seqs"),
+        ("lower max_num_seqs. Or:", (), "lower --max-num-seqs. Or:"),
+        ("./max_model_len.gguf, max_model_len/x: is no model", (),
+         "./max_model_len.gguf, max_model_len/x: is no model"),
     ],
 )  # fmt: skip
 def test_settings_have_the_names_of_their_flags(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import functools
 import io
@@ -120,9 +121,14 @@ def main() -> None:
     """Run a command. Whatever goes wrong is one line on standard error and exit code 1."""
     # Before numpy is imported: its BLAS would take all the machine's cores, whatever the quota.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", str(usable_cpus()[0]))
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a terminal may not know what a model says
-            stream.reconfigure(errors="replace")
+    # A terminal may not know what a model says. "surrogateescape", which is for paths that are not
+    # UTF-8, gives their bytes back: only other encodings need more.
+    out = sys.stdout
+    if isinstance(out, io.TextIOWrapper) and (
+        out.errors == "strict"
+        or (out.errors == "surrogateescape" and codecs.lookup(out.encoding).name != "utf-8")
+    ):
+        out.reconfigure(errors="backslashreplace")
     try:
         app(prog_name="octavo")
     except Exception as error:
@@ -139,16 +145,17 @@ def _explain(error: Exception) -> str:
     from octavo.sample.params import InvalidParameter
     from octavo.schedule.request import AdmissionError
 
-    expected = (CheckpointError, ChatTemplateError, SettingsError, InvalidParameter, AdmissionError)
     text = " ".join(str(error).split())
-    if isinstance(error, expected) or type(error).__name__ in (
+    if isinstance(error, (SettingsError, InvalidParameter, AdmissionError)):
+        return f"octavo: {named_flags(text)}"
+    if isinstance(error, (CheckpointError, ChatTemplateError)) or type(error).__name__ in (
         "GenerationError",
         "VerificationError",
     ):
-        return f"octavo: {named_flags(text)}"
+        return f"octavo: {text}"
     if isinstance(error, OSError) and error.strerror:
-        # Of a full disk behind a pipe or a redirection nobody knows the name.
-        where = error.filename or ("its output" if error.errno == errno.ENOSPC else "")
+        # The output's, where that is redirected, or a file's.
+        where = error.filename or ("a disk is full" if error.errno == errno.ENOSPC else "")
         advice = ""
         name = error.filename
         if isinstance(name, str) and Path(name).is_relative_to(cache_dir()):

@@ -71,13 +71,15 @@ def command(
                 calibration = Calibration.measure(loaded, progress=now_and_then(progress))
         finally:
             loaded.engine.close()
-    if as_json:
-        typer.echo(json_text(calibration.as_dict(), indent=2))
-    elif refresh:
-        typer.echo(f"{calibration.name}: {calibration.standing}")
-    else:
-        typer.echo(as_text(calibration))
-    typer.echo(f"stored in {calibration.save()}", err=True)
+    try:
+        if as_json:
+            typer.echo(json_text(calibration.as_dict(), indent=2))
+        elif refresh:
+            typer.echo(f"{calibration.name}: {calibration.standing}")
+        else:
+            typer.echo(as_text(calibration))
+    finally:  # also when nobody reads on
+        typer.echo(f"stored in {calibration.save()}", err=True)
 
 
 def as_text(calibration: Calibration) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -47,18 +48,29 @@ def now_and_then(show: Callable[[str], None], seconds: float = 1.0) -> Callable[
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Of a file that cannot be written whole, as on a full disk, the error has its name, and a new
-    one is not left behind.
+def writing(path: Path, *, append: bool = False) -> Iterator[Path]:
+    """Where to write what ``path`` is to hold. It appears there whole or, after an error or Ctrl-C,
+    not at all: an older file stays. Errors of writing, as of a full disk, have its name.
+    ``append``: the file itself, of which none of this holds but the name.
     """
-    new = not path.exists()
+    final = path.resolve()
+    part = final.with_name(f".part-{final.name}")  # the same suffix: a plot's says its format
+    if append or (final.exists() and not final.is_file()) or not os.access(final.parent, os.W_OK):
+        part = final  # a pipe or a device; or only the file itself may be written
     try:
-        yield
+        yield part
+        if part != final:
+            if final.exists():
+                shutil.copymode(final, part)
+            part.replace(final)
     except OSError as error:
-        if new:
-            with suppress(OSError):
-                path.unlink()
+        if error.errno is None or error.filename not in (None, str(part)):
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if part != final:
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
 
 
 def json_text(facts: Any, **style: Any) -> str:

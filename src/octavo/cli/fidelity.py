@@ -113,15 +113,17 @@ def command(
             )
     except TextError as error:
         raise SettingsError(str(error)) from None
-    if as_json:
-        typer.echo(json_text(rows[0] if len(models) == 1 else rows, indent=2))
-    else:
-        typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
-    if plot is not None:  # last: what has been measured stands, whatever becomes of the drawing
-        from octavo.quant.plot import draw
+    try:
+        if as_json:
+            typer.echo(json_text(rows[0] if len(models) == 1 else rows, indent=2))
+        else:
+            typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
+    finally:  # of the two, what goes wrong with one does not take the other with it
+        if plot is not None:
+            from octavo.quant.plot import draw
 
-        with writing(plot):
-            draw(rows, plot)
+            with writing(plot) as file:
+                draw(rows, file)
     faults = [
         f"{row['path']}: {fault}" for row in rows if kernels for fault in row["kernels"]["faults"]
     ]

@@ -160,6 +160,18 @@ def check_file(path: Path, suffix: str | None = None) -> None:
         raise SettingsError(f"{path}: may not be written")
 
 
+def check_folder(path: Path) -> None:
+    """That files can be written there, where the folder is or will be. Raises `SettingsError`."""
+    from octavo.engine.config import SettingsError
+
+    path = path.absolute()
+    place = next(place for place in (path, *path.parents) if os.path.lexists(place))
+    if not place.is_dir():
+        raise SettingsError(f"{place}: is no folder")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise SettingsError(f"{place}: may not be written")
+
+
 def option(
     name: str, kind: Any, default: Any, help: str, panel: str, *flags: str, **more: Any
 ) -> inspect.Parameter:
@@ -471,5 +483,5 @@ _SETTINGS |= {"kv_offload_memory", "kv_offload_dir", "kv_offload_disk"}
 _SAMPLED = {each.name for each in sampling_options(max_tokens=None, max_tokens_help="")}
 _SAMPLED |= {"n", "logprobs", "prompt_logprobs"}
 _OTHER_NAMES = {"log_level": "uvicorn_log_level"}
-_NAME = re.compile(r"(?<![\w-])[a-z][a-z_]*(?!\w)")
+_NAME = re.compile(r"(?<![\w./-])[a-z][a-z_]*(?![\w/]|\.\w)")  # not of a path
 _SAYS = re.compile(r" (?:'[^']*' )?(?:is|contains|has) ")

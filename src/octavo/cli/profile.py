@@ -104,10 +104,12 @@ def command(
             limits=Limits.stored(progress) if stored_limits else None,
             progress=progress,
         )
-    typer.echo(json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers))
-    if trace is not None:
-        with writing(trace):
-            trace.write_text(json_text(as_trace(result, step, program(checkpoint.config))))
+    try:
+        typer.echo(json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers))
+    finally:  # also when nobody reads on
+        if trace is not None:
+            with writing(trace) as file:
+                file.write_text(json_text(as_trace(result, step, program(checkpoint.config))))
 
 
 def as_text(profile: Profile, layers: bool = False) -> str:

@@ -255,18 +255,17 @@ def command(
     if on.measured:
         notices.append(setup.basis())
     result = report.figures(simulation, slo, price) | {"notices": notices}
-    if as_json:
-        typer.echo(json_text(result))
-    else:
-        typer.echo(report.text(result))
-    if plot is not None:
-        from octavo.plan.simulation_plot import draw
+    try:
+        typer.echo(json_text(result) if as_json else report.text(result))
+    finally:  # also when nobody reads on
+        if seen is not None and timeline is not None:
+            with writing(timeline) as file:
+                file.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
+        if plot is not None:
+            from octavo.plan.simulation_plot import draw
 
-        with writing(plot):
-            draw(result, plot)
-    if seen is not None and timeline is not None:
-        with writing(timeline):
-            timeline.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
+            with writing(plot) as file:
+                draw(result, file)
 
 
 def without_effect(classes: Sequence[LoadClass], policy: str) -> list[str]:

@@ -183,14 +183,16 @@ def command(
                 best = simulated.run(best.choice, asked) or best
         basis = simulated.basis(best.choice)
         result["confirmed"] = comparison(best.figures, live.figures) | {"basis": basis}
-    if as_json:
-        typer.echo(json_text(result, indent=2))
-    else:
-        typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
-    if plot is not None:
-        title = f"{subject.name} on {on.name}"
-        with writing(plot):
-            tune_plot.draw(tuned, speeds, search.arrival_rate, promise, title, plot)
+    try:
+        if as_json:
+            typer.echo(json_text(result, indent=2))
+        else:
+            typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
+    finally:  # also when nobody reads on
+        if plot is not None:
+            title = f"{subject.name} on {on.name}"
+            with writing(plot) as file:
+                tune_plot.draw(tuned, speeds, search.arrival_rate, promise, title, file)
 
 
 # --- what was found ------------------------------------------------------------------------------

@@ -424,11 +424,26 @@ async def test_a_model_that_the_server_does_not_serve() -> None:
 async def test_a_server_that_wants_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = whole("401 Unauthorized", b'{"error":{"message":"a key, please"}}')
     monkeypatch.setattr("load_servers.whole", lambda *_: refusal)
-    async with serving_script(good) as server:
+
+    async def refuses(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
+        writer.write(refusal)
+
+    async def answers(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
+        if asked.json.get("stream"):
+            await good(reader, writer, asked)
+        else:
+            writer.write(whole("200 OK", b"{}"))
+
+    async with serving_script(refuses) as server:
         for model in (None, "m"):
-            with pytest.raises(LoadError, match=r"401 a key, please.*OPENAI_API_KEY"):
+            with pytest.raises(LoadError, match=r"401:? a key, please.*OPENAI_API_KEY"):
                 await benchmark(settings(server.url, model=model))
-    assert not server.generations
+        assert len(server.generations) == 1  # the one that asks whether the key will do
+        server.script = answers  # it may ask, but not for the list
+        with pytest.raises(LoadError, match="may not list the models needs --model"):
+            await benchmark(settings(server.url))
+        result = await benchmark(settings(server.url, model="m"))
+    assert (result["completed"], result["model_id"]) == (6, "m")
 
 
 async def test_arrivals_that_cannot_be_are_said_before_a_request_leaves() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -144,8 +145,6 @@ async def test_the_key_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def run(*arguments: str) -> tuple[int, str, str]:
     """The command in a process of its own, while this loop serves."""
-    import sys
-
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "from octavo.cli import main; main()", "bench", "serve", *arguments,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
@@ -194,10 +193,34 @@ async def test_the_command_prints_and_saves(tmp_path: Path) -> None:
         ]
 
 
+async def test_where_results_cannot_be_is_said_before_the_load(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, out, err = await run("--port", "1", "--save-result", "--result-dir", str(file / "new"))
+    assert (code, out, err) == (1, "", f"octavo: {file}: is no folder\n")
+    await run("--port", "1", "--save-result", "--result-dir", str(tmp_path / "new"))
+    assert list(tmp_path.iterdir()) == [file]  # nobody there: nothing to keep
+
+
+async def test_the_result_is_kept_also_when_nobody_reads_it(tmp_path: Path) -> None:
+    async with listening(FakeEngine()) as url:
+        with open("/dev/full", "w") as full:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "from octavo.cli import main; main()", "bench", "serve",
+                "--base-url", url, "--num-prompts", "2", "--random-input-len", "8",
+                "--random-output-len", "4", "--save-result", "--result-dir", str(tmp_path),
+                stdout=full, stderr=asyncio.subprocess.PIPE,
+            )  # fmt: skip
+            _, err = await child.communicate()
+    assert child.returncode == 1
+    assert "a disk is full" in err.decode()
+    (file,) = tmp_path.iterdir()
+    assert strict_json.loads(file.read_text())["completed"] == 2
+
+
 async def test_ctrl_c_prints_the_result_so_far() -> None:
     import os
     import signal
-    import sys
 
     engine = FakeEngine(pause=0.05)
     async with listening(engine) as url:

@@ -39,6 +39,8 @@ ENDPOINTS = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
+_REFUSALS = (400, 401, 403, 404, 422)
+_WHOSE_KEY = "the key is what OPENAI_API_KEY says, or --header Authorization='Bearer KEY'"
 
 
 class LoadError(Exception):
@@ -203,10 +205,13 @@ class _Benchmark:
                 f"{where}: not ready within {settings.ready_check_timeout_sec:g} s: "
                 f"HTTP {answer.status} {error_message(answer.content)}"
             )
-        if answer.status in (401, 403):
+        # Some keys may ask a model, but not for the list.
+        forbidden = answer.status in (401, 403)
+        if forbidden and settings.model is None:
+            said = f"HTTP {answer.status} {error_message(answer.content)}"
             raise LoadError(
-                f"{where}/v1/models: HTTP {answer.status} {error_message(answer.content)}: the key "
-                "is what OPENAI_API_KEY says, or --header Authorization='Bearer KEY'"
+                f"{where}/v1/models: {said}: {_WHOSE_KEY}; one that may not list the models needs "
+                "--model"
             )
         try:
             if answer.status != 200:
@@ -224,7 +229,11 @@ class _Benchmark:
             listed = []
         model = listed[0] if settings.model is None else settings.model
         name = settings.served_model_name or model
-        if listed and name not in listed and (refusal := await self._refuses(name)):
+        if (forbidden or (listed and name not in listed)) and (
+            refusal := await self._refuses(name)
+        ):
+            if not listed:
+                raise LoadError(f"{where}: {refusal}: {_WHOSE_KEY}")
             flag = "--model" if settings.served_model_name is None else "--served-model-name"
             raise LoadError(
                 f"{where} does not serve {flag} {name}, but {', '.join(listed[:8])}"
@@ -236,7 +245,7 @@ class _Benchmark:
         """What the server says to a token asked of a model that it does not list, if it does not
         answer: some take any name.
         """
-        return await self._refusal({"model": name, **self._asked("a", 1)}, (400, 404, 422))
+        return await self._refusal({"model": name, **self._asked("a", 1)}, _REFUSALS)
 
     async def _tokens(self) -> Tokens:
         """The tokenizer that was given, else the server's, else none."""
@@ -429,7 +438,6 @@ def file_name(settings: Settings, result: Mapping[str, Any]) -> str:
 
 
 def save(path: Path, result: Mapping[str, Any], *, append: bool) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a" if append else "w", encoding="utf-8") as file:
         if append and file.tell():
             file.write("\n")

@@ -50,9 +50,11 @@ def command(
 
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)
-    typer.echo(json_text(limits.as_dict(), indent=2) if as_json else as_text(limits))
-    if not quick and threads in (None, usable_cpus()[0]):
-        typer.echo(f"stored in {limits.save()}", err=True)
+    try:
+        typer.echo(json_text(limits.as_dict(), indent=2) if as_json else as_text(limits))
+    finally:  # also when nobody reads on
+        if not quick and threads in (None, usable_cpus()[0]):
+            typer.echo(f"stored in {limits.save()}", err=True)
 
 
 def as_text(limits: Limits) -> str:

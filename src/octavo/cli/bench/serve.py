@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from errno import ENOENT
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,7 +19,7 @@ from octavo.cli.load import (
     TRAFFIC_OPTIONS,
     demand_settings,
 )
-from octavo.cli.options import check_file, json_object, option, takes
+from octavo.cli.options import check_file, check_folder, json_object, option, takes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -242,11 +241,13 @@ def command(
     if asked.dataset_path is not None and not asked.dataset_path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(asked.dataset_path))
     folder = values["result_dir"] or Path()
+    name = values["result_filename"] or ""
     saved = values["save_result"] or values["append_result"]
     if saved:  # before an hour of load
-        folder.mkdir(parents=True, exist_ok=True)
-        if values["result_filename"] is not None:
-            check_file(folder / values["result_filename"], "")
+        path = folder / (name or "result")
+        check_folder(path.parent)
+        if name and path.parent.is_dir():
+            check_file(path, "")
 
     try:
         result = uvloop.run(benchmark.benchmark(asked))
@@ -254,18 +255,20 @@ def command(
         typer.echo(f"octavo: {error}", err=True)
         raise typer.Exit(1) from None
     short = benchmark.without_requests(result)
-    if values["as_json"]:
-        print(json_text(result if asked.save_detailed else short))
-    else:
-        print(report.table(short, list(asked.metrics)))
-    if saved:
-        name = values["result_filename"] or benchmark.file_name(asked, result)
-        path = folder / name
-        with writing(path):
-            benchmark.save(
-                path, result if asked.save_detailed else short, append=values["append_result"]
-            )
-        print(f"result in {path}", file=sys.stderr)
+    kept = result if asked.save_detailed else short
+    try:
+        if values["as_json"]:
+            typer.echo(json_text(kept))
+        else:
+            typer.echo(report.table(short, list(asked.metrics)))
+    finally:  # also when nobody reads on
+        if saved:
+            path = folder / (name or benchmark.file_name(asked, result))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            append = values["append_result"]
+            with writing(path, append=append) as file:
+                benchmark.save(file, kept, append=append)
+            typer.echo(f"result in {path}", err=True)
     if result["interrupted"]:
         raise typer.Exit(130)
     if not result["completed"]:

@@ -160,15 +160,17 @@ def command(
         quantized=Arithmetic(arithmetic),
         expected=setup.rates(),
     )
-    if as_json:
-        typer.echo(json_text(as_dict(found, price, setup.basis()), indent=2))
-    else:
-        typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
-    if plot is not None:
-        from octavo.plan.roofline_plot import draw
+    try:
+        if as_json:
+            typer.echo(json_text(as_dict(found, price, setup.basis()), indent=2))
+        else:
+            typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
+    finally:  # also when nobody reads on
+        if plot is not None:
+            from octavo.plan.roofline_plot import draw
 
-        with writing(plot):
-            draw(found, plot)
+            with writing(plot) as file:
+                draw(found, file)
 
 
 def _within(flag: str, given: str | None, default: tuple[int, ...], most: int) -> tuple[int, ...]:

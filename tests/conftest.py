@@ -1,7 +1,7 @@
 """Shared by all rooms: the real models, from the cache that `make test` fills; and how property
 tests draw: the same examples each time, so that a red run is the change's fault; others in `make
-long`, which says how to repeat one that failed. What a test that fails leaves running is ended
-before the next.
+long`, which says how to repeat one that failed. An engine that a test leaves running is ended
+before the next; a test that passes must not leave one.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,27 @@ settings.register_profile("search", deadline=None)
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
+assert 10.0 <= chat_template.START_SECONDS < PATIENCE
 chat_template.START_SECONDS = PATIENCE  # a busy machine takes its time to start a process
 
 
+_passed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_passed] = report.passed
+    return report
+
+
 @pytest.fixture(autouse=True)
-def _no_engine_runs_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_engine_runs_on(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Or it would take time from the tests behind, and hold back their garbage collector."""
     begun: list[AsyncEngine] = []
     start = AsyncEngine.start
@@ -38,12 +55,28 @@ def _no_engine_runs_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr(AsyncEngine, "start", noted)
     yield
-    for engine in begun:
-        if engine._holds_back:  # nobody has stopped it
-            engine.hang_timeout = min(5.0, engine.hang_timeout)  # it may hang
-            stopping = threading.Thread(target=lambda: asyncio.run(engine.stop()))  # noqa: B023
-            stopping.start()
-            stopping.join()
+    left = [engine for engine in begun if engine._holds_back]  # nobody has stopped them
+    for engine in left:
+        engine.hang_timeout = min(5.0, engine.hang_timeout)  # it may hang
+        _stop(engine)
+    if left and request.node.stash.get(_passed, False):
+        pytest.fail("left an engine running")
+
+
+def _stop(engine: AsyncEngine) -> None:
+    """In a thread of its own: there may be a loop in this one."""
+    stopped: Future[None] = Future()
+
+    def stop() -> None:
+        try:
+            asyncio.run(engine.stop())
+        except BaseException as error:
+            stopped.set_exception(error)
+        else:
+            stopped.set_result(None)
+
+    threading.Thread(target=stop, daemon=True).start()
+    stopped.result(PATIENCE)
 
 
 def _model(name: str) -> Path:

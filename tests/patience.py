@@ -5,6 +5,7 @@ that an engine takes only as they are let.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import itertools
 import threading
 import time
@@ -19,9 +20,14 @@ PATIENCE = 120.0  # seconds, after which what others are to do does not come any
 
 
 async def until(holds: Callable[[], object], what: str = "it") -> None:
-    """Wait, while the loop goes on, for ``what``, which has come when it ``holds``."""
+    """Wait, while the loop goes on, for ``what``, which has come when it ``holds``: that may be an
+    awaitable.
+    """
     end = time.monotonic() + PATIENCE
-    while not holds():
+    while True:
+        found = holds()
+        if await found if inspect.isawaitable(found) else found:
+            return
         assert time.monotonic() < end, f"{what} did not come"
         await asyncio.sleep(0.001)
 
@@ -69,6 +75,11 @@ class Leave:
         self._let += steps
         self._may.release(steps)
 
+    def let_one_that_waits(self) -> None:
+        """If one does."""
+        if self._has_asked(self._let + 1):
+            self.let()
+
     def let_all(self) -> None:
         """From now on."""
         self._all = True
@@ -79,7 +90,9 @@ class Leave:
 
     @asynccontextmanager
     async def one_by_one(self) -> AsyncIterator[None]:
-        """Steps go on, each when the loop has seen what the one before has brought."""
+        """Steps go on, each when the loop has seen what the one before has brought. When none comes
+        any more, the body is ended, whatever it waits for.
+        """
 
         async def go_on() -> None:
             for step in itertools.count(self._let + 1):
@@ -88,9 +101,14 @@ class Leave:
                     await asyncio.sleep(0)
                 self.let()
 
+        body = asyncio.current_task()
+        assert body is not None
         going_on = asyncio.create_task(go_on())
+        going_on.add_done_callback(lambda ended: ended.cancelled() or body.cancel())
         try:
             yield
         finally:
             going_on.cancel()
             self.let_all()
+            if going_on.done() and not going_on.cancelled():
+                going_on.result()

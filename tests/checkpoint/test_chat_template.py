@@ -32,6 +32,7 @@ def _in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """No template is slow for the machine's being busy, unless a test says what it may take."""
     defaults = JinjaChatTemplate.__init__.__kwdefaults__
     assert defaults is not None
+    assert defaults["seconds"] == 2.0
     monkeypatch.setitem(defaults, "seconds", PATIENCE)
 
 

@@ -12,18 +12,53 @@ from serve_fakes import FakeEngine, served_model
 
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
+from octavo.serve.connection import Connection
 from octavo.serve.model import ServedModel
 from patience import PATIENCE
-
-# A server in the test's own loop answers when it gets to it, in httpx's five seconds or not.
-for _method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
-    (_method.__kwdefaults__ or {})["timeout"] = PATIENCE
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What the server runs on."""
     return {"uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server in the test's own loop answers when it gets to it, in httpx's five seconds or
+    later.
+    """
+    for method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
+        defaults = method.__kwdefaults__
+        assert defaults is not None
+        assert "timeout" in defaults
+        monkeypatch.setitem(defaults, "timeout", PATIENCE)
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+    """The server's ends of all connections."""
+    made, connections = Connection.connection_made, list[Connection]()
+
+    def connection_made(self: Connection, transport: Any) -> None:
+        made(self, transport)
+        connections.append(self)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    return connections
+
+
+@pytest.fixture
+def received(monkeypatch: pytest.MonkeyPatch) -> bytearray:
+    """All that a server has received and looked at."""
+    receive, received = Connection.data_received, bytearray()
+
+    def data_received(self: Connection, data: bytes) -> None:
+        receive(self, data)
+        received.extend(data)
+
+    monkeypatch.setattr(Connection, "data_received", data_received)
+    return received
 
 
 MakeClient = Callable[..., httpx.AsyncClient]

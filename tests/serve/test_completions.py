@@ -12,6 +12,7 @@ from octavo.schedule.request import FinishReason, Outcome
 from octavo.serve.completions import CompletionReply
 from octavo.serve.reply import Output
 from octavo.serve.responses import Usage
+from patience import until
 
 
 async def complete(client: httpx.AsyncClient, **body: Any) -> dict[str, Any]:
@@ -198,8 +199,7 @@ async def test_an_answer_that_fails_leaves_nothing_running(
         task = asyncio.create_task(
             client.post("/v1/completions", json={"stream": True, "max_tokens": 9} | body)
         )
-        while not engine.streams:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.streams)
         engine.step()
         failed = await task  # before its first event: with the status of an error
         assert (failed.status_code, failed.json()["error"]["code"]) == (500, 500)
@@ -218,8 +218,7 @@ async def test_a_cancelled_answer_leaves_nothing_running(
     task = asyncio.create_task(
         client.post("/v1/completions", json={"prompt": "a", "stream": streamed, "max_tokens": 9})
     )
-    while not engine.streams:
-        await asyncio.sleep(0.001)
+    await until(lambda: engine.streams)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -356,8 +355,7 @@ async def test_engine_failures(client: httpx.AsyncClient, engine: FakeEngine) ->
         task = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "a", "stream": streamed})
         )
-        while not engine.streams:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.streams)
         engine.step()
         engine.streams[0].end(FinishReason.ERROR, Outcome.FAILED, "secret 0x1234")
         return await task
@@ -381,8 +379,7 @@ async def test_engine_death(client: httpx.AsyncClient, engine: FakeEngine) -> No
         for p in ("a", ["b", "c"])
         for s in (False, True)
     ]
-    while len(engine.streams) < 6:
-        await asyncio.sleep(0.001)
+    await until(lambda: len(engine.streams) == 6)
     engine.step()
     engine.die()
     whole, streamed, whole_list, streamed_list = [await task for task in tasks]

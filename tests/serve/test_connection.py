@@ -18,15 +18,14 @@ from patience import PATIENCE, until
 
 
 @pytest.fixture
-def little_room(monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
+def little_room(connections: list[Connection], monkeypatch: pytest.MonkeyPatch) -> list[Connection]:
     """The system keeps little of what the server sends and nobody reads. The server's ends of all
     connections.
     """
-    made, connections = Connection.connection_made, list[Connection]()
+    made = Connection.connection_made
 
     def connection_made(self: Connection, transport: Any) -> None:
         made(self, transport)
-        connections.append(self)
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     monkeypatch.setattr(Connection, "connection_made", connection_made)
@@ -161,8 +160,9 @@ async def test_who_takes_little_by_little_is_served(
                 return server.transport.get_write_buffer_size() < server._unsent
 
             await until(lambda: server._write_timer is None or took())
-            if server._write_timer is not None:  # its time is over
+            if (timer := server._write_timer) is not None:  # its time is over
                 server._check_writing()
+                assert server._write_timer is not timer
                 looks += 1
         assert looks > 5
         await peer.send(LIVE)
@@ -170,9 +170,29 @@ async def test_who_takes_little_by_little_is_served(
         peer.socket.close()
 
 
+async def test_who_takes_something_and_then_nothing_is_gone(
+    engine: FakeEngine, little_room: list[Connection]
+) -> None:
+    """Whenever the server looks, it will look again."""
+    engine.max_model_len = 1 << 20
+    body = b'{"prompt": "a", "max_tokens": 2000, "logprobs": 20}'
+    async with listening(engine, stream_write_timeout=1000.0) as url:
+        peer = await Peer.of(url, completion(body))
+        await until(lambda: little_room and little_room[0]._write_timer)
+        (server,) = little_room
+        unsent = server._unsent
+        while server.transport.get_write_buffer_size() == unsent:
+            await peer.read()
+        server._write_timeout = 0.01
+        server._check_writing()  # its time is over
+        assert server._unsent < unsent
+        await until(lambda: peer.was_reset)
+        peer.socket.close()
+
+
 @pytest.mark.parametrize("streamed", [b"true", b"false"])
 async def test_the_loss_is_noticed_behind_a_pipelined_request(
-    engine: FakeEngine, streamed: bytes
+    engine: FakeEngine, streamed: bytes, received: bytearray
 ) -> None:
     engine.auto = False
     body = b'{"prompt": "a", "max_tokens": 400, "stream": %b}' % streamed
@@ -181,7 +201,7 @@ async def test_the_loss_is_noticed_behind_a_pipelined_request(
         await until(lambda: len(engine.streams) == 1)
         engine.step()
         await peer.send(LIVE)
-        await asyncio.sleep(0.02)
+        await until(lambda: received.endswith(LIVE))
         peer.reset()
         await until(lambda: len(engine.aborted) == 1)
 
@@ -189,10 +209,13 @@ async def test_the_loss_is_noticed_behind_a_pipelined_request(
 @pytest.mark.parametrize("streamed", [b"true", b"false"])
 @pytest.mark.parametrize("more", [LIVE, b"\0\1\2 no HTTP\r\n\r\n", b"GET /li", LIVE * 100])
 async def test_no_answer_is_disturbed_by_what_comes_behind_its_request(
-    engine: FakeEngine, streamed: bytes, more: bytes, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine,
+    streamed: bytes,
+    more: bytes,
+    connections: list[Connection],
+    received: bytearray,
 ) -> None:
     """It comes whole, and then the connection ends."""
-    heads_in(0.05, monkeypatch)
     engine.auto = False
     body = b'{"prompt": "a", "max_tokens": 3, "stream": %b}' % streamed
     async with listening(engine) as url:
@@ -200,7 +223,8 @@ async def test_no_answer_is_disturbed_by_what_comes_behind_its_request(
         await until(lambda: len(engine.streams) == 1)
         engine.step()
         await peer.send(more)
-        await asyncio.sleep(0.1)
+        await until(lambda: received.endswith(more))
+        assert connections[0]._timer is None  # however long the answer takes
         engine.step()
         engine.step()
         answer = await peer.read_all()

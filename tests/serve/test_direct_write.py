@@ -12,13 +12,14 @@ import pytest
 from serve_fakes import events
 from serving import listening, real_engine, started
 
+from octavo.serve.connection import Connection
 from octavo.serve.writer import DirectWrite
 from patience import Leave, until
 
 
 async def texts(url: str, body: dict[str, Any], path: str) -> dict[int, str]:
     """Each choice's text, of a stream."""
-    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=url) as client:
         response = await client.post(path, json=body | {"stream": True})
         assert response.status_code == 200, response.text
     found: dict[int, str] = {}
@@ -66,7 +67,7 @@ async def test_the_same_as_through_the_layers(
         assert written == before
 
 
-async def test_a_slow_reader_gets_all_of_it() -> None:
+async def test_a_slow_reader_gets_all_of_it(connections: list[Connection]) -> None:
     """More than the sockets hold, to a client that does not read until it has all been made."""
     engine, _ = real_engine(max_model_len=512)
     async with started(engine), listening(engine) as url:
@@ -88,7 +89,7 @@ async def test_a_slow_reader_gets_all_of_it() -> None:
             b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(content) + content
         )
         await until(lambda: engine.stats().steps and not engine.stats().running, "the end")
-        await asyncio.sleep(0.1)
+        await until(lambda: connections[0].flow.write_paused, "more than is taken")
         answer = await reader.read()
         writer.close()
     pieces = []

@@ -16,6 +16,7 @@ from serve_fakes import FakeEngine, events
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome
 from octavo.serve.config import ServeConfig
 from octavo.serve.keys import ApiKey, read_keys
+from patience import until
 
 SECRET = "sk-very-secret"
 MakeClient = Callable[..., httpx.AsyncClient]
@@ -273,8 +274,7 @@ async def test_what_was_shed_is_not_charged(make_client: MakeClient, engine: Fak
         task = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "a"}, headers=bearer("a"))
         )
-        while not engine.streams:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.streams)
         engine.streams[0].end(FinishReason.SHED, Outcome.REJECTED)
         assert (await task).status_code == 429
 

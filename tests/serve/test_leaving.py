@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from urllib.parse import urlsplit
 
@@ -12,7 +11,9 @@ import httpx
 import pytest
 from serve_fakes import ByteTokenizer, FakeEngine, events
 from serving import listening
+from test_connection import heads_in
 
+from octavo.serve.connection import Connection
 from patience import PATIENCE, until
 
 
@@ -37,6 +38,19 @@ async def connect(
     return reader, writer
 
 
+async def counted_as_left(client: httpx.AsyncClient, requests: int) -> str:
+    """The metrics, once they say so."""
+    text = ""
+
+    async def counted() -> bool:
+        nonlocal text
+        text = (await client.get("/metrics")).text
+        return f'status="499"}} {requests}.0' in text
+
+    await until(counted, f"the loss of {requests}")
+    return text
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("steps", [0, 1, 5])
 async def test_killed_in_every_state(engine: FakeEngine, streamed: bool, steps: int) -> None:
@@ -57,7 +71,9 @@ async def test_killed_in_every_state(engine: FakeEngine, streamed: bool, steps: 
 
 
 @pytest.mark.parametrize("cut", [0, 1, 60, -40, -1])
-async def test_offer_of_another_protocol_is_passed_over(engine: FakeEngine, cut: int) -> None:
+async def test_offer_of_another_protocol_is_passed_over(
+    engine: FakeEngine, cut: int, received: bytearray
+) -> None:
     """Java's HTTP client offers HTTP/2 with each request; the body must still be read, wherever
     the segments end, and so must the next request.
     """
@@ -72,10 +88,9 @@ async def test_offer_of_another_protocol_is_passed_over(engine: FakeEngine, cut:
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         end = cut % len(offer) if cut else len(offer)
         writer.write(offer[:end])
-        await writer.drain()
-        await asyncio.sleep(0.02)
+        await until(lambda: len(received) == end, "the first segment")
         writer.write(offer[end:])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE):
             first = await reader.readuntil(b"}}")
             writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
             second = await reader.read()
@@ -86,7 +101,7 @@ async def test_offer_of_another_protocol_is_passed_over(engine: FakeEngine, cut:
     assert len(engine.submitted) == 1
 
 
-async def test_killed_while_sending_the_body(engine: FakeEngine) -> None:
+async def test_killed_while_sending_the_body(engine: FakeEngine, received: bytearray) -> None:
     async with listening(engine) as url:
         place = urlsplit(url)
         _, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -94,10 +109,10 @@ async def test_killed_while_sending_the_body(engine: FakeEngine) -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b'content-length: 1000\r\n\r\n{"prompt": "a"'
         )
-        await writer.drain()
-        await asyncio.sleep(0.01)
+        await until(lambda: received.endswith(b'"a"'), "what it has sent")
         writer.transport.abort()
         async with httpx.AsyncClient(base_url=url) as client:
+            await counted_as_left(client, 1)
             assert (await client.get("/health")).status_code == 200
     assert engine.submitted == []
 
@@ -112,8 +127,7 @@ async def test_aborted_requests_are_counted_once(engine: FakeEngine) -> None:
             engine.step()
             writer.transport.abort()
             await until(lambda: not engine.streams)
-        while not re.search('status="499"} 5.0', text := (await client.get("/metrics")).text):
-            await asyncio.sleep(0.001)
+        text = await counted_as_left(client, 5)
         model = 'engine="0",model_name="tiny"'
         for line in (
             'request_success_total{engine="0",finished_reason="abort",model_name="tiny"} 5.0',
@@ -183,8 +197,7 @@ async def test_a_long_prompt_does_not_stall_the_loop(
         await until(lambda: len(slow_ones) == 2)
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         killed.transport.abort()
-        while 'status="499"} 1.0' not in (await client.get("/metrics")).text:
-            await asyncio.sleep(0.001)
+        await counted_as_left(client, 1)
         going.set()
         assert (await first).status_code == 200
     assert len(engine.submitted) == 2  # not the one whose client had left
@@ -194,9 +207,7 @@ async def test_answers_that_come_through_a_closing_connection(engine: FakeEngine
     """A body far too long is refused although the client is still sending it."""
     async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
         for _ in range(3):
-            response = await client.post(
-                "/v1/completions", json={"prompt": "x" * 10_000_000}, timeout=30
-            )
+            response = await client.post("/v1/completions", json={"prompt": "x" * 10_000_000})
             assert response.status_code == 413
 
 
@@ -227,15 +238,16 @@ async def test_a_head_without_end(engine: FakeEngine, end: bytes) -> None:
 
 
 async def test_a_head_that_takes_too_long(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    engine: FakeEngine, connections: list[Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Is waited for no longer; but the first byte of the next request may take its time."""
     async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+        heads_in(0.05, monkeypatch)
         assert (await client.get("/health")).status_code == 200
-        monkeypatch.setattr("octavo.serve.connection._HEAD_TIMEOUT", 0.05)
         for sent in (b"", b"GET /health HT"):
             assert await raw(url, sent) == b""
-        await asyncio.sleep(0.1)
         assert (await client.get("/health")).status_code == 200
+    assert len(connections) == 3  # the first has been kept
 
 
 async def test_below_a_root_path(engine: FakeEngine) -> None:

@@ -31,7 +31,7 @@ async def test_metrics_log_traces_and_usage_agree(monkeypatch: pytest.MonkeyPatc
         async with (
             started(engine),
             listening(engine, tracer.trace) as url,
-            httpx.AsyncClient(base_url=url, timeout=30) as client,
+            httpx.AsyncClient(base_url=url) as client,
         ):
 
             async def ask(number: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import openai
@@ -11,6 +10,8 @@ import pytest_asyncio
 from openai import AsyncOpenAI
 from serve_fakes import MODEL, FakeEngine
 from serving import listening
+
+from patience import until
 
 
 @pytest_asyncio.fixture
@@ -113,6 +114,5 @@ async def test_leaving_a_stream(ai: AsyncOpenAI, engine: FakeEngine) -> None:
     stream = await ai.completions.create(model=MODEL, prompt="a", max_tokens=400, stream=True)
     await anext(aiter(stream))
     await stream.close()
-    while engine.streams:
-        await asyncio.sleep(0.005)
+    await until(lambda: not engine.streams)
     assert len(engine.aborted) == 1

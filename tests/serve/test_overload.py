@@ -41,7 +41,7 @@ async def serving(
     engine, executor = real_engine(**settings)
     async with started(engine), listening(engine, **(config or {})) as url:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
             yield client, engine, executor
 
 
@@ -50,8 +50,11 @@ def ask(client: httpx.AsyncClient, **body: Any) -> asyncio.Task[httpx.Response]:
 
 
 @asynccontextmanager
-async def begun(client: httpx.AsyncClient, steps: Leave) -> AsyncIterator[httpx.Response]:
-    """A stream whose answer has begun, with a token."""
+async def begun(
+    client: httpx.AsyncClient, engine: AsyncEngine, steps: Leave
+) -> AsyncIterator[httpx.Response]:
+    """A stream whose answer has begun, with a token, beside those that the engine knows."""
+    known = len(engine._streams)
     async with AsyncExitStack() as stack:
 
         async def ask() -> httpx.Response:
@@ -61,9 +64,13 @@ async def begun(client: httpx.AsyncClient, steps: Leave) -> AsyncIterator[httpx.
             )
 
         asked = asyncio.create_task(ask())
-        while not asked.done():
-            steps.let()
-            await asyncio.sleep(0.005)
+        await until(lambda: len(engine._streams) > known, "the request")
+
+        def has_begun() -> bool:
+            steps.let_one_that_waits()
+            return asked.done()
+
+        await until(has_begun, "its head")
         yield await asked
 
 
@@ -83,10 +90,16 @@ def of(stats: EngineStats) -> tuple[int, int]:
     return stats.running, stats.waiting
 
 
+async def idle(engine: AsyncEngine) -> None:
+    """Whoever has been answered may still be counted for a moment."""
+    await until(lambda: of(engine.stats()) == (0, 0), "the end of who ran before")
+
+
 async def full(
     client: httpx.AsyncClient, engine: AsyncEngine, waiting: int = 1
 ) -> list[asyncio.Task[httpx.Response]]:
     """One that runs and so many that wait, where one may run."""
+    await idle(engine)
     tasks = [ask(client)]
     await until(lambda: engine.stats().running == 1)
     tasks += [ask(client) for _ in range(waiting)]
@@ -226,6 +239,7 @@ async def test_retry_after_is_the_predicted_wait() -> None:
         in_its_own_time(engine, executor)
         for _ in range(3):  # one at a time: what an answer takes is learned of those that ended
             assert (await ask(client, max_tokens=100)).status_code == 200
+        await idle(engine)
         before, steps = engine.stats(), Leave(executor)
         tasks = [ask(client, max_tokens=100)]
         await until(lambda: engine.stats().running == 1)
@@ -249,6 +263,7 @@ async def test_what_would_miss_its_target_is_refused() -> None:
         engine.admission.within_target = True
         for _ in range(4):
             assert (await ask(client, max_tokens=200)).status_code == 200
+        await idle(engine)
         steps = Leave(executor)
         tasks = [ask(client, max_tokens=200, slo={"ttft": 1e6}) for _ in range(8)]
         await until(lambda: sum(of(engine.stats())) == 8)
@@ -298,6 +313,7 @@ async def test_who_would_wait_too_long_is_refused_and_who_does_is_shed() -> None
     async with serving(max_num_seqs=1, policy=policy) as (client, engine, executor):
         in_its_own_time(engine, executor)
         await ask(client, max_tokens=100)
+        await idle(engine)
         steps = Leave(executor)
         tasks = [ask(client, max_tokens=400) for _ in range(6)]
         await until(lambda: any(task.done() for task in tasks), "a refusal")
@@ -316,7 +332,7 @@ async def test_one_key_does_not_fill_the_queue_where_shares_are_fair(engine: Fak
     keys = tuple(ApiKey(name=name, digest=hashlib.sha256(name.encode()).digest()) for name in "abc")
     async with (
         listening(engine, named_keys=keys) as url,
-        httpx.AsyncClient(base_url=url, timeout=60) as client,
+        httpx.AsyncClient(base_url=url) as client,
     ):
 
         def of(name: str, prompts: int = 1) -> asyncio.Task[httpx.Response]:
@@ -391,22 +407,28 @@ async def test_what_is_shed_after_a_comment_gets_an_error_event(engine: FakeEngi
     assert said[1:] == ["data: [DONE]"]
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
 async def test_an_error_has_its_status_until_the_first_event(
-    client: httpx.AsyncClient, engine: FakeEngine
+    engine: FakeEngine, has_begun: bool
 ) -> None:
     engine.auto = False
-    for steps, expected in ((0, 500), (1, 200)):
-        task = ask(client, stream=True)
+    async with (
+        listening(engine) as url,
+        httpx.AsyncClient(base_url=url) as client,
+        AsyncExitStack() as stack,
+    ):
+        asking = client.stream("POST", "/v1/completions", json=ASK | {"stream": True})
+        asked = asyncio.create_task(stack.enter_async_context(asking))
         await until(lambda: len(engine.streams) == 1)
-        for _ in range(steps):
+        if has_begun:
             engine.step()
-        for _ in range(50):  # what it brought goes out
-            await asyncio.sleep(0)
+            await asked  # its head has come, which goes out with the first event
         engine.streams[0].end(FinishReason.ERROR, Outcome.FAILED, "broken")
-        answer = await task
-        assert answer.status_code == expected
-        error = events(answer.text)[-1]["error"] if steps else answer.json()["error"]
-        assert (error["code"], error["type"]) == (500, "InternalServerError")
+        answer = await asked
+        text = (await answer.aread()).decode()
+    assert answer.status_code == (200 if has_begun else 500)
+    error = (events(text)[-1] if has_begun else json.loads(text))["error"]
+    assert (error["code"], error["type"]) == (500, "InternalServerError")
 
 
 class Poisoned(PacedExecutor):
@@ -426,6 +448,7 @@ async def test_a_fault_in_a_share_of_a_step_is_that_requests_alone(
         kept: list[RequestRecord] = []
         engine.engine.observers.append(Kept(kept))
         alone = (await ask(client)).json()["choices"]
+        await idle(engine)
         steps = Leave(executor)
         beside = [ask(client) for _ in range(5)]
         steps.let(2)  # in which they have all begun, if they are there
@@ -548,7 +571,11 @@ async def test_what_runs_at_the_end_of_a_drain_is_told() -> None:
     async with serving() as (client, engine, executor):
         steps = Leave(executor)
         whole = ask(client)
-        async with begun(client, steps) as streamed, begun(client, steps) as another:
+        await until(lambda: engine._streams, "the first")
+        async with (
+            begun(client, engine, steps) as streamed,
+            begun(client, engine, steps) as another,
+        ):
             draining = asyncio.create_task(engine.drain(0.1))
             await until(lambda: len(engine._aborts) == 3, "the end of its patience")
             steps.let_all()
@@ -568,7 +595,8 @@ async def test_a_stopped_engine_fails_the_probe_and_all_who_wait() -> None:
         def die() -> bool:
             raise SystemExit
 
-        async with begun(client, steps) as streamed:
+        await until(lambda: engine._streams, "the first")
+        async with begun(client, engine, steps) as streamed:
             engine._turn = die  # type: ignore[method-assign]
             steps.let_all()
             assert (await task).status_code == 500
@@ -670,9 +698,11 @@ async def test_bodies_that_never_end_take_no_more_than_their_bound(
         for writer in writers:
             writer.transport.abort()
         async with httpx.AsyncClient(base_url=url) as client:
-            # Those that held all of it are gone, and it is free again.
-            while (await ask(client)).status_code == 429:
-                await asyncio.sleep(0.01)
+
+            async def served() -> bool:
+                return (await ask(client)).status_code == 200
+
+            await until(served, "the end of those that held all of it")
 
 
 async def test_a_flood_is_told(engine: FakeEngine) -> None:

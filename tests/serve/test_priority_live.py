@@ -46,7 +46,7 @@ async def test_at_the_full_limit_a_priority_request_starts_in_the_next_step() ->
             text: str = response.json()["choices"][0]["text"]
             return text
 
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url) as client:
             bulk = [
                 asyncio.create_task(ask(client, index, priority=BULK, max_tokens=100))
                 for index in range(5)

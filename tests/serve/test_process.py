@@ -20,7 +20,7 @@ import httpx
 import pytest
 from serve_fakes import events
 
-from patience import PATIENCE
+from patience import PATIENCE, held_up_until
 
 SCRIPT = Path(__file__).parent / "server_process.py"
 
@@ -88,8 +88,7 @@ def test_streams_finish_and_new_requests_are_refused(which: signal.Signals, tmp_
             text = next(chunks)
             server.child.send_signal(which)
             with httpx.Client(base_url=server.url) as other:
-                while other.get("/ready").status_code == 200:
-                    pass
+                held_up_until(lambda: other.get("/ready").status_code != 200, "the drain")
                 assert other.get("/live").status_code == 200
                 refused = other.post("/v1/completions", json={"prompt": "a"})
                 assert refused.status_code == 503
@@ -122,10 +121,11 @@ def test_a_waiting_answer_ends_with_an_error_too(tmp_path: Path) -> None:
         with httpx.Client(base_url=server.url) as client, ThreadPoolExecutor(1) as pool:
             body = {"prompt": "a", "max_tokens": 500}
             waiting = pool.submit(client.post, "/v1/completions", json=body)
-            while not re.search(
-                r"requests_running\S* 1.0", httpx.get(f"{server.url}/metrics").text
-            ):
-                assert not waiting.done()
+            running = re.compile(r"requests_running\S* 1.0")
+            held_up_until(
+                lambda: running.search(httpx.get(f"{server.url}/metrics").text), "the request"
+            )
+            assert not waiting.done()
             server.child.terminate()
             answer = waiting.result()
         assert answer.status_code == 503
@@ -142,8 +142,7 @@ def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
         chunks = response.iter_text()
         next(chunks)
         server.child.terminate()
-        while client_ready(server.url):
-            pass
+        held_up_until(lambda: not client_ready(server.url), "the drain")
         server.child.terminate()
         assert server.wait() == 128 + signal.SIGTERM
 

@@ -53,12 +53,16 @@ async def busy_server(**config: Any) -> AsyncIterator[str]:
     async with (
         started(engine),
         listening(engine, **config) as url,
-        httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
     ):
         body = {"prompt": "a secret", "max_tokens": tokens, "ignore_eos": True, "stream": True}
         asked = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(4)]
-        while len((await client.get("/requests")).json()["engine"]["requests"]) < 4:
-            await asyncio.sleep(0.02)
+
+        async def all_are_there() -> bool:
+            requests = (await client.get("/requests")).json()["engine"]["requests"]
+            return len(requests) == len(asked)
+
+        await until(all_are_there, "the requests")
         yield url
         for task in asked:
             task.cancel()

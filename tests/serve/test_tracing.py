@@ -57,7 +57,7 @@ async def serving(
     async with (
         started(engine),
         listening(engine, tracer.trace) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url) as client,
     ):
         yield client, engine
 

@@ -33,7 +33,7 @@ async def serving(
     engine, executor = real_engine(**settings)
     async with started(engine), listening(engine) as url:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, limits=limits, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
             yield client, engine, executor
 
 
@@ -189,8 +189,11 @@ async def test_an_engine_that_hangs_is_noticed() -> None:
         streamed = asyncio.create_task(
             client.post("/v1/completions", json={"prompt": "a", "max_tokens": 5, "stream": True})
         )
-        while (await client.get("/live")).status_code == 200:
-            await asyncio.sleep(0.01)
+
+        async def noticed() -> bool:
+            return (await client.get("/live")).status_code != 200
+
+        await until(noticed, "the news")
         assert (await client.get("/ready")).status_code == 503
         assert (await whole).status_code == 500
         failed = await streamed  # before its first event: with the status of an error

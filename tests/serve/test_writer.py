@@ -54,14 +54,23 @@ async def test_nothing_passes_what_waits() -> None:
     assert [message.get("body") for message in slow.taken] == [None, b"first", b"second", b"third"]
 
 
-async def test_no_sign_of_life_where_something_waits() -> None:
+async def test_no_sign_of_life_where_something_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A comment behind what the client does not take would tell it nothing."""
+    due = 0
+    busy = Writer.busy
+
+    def asked(self: Writer) -> bool:
+        nonlocal due
+        due += 1
+        return busy.__get__(self)
+
+    monkeypatch.setattr(Writer, "busy", property(asked))
     slow = Slow()
     writer = slow.writer()
     waiting = asyncio.create_task(writer.write(b"first"))
     beat = keep_alive(writer, 0.005)
     assert beat is not None
-    await asyncio.sleep(0.03)
+    await until(lambda: due >= 3, "signs of life that are due")
     await slow.release(2)
     assert waiting.done()
     assert [message.get("body") for message in slow.taken] == [None, b"first"]

@@ -166,7 +166,7 @@ async def test_a_promise_is_kept_alike_in_log_metrics_and_list() -> None:
                     await anext(lines)
                     [row] = (await client.get("/requests")).json()["engine"]["requests"]
                     assert row["on_target"] is kept
-            await until(lambda: not engine.stats().running, "the end")
+                await until(lambda: not engine.stats().running, "the end")
             await until(lambda: written.getvalue().count("/v1/completions") == 2, "their lines")
             page = (await client.get("/metrics")).text
     told = map(json.loads, written.getvalue().splitlines())

@@ -275,7 +275,7 @@ class CostModel:
         self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
         # Steps are of like sizes, and so are those that are tried on the way to one.
         self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
-        self._each = lru_cache(maxsize=65536)(self._each_seconds)
+        self._each = lru_cache(maxsize=4096)(self._each_seconds)
         self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
         self._layers = tuple(self._windows.values())  # of each window
 

@@ -12,7 +12,7 @@ class Savings:
     """Running sums, in seconds."""
 
     def __init__(self) -> None:
-        self.drafting = 0.0  # in the drafter
+        self.drafting = 0.0  # waiting for the drafter
         self.saved = 0.0  # estimated; less than nothing where drafts came to little
         self._each = 0.0  # seconds that each token of the last step counts for
 

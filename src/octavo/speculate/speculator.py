@@ -42,7 +42,7 @@ _CONTROL = 16  # steps with drafts, and as many more at random, from one without
 _EARLY = 4  # … or so many, where such have not been compared as often as …
 _SETTLED = 8  # … that
 _CONTROL_SHARE = 0.005  # of the time, that they may cost where drafts gain much
-_PATIENCE = 512  # steps, a percent of which a drafter that computes may lose at first
+_PATIENCE = 512  # steps, half a percent of which a drafter that computes may lose at first
 _TRUSTED = 0.8  # first guess of how often a drafter that computes is right
 _LONGEST_LINE = 300  # characters of what a drafter raised, in the log
 

@@ -85,7 +85,7 @@ COUNTERS = (
         lambda s: s.accepted_tokens,
     ),
     _Reading(
-        "spec_decode_drafting_seconds", "Time the drafter took.", lambda s: s.drafting_seconds
+        "spec_decode_drafting_seconds", "Time waited for the drafter.", lambda s: s.drafting_seconds
     ),
     _Reading(
         "spec_decode_drafter_failures",

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
+import httpx
 import pytest
 from hypothesis import settings
 
@@ -77,6 +78,18 @@ def _stop(engine: AsyncEngine) -> None:
 
     threading.Thread(target=stop, daemon=True).start()
     stopped.result(PATIENCE)
+
+
+@pytest.fixture(autouse=True)
+def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server in the test's own loop answers when it gets to it, in httpx's five seconds or
+    later.
+    """
+    for method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
+        defaults = method.__kwdefaults__
+        assert defaults is not None
+        assert "timeout" in defaults
+        monkeypatch.setitem(defaults, "timeout", PATIENCE)
 
 
 def _model(name: str) -> Path:

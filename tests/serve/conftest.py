@@ -14,25 +14,12 @@ from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
 from octavo.serve.model import ServedModel
-from patience import PATIENCE
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """What the server runs on."""
     return {"uvloop": uvloop.new_event_loop}
-
-
-@pytest.fixture(autouse=True)
-def _patient_clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server in the test's own loop answers when it gets to it, in httpx's five seconds or
-    later.
-    """
-    for method in (httpx.AsyncClient.__init__, httpx.Client.__init__, httpx.get, httpx.post):
-        defaults = method.__kwdefaults__
-        assert defaults is not None
-        assert "timeout" in defaults
-        monkeypatch.setitem(defaults, "timeout", PATIENCE)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.checkpoint.base import ChatTemplateError
+from octavo.checkpoint.base import require_chat
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
@@ -178,12 +178,7 @@ class LLM:
 
     def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> tuple[str, list[int]]:
         """A conversation as prompt text and token ids."""
-        template = self.loaded.checkpoint.chat_template
-        if template is None:
-            raise ChatTemplateError(
-                f"{self.loaded.checkpoint.path.name} has no chat template: it is not a chat model"
-            )
-        text = template.render(
+        text = require_chat(self.loaded.checkpoint).render(
             [dict(message) for message in messages],
             **{"add_generation_prompt": True} | kwargs,
         )

@@ -267,6 +267,13 @@ def test_settings_are_flags_and_models_have_their_own_names() -> None:
     assert _explain(CheckpointError(said)) == f"octavo: {said}"
 
 
+def test_an_instruction_set_of_the_environment_is_named_by_its_variable() -> None:
+    for command in ("memory", "quantization"):
+        done = process("plan", command, "llama-3-8b", OCTAVO_ISA="zz")
+        assert done.returncode == 1
+        assert done.stderr.startswith("octavo: OCTAVO_ISA: unknown instruction set 'zz'; ")
+
+
 def test_text_that_is_none_is_refused(engine: CountingEngine) -> None:
     for command in (["generate", "m", "a\udcff"], ["speculate", "m", "a\udcff"]):
         result = run(*command)

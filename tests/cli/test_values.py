@@ -27,13 +27,13 @@ class Bits(Enum):
 @pytest.mark.parametrize(
     ("number", "text", "said"),
     [
-        (Number(int, 1), "0", "0 is not at least 1"),
-        (Number(int, 1, 65535), "70000", "70000 is not from 1 to 65,535"),
+        (Number(int, 1), "0", "0 is below 1"),
+        (Number(int, 1, 65535), "70000", "70000 is outside 1 to 65,535"),
         (Number(int, 1, 65535), "x", "'x' is not a whole number, 1 to 65,535"),
         (Number(int), "1.5", "'1.5' is not a whole number"),
         (Number(int, 1), "9" * 5000, f"'{'9' * 60}…' is not a whole number, at least 1"),
-        (Number(float, None, 2), "3", "3 is not at most 2"),
-        (Number(float, 0.1, 2), "nan", "nan is not from 0.1 to 2"),
+        (Number(float, None, 2), "3", "3 is above 2"),
+        (Number(float, 0.1, 2), "nan", "'nan' is not a number, 0.1 to 2"),
         (Number(float), "9x", "'9x' is not a number"),
     ],
 )

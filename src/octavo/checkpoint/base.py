@@ -224,3 +224,13 @@ class Checkpoint:
     release: Callable[[], None] = field(default=lambda: None, repr=False)
     file_bytes: int = 0
     quantization: Quantization | None = None
+
+
+def require_chat(checkpoint: Checkpoint) -> ChatTemplate:
+    """Its template. Raises `ChatTemplateError` for a model that was not taught to chat."""
+    if checkpoint.chat_template is None:
+        raise ChatTemplateError(
+            f"{checkpoint.path.name} has no chat template: it is not a chat model; octavo generate "
+            "(LLM.generate) continues a text"
+        )
+    return checkpoint.chat_template

@@ -9,6 +9,7 @@ import typer
 
 from octavo.cli.console import json_text
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
+from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.checkpoint.base import Checkpoint
@@ -240,18 +241,18 @@ def as_text(facts: dict[str, Any]) -> str:
         )
         tied = " (also the head)" if name == "embedding" and facts["tied_embeddings"] else ""
         lines.append(
-            f"{name:<12}{part['parameters']:>14,}{_mib(part['stored_bytes']):>12}"
-            f"{_mib(part['held_bytes']):>12}{_per_weight(part)}  {formats}{tied}"
+            f"{name:<12}{part['parameters']:>14,}{as_size(part['stored_bytes']):>12}"
+            f"{as_size(part['held_bytes']):>12}{_per_weight(part)}  {formats}{tied}"
         )
     lines += [
-        f"{'all':<12}{facts['parameters']:>14,}{_mib(facts['stored_bytes']):>12}"
-        f"{_mib(facts['weights_bytes']):>12}"
+        f"{'all':<12}{facts['parameters']:>14,}{as_size(facts['stored_bytes']):>12}"
+        f"{as_size(facts['weights_bytes']):>12}"
         f"{_per_weight(facts)}",
         "",
         f"{'formats':<24}{'tensors':>8}{'stored':>12}{'held':>12}{'bytes a weight':>16}  held as",
         *(
-            f"{each['stored']:<24}{each['tensors']:>8,}{_mib(each['stored_bytes']):>12}"
-            f"{_mib(each['held_bytes']):>12}{_per_weight(each)}  {_held(each)}"
+            f"{each['stored']:<24}{each['tensors']:>8,}{as_size(each['stored_bytes']):>12}"
+            f"{as_size(each['held_bytes']):>12}{_per_weight(each)}  {_held(each)}"
             for each in facts["formats"]
         ),
         "",
@@ -261,8 +262,8 @@ def as_text(facts: dict[str, Any]) -> str:
         lines.append(f"here        does not fit: {named_flags(here['does_not_fit'])}")
     else:
         lines.append(
-            f"here        {_mib(here['memory_available_bytes'])} free; a KV cache of "
-            f"{_mib(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
+            f"here        {as_size(here['memory_available_bytes'])} free; a KV cache of "
+            f"{as_size(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
     return "\n".join(lines)
@@ -309,7 +310,3 @@ def _per_weight(part: dict[str, Any]) -> str:
     """As stored and as held."""
     stored, held = part["stored_bytes_per_weight"], part["held_bytes_per_weight"]
     return f"{f'{stored:.3g} → {held:.3g}':>16}"
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

@@ -13,13 +13,10 @@ def checkpoint(model: str, *, chat: bool) -> Checkpoint:
     Raises `CheckpointError`, or `ChatTemplateError` for a model that was not taught to chat.
     """
     from octavo.checkpoint import load
-    from octavo.checkpoint.base import ChatTemplateError
+    from octavo.checkpoint.base import require_chat
     from octavo.checkpoint.pull import resolve
 
     found = load(resolve(model))
-    if chat and found.chat_template is None:
-        raise ChatTemplateError(
-            f"{found.path.name} has no chat template: it is not a chat model; octavo generate "
-            "continues a text"
-        )
+    if chat:
+        require_chat(found)
     return found

@@ -14,6 +14,7 @@ import typer
 
 from octavo.cli.console import json_text
 from octavo.cli.options import Model
+from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.checkpoint.base import Checkpoint
@@ -346,6 +347,6 @@ def _as_text(facts: dict[str, Any]) -> str:
     return (
         f"{facts['path']}: {facts['format']}, {facts['bits']} bits by {facts['method']} "
         f"in {group}, {facts['kind']}{text if facts['num_samples'] else ''}\n"
-        f"{facts['bytes'] / 2**20:,.1f} MiB, {facts['bytes_per_weight']:.3f} bytes a weight "
-        f"(the source {facts['source_bytes'] / 2**20:,.1f} MiB), in {facts['seconds']:,.0f} s"
+        f"{as_size(facts['bytes'])}, {facts['bytes_per_weight']:.3f} bytes a weight "
+        f"(the source {as_size(facts['source_bytes'])}), in {facts['seconds']:,.0f} s"
     )

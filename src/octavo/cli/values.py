@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import types
 from collections.abc import Callable
 from copy import copy
@@ -39,19 +40,26 @@ class Number:
             return f"at least {_plain(self.least)}"
         return f"{_plain(self.least)} to {_plain(self.most)}"
 
+    @property
+    def _beyond(self) -> str:
+        """Where a number is that is not in the range, as the engine's rooms say it."""
+        if self.least is None:
+            return f"above {_plain(self.most or 0)}"
+        return f"below {_plain(self.least)}" if self.most is None else f"outside {self.range}"
+
     def parse(self, text: Any) -> Any:
         """Raises `typer.BadParameter`, to which typer adds the option's name."""
         try:
             value = self.kind(text)
+            if math.isnan(value) and self.range:
+                raise ValueError("nan is in no range")
         except ValueError:
             what = "a whole number" if self.kind is int else "a number"
             allowed = f", {self.range}" if self.range else ""
             raise typer.BadParameter(f"{_cut(text)} is not {what}{allowed}") from None
-        if (self.least is not None and not value >= self.least) or (  # nan neither
-            self.most is not None and not value <= self.most
-        ):
-            between = "from " if self.least is not None and self.most is not None else ""
-            raise typer.BadParameter(f"{text} is not {between}{self.range}")
+        low = self.least is not None and value < self.least
+        if low or (self.most is not None and value > self.most):
+            raise typer.BadParameter(f"{text} is {self._beyond}")
         return value
 
 
@@ -100,6 +108,8 @@ def _checked(parameter: inspect.Parameter) -> inspect.Parameter:
     assert isinstance(info, ParameterInfo)
     base = _base(kind)
     info = copy(info)
+    if info.envvar is None:
+        info.show_envvar = False  # click 8.2.1 would say "(env var: 'None')" in errors
     if info.metavar is None and base in METAVARS:
         info.metavar = METAVARS[base]
     if info.parser is None and base in (int, float):

@@ -29,7 +29,7 @@ from octavo import _native
 from octavo.checkpoint.pull import cache_dir
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.cpu import usable_cpus
-from octavo.execute.memory import available_memory
+from octavo.execute.memory import as_size, available_memory
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Limits:
         for count, each in pools.items():
             good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
             for level, size in sizes[count]:
-                progress(f"reading {size / 2**20:.4g} MiB ({level}) on {_threads(count)}")
+                progress(f"reading {as_size(size)} ({level}) on {_threads(count)}")
                 ways = good.get(level) or _ways(quick)
                 rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)
                 reads.append(Read(level, size, rate))

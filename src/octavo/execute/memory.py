@@ -60,7 +60,7 @@ def _stat(group: Path, key: str) -> int:
 
 
 def as_size(count: float) -> str:
-    """Bytes in binary units, of three or four digits: "92.7 MiB"."""
+    """Bytes in the largest binary unit that they fill, in up to four digits: "92.7 MiB"."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(value) < 1024:

@@ -46,7 +46,7 @@ def held_bytes(weight: Weight, isa: str | None = None) -> int:
             f"tensor {weight.name!r} has {weight.shape[1]} inputs; "
             f"kernels take multiples of {_INPUTS} in {weight.format.name}"
         )
-    return _native.packed_bytes(int(weight.format), *weight.shape, _tier_name(isa), weight.group)
+    return _native.packed_bytes(int(weight.format), *weight.shape, tier_name(isa), weight.group)
 
 
 def check_isa(isa: str) -> None:
@@ -101,8 +101,16 @@ def attention_arithmetic(dtype: KvDtype, isa: str) -> Arithmetic:
     return Arithmetic.INT8 if codes and isa.startswith("avx512") else Arithmetic.FP32
 
 
-def _tier_name(isa: str | None) -> str:
-    return os.environ.get("OCTAVO_ISA", "") if isa is None else isa
+def tier_name(isa: str | None) -> str:
+    """``isa``, else ``OCTAVO_ISA``: raises `ValueError`, naming it, where that is none of here."""
+    if isa is not None:
+        return isa
+    if name := os.environ.get("OCTAVO_ISA", ""):
+        try:
+            check_isa(name)
+        except ValueError as error:
+            raise ValueError(f"OCTAVO_ISA: {error}") from None
+    return name
 
 
 class RegionTime(NamedTuple):
@@ -159,7 +167,7 @@ class NativeExecutor:
         self.threads = pool.size
         config = program.config
         runtime = _native.Runtime(
-            isa=_tier_name(isa),
+            isa=tier_name(isa),
             pool=pool,
             max_tokens=max_tokens,
             max_logits_rows=max_logits_rows,

@@ -17,6 +17,7 @@ import numpy as np
 
 from octavo.checkpoint.base import Weight, WeightFormat
 from octavo.checkpoint.rounding import BLOCK, FLOATS, QUANTIZATIONS
+from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.program import (
@@ -131,15 +132,21 @@ def as_rounded(subject: Subject, name: str) -> Stored:
 
 
 def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
-    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format."""
-    from octavo.execute.native import held_bytes, scaled_bytes
+    """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
+    Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.
+    """
+    from octavo.execute.native import held_bytes, scaled_bytes, tier_name
 
+    try:
+        tier = tier_name(isa)
+    except ValueError as error:
+        raise SettingsError(str(error)) from None
     nothing, scaled = np.empty(0, np.uint8), scaled_bytes(subject.program)
     sizes = {}
     try:
         for role, shape in subject.program.weights.items():
             weight = Weight(role, stored.formats[role], shape, nothing, group=stored.groups[role])
-            sizes[role] = held_bytes(weight, isa) if len(shape) > 1 else 4 * prod(shape)
+            sizes[role] = held_bytes(weight, tier) if len(shape) > 1 else 4 * prod(shape)
             sizes[role] += scaled.get(role, 0)
     except ValueError:
         return None

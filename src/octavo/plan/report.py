@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from octavo.engine.stats import EngineStats
+from octavo.execute.memory import as_size
 from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import saturation
 from octavo.plan.series import GAUGES
@@ -237,7 +238,7 @@ def text(result: Mapping[str, Any]) -> str:
         f"{result['model']}: {result['parameters'] / 1e9:.3g} G parameters, "
         f"{result['weight_bytes'] / 1e9:.4g} GB of weights ({result['format']})",
         f"on {result['device']}: {source}",
-        f"KV cache: {settings['kv_cache_bytes'] / 2**30:.4g} GiB of {settings['kv_cache_dtype']}, "
+        f"KV cache: {as_size(settings['kv_cache_bytes'])} of {settings['kv_cache_dtype']}, "
         f"{settings['kv_blocks']:,} blocks of {settings['block_size']} tokens "
         f"(memory utilization {settings['memory_utilization']:g}); context "
         f"{settings['max_model_len']:,}",

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import QUANTIZING
+from octavo.execute.memory import as_size
 from octavo.quant.folder import FolderTarget
 from octavo.quant.gguf_copy import copied
 from octavo.quant.gguf_model import modelled
@@ -169,5 +170,5 @@ def _check_room(checkpoint: Checkpoint, recipe: Recipe, work: Path) -> None:
     free = shutil.disk_usage(place).free
     if free < size:
         raise QuantizeError(
-            f"{place}: {free / 2**20:,.0f} MiB are free, and about {size / 2**20:,.0f} are needed"
+            f"{place}: {as_size(free)} are free, and about {as_size(size)} are needed"
         )

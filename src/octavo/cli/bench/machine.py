@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.console import json_text, on_stderr
+from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,7 +75,7 @@ def as_text(limits: Limits) -> str:
 
     arithmetic = [("int8", limits.int8), ("bf16", limits.bf16), ("fp32", limits.fp32)]
     table("arithmetic", arithmetic, 1e-9, "Gop/s")
-    reads = [(f"{read.bytes / 2**20:.4g} MiB ({read.level})", (read.rate,)) for read in limits.read]
+    reads = [(f"{as_size(read.bytes)} ({read.level})", (read.rate,)) for read in limits.read]
     table("reading, over and over", reads, 1e-9, "GB/s")
     table("thread pool", [("from job to job", limits.barrier)], 1e9, "ns")
     if not limits.bf16:

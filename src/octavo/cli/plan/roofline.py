@@ -25,6 +25,7 @@ from octavo.cli.planned import (
     chosen_scheme,
     embedding_scheme,
 )
+from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.plan.phase import Phase
@@ -305,9 +306,7 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         )
     if any(point.fits is False for point in found.decode + found.prefill):
         memory = found.device.memory_bytes or 0
-        lines.append(
-            f"! weights and these caches take more than the device's {memory / 2**30:.4g} GiB"
-        )
+        lines.append(f"! weights and these caches take more than the device's {as_size(memory)}")
     return "\n".join(lines)
 
 

@@ -48,7 +48,7 @@ class Machine:
     def __init__(self, rows: Rows, seed: int) -> None:
         self.now = 0.0
         self.busy = 0.0  # its cores are until then, with what was begun in the background
-        self._rows = rows
+        self.rows = rows
         self._random = random.Random(seed)
         self._memory = 1.0  # times the seconds of reading with quick memory
         self._until = 0.0  # its regime lasts
@@ -65,7 +65,7 @@ class Machine:
         if self.now >= self._until:
             self._memory = rng.choice((1.0, 1.0, 1.15, 1.4))
             self._until = self.now + exp(rng.uniform(-1.6, 1.6))  # 0.2 to 5 s
-        taken = self._rows.seconds(rows, self._memory)
+        taken = self.rows.seconds(rows, self._memory)
         # An Ornstein-Uhlenbeck process of 2 s, in which 0.1 is usual, and noise of some 6 %, of
         # which half is forgotten from one step to the next.
         share = min(1.0, taken / 2.0)
@@ -75,7 +75,7 @@ class Machine:
         if rng.random() < 0.004:
             factor *= 3
         self.now += taken * factor
-        return taken * factor, self._rows.seconds(plain_rows, self._memory) * factor
+        return taken * factor, self.rows.seconds(plain_rows, self._memory) * factor
 
 
 @dataclass

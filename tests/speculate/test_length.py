@@ -184,6 +184,16 @@ def test_a_budget_loses_no_more_than_it_may(speeds: list[tuple[int, float]], ste
     assert lost <= 0.03 * seconds + 0.01 * 128 * first + 4 * step
 
 
+@pytest.mark.parametrize(("lost", "spent"), [(0.004, False), (0.006, True)])
+def test_a_budget_is_half_a_percent(lost: float, spent: bool) -> None:
+    budget = Budget()
+    for _ in range(3000):
+        if budget.spent:
+            break
+        budget.spend(1.0 + lost, 1.0)
+    assert budget.spent == spent
+
+
 def test_a_budget_recovers_with_time() -> None:
     budget = Budget()
     budget.spend(1.0, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -147,12 +148,14 @@ def test_whether_a_drawn_token_is_tested_does_not_depend_on_it() -> None:
         assert (one == other) == alike
 
 
-def asked(paid: bool, steps: int = 600) -> int:
+def drafting(paid: float, steps: int = 600) -> tuple[int, list[bool]]:
     """How often a drafter is asked whose draft is checked each time, for steps that take 1 ms and,
-    with a draft, 1.1: where one more token comes that is time saved, else lost. Asking takes 20 µs.
+    with a draft, 1.1: where one more token comes, in ``paid`` of them, that is time saved, else
+    lost. Asking takes 20 µs. And which of the steps had a draft.
     """
     clock = [0.0]
     calls = []
+    had = []
 
     class Busy(Fixed):
         def propose(self, sequences: Sequence[int], counts: Sequence[int]) -> list[Draft]:
@@ -167,12 +170,13 @@ def asked(paid: bool, steps: int = 600) -> int:
         request=SimpleNamespace(cache_salt=None), num_prompt_tokens=3, max_tokens=9999
     )
     seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1, 2, 3]))
-    for _ in range(steps):
+    for step in range(steps):
         before = clock[0]
         drafts = speculator.propose([seq], 1, 10)
         drafted = bool(drafts[0])
+        had.append(drafted)
         clock[0] += 1.1e-3 if drafted else 1e-3
-        run = [1, 2] if drafted and paid else [2]
+        run = [1, 2] if drafted and int((step + 1) * paid) > int(step * paid) else [2]
         batch = SimpleNamespace(num_tokens=1 + drafted)
         scheduled = SimpleNamespace(
             batch=batch, chunks=[], decodes=[seq], drafts=drafts if drafted else None, branches={}
@@ -180,13 +184,23 @@ def asked(paid: bool, steps: int = 600) -> int:
         result = StepResult(None, 0.0)
         speculator.learn(cast(Any, scheduled), result, [run], clock[0] - before)
         seq.token_ids.extend(run)
-    return len(calls)
+    return len(calls), had
 
 
 def test_a_drafter_whose_drafts_do_not_pay_is_asked_seldom() -> None:
     """However promising they look; asking costs time too, as does looking at what came of it."""
-    assert asked(paid=True) > 500
-    assert asked(paid=False) < 100
+    assert drafting(paid=1.0)[0] > 500
+    assert drafting(paid=0.0)[0] < 100
+
+
+@pytest.mark.parametrize(("paid", "least", "most"), [(0.2, 16, 31), (1.0, 32, 63)])
+def test_steps_without_drafts_are_run_now_and_then(paid: float, least: int, most: int) -> None:
+    """After 31 with at most; after twice as many where one costs half a percent of their time."""
+    _, had = drafting(paid, 1200)
+    apart = [len(list(steps)) for drafted, steps in groupby(had[200:-1]) if drafted]
+    assert len(apart) > 3
+    assert max(apart) <= most
+    assert max(apart) >= least
 
 
 class Model:

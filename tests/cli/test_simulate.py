@@ -210,6 +210,21 @@ def test_people_see_each_class() -> None:
     assert "no whole number" in run("--class", "a:clients=x", code=2).output.replace("\n", " ")
 
 
+def test_files_are_written_also_when_nobody_reads_the_output(azure: Path, tmp_path: Path) -> None:
+    timeline = tmp_path / "t.json"
+    command = "from octavo.cli import main; main()"
+    arguments = ["simulate", *ON, "--trace", str(azure), "--timeline", str(timeline)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", command, *arguments],
+            stdout=full, stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OCTAVO_DEBUG": "0"},
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.endswith("octavo: a disk is full: No space left on device\n")
+    assert json.loads(timeline.read_text())["traceEvents"]
+
+
 def test_pictures_and_timelines_are_files(azure: Path, tmp_path: Path) -> None:
     plot, timeline = tmp_path / "p.svg", tmp_path / "t.json"
     run("--trace", str(azure), "--plot", str(plot), "--timeline", str(timeline))

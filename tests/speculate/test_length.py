@@ -279,3 +279,9 @@ def test_it_turns_itself_off_where_rows_cost_what_they_bring() -> None:
     assert sum(choose(times, [[0.9, 0.8, 0.7]], 1, 16)) == 3
     assert not any(choose(times, [[0.7, 0.5]] * 64, 64, 400))
     assert not any(choose(times, [[0.1, 0.01]], 8, 16))  # the next panel costs as much again
+
+
+def test_beside_a_prompt_a_draft_is_worth_what_it_would_be_without_and_costs_its_rows() -> None:
+    assert sum(choose(SEASONED, [[0.9, 0.8]], 102, 16)) == 2
+    assert not any(choose(SEASONED, [[0.05, 0.01]], 102, 16))
+    assert worthwhile(SEASONED, 1, 102, 16)

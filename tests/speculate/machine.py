@@ -163,7 +163,7 @@ class Finder:
 class Guesser:
     """A `ModelDrafter` like heads: each guess takes 0.15 ms, and 0.03 more for each sequence.
     ``ahead``: who drafted is expected to draft again, and the next guesses are begun in the
-    background; where they are not wanted, the next step waits for them nevertheless.
+    background; where they are not wanted after all, the next step waits for them nevertheless.
     """
 
     def __init__(self, text: Text, machine: Machine, seed: int, *, ahead: bool = False) -> None:
@@ -212,10 +212,19 @@ class Guesser:
 
     def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
         self._machine.now += UPKEEP
-        counts, self._counts, self._begun = self._counts, {}, {}
+        self._counts, self._begun = {}, {}
+
+    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> bool:
+        counts = self._counts
+        self.observe(scheduled, result, runs)
         if self._ahead and counts and counts.keys() >= {*scheduled.decodes, *scheduled.chunks}:
             self._begun = counts
             self._machine.busy = self._machine.now + self._seconds([*counts.values()])
+        return self.begun
+
+    def give_up(self) -> None:
+        self._machine.wait()
+        self._begun = {}
 
     def end(self, seq: Seq) -> None:
         self._rates.pop(seq, None)
@@ -288,6 +297,7 @@ def run(
             batch=SimpleNamespace(num_tokens=rows),
             chunks=joining,
             decodes=list(decoding),
+            samples=decoding + joining,
             drafts=drafts,
             branches={},
         )

@@ -226,6 +226,8 @@ class Model:
 class Begins(Model):
     """… its next drafts before it is asked, and takes half a millisecond to give them up."""
 
+    begun = False
+
     def __init__(self, clock: list[float]) -> None:
         super().__init__(Draft([1, 2]))
         self.calls: list[str] = []

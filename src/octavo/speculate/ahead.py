@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from octavo.schedule.sequence import Sequence as Seq
 from octavo.speculate.draft_times import DraftTimes
-from octavo.speculate.drafter import Beginning, ModelDrafter, Reading
+from octavo.speculate.drafter import Eager, ModelDrafter, Reading
 from octavo.speculate.length import choose
 from octavo.speculate.step_times import StepTimes
 
@@ -35,7 +35,7 @@ class Ahead:
         self.read = 0.0  # seconds of the last drafting that went into texts not seen before
         self._steps = times
         self._reading = drafter if isinstance(drafter, Reading) else None
-        self._beginning = drafter if isinstance(drafter, Beginning) else None
+        self._eager = drafter if isinstance(drafter, Eager) else None
         self._begun = False  # whether this step's drafts had been, before it was asked
         self._last = 1, 1  # sequences and passes of the last drafts: of those begun, too
         self._warm = False  # whether it has drafted
@@ -61,7 +61,7 @@ class Ahead:
         """How many tokens to draft for each sequence, of at most ``most``, with ``gains`` their
         probabilities to become output; if none, for how many steps it need not be asked.
         """
-        self._begun = self._beginning is not None and self._beginning.begun
+        self._begun = self._eager is not None and self._eager.begun
         counts = choose(self._steps, gains, num_tokens, room, self._price)
         if any(counts):
             self._in_vain = 0

@@ -118,7 +118,12 @@ class ModelDrafter(Protocol):
 
 @runtime_checkable
 class Eager(ModelDrafter, Protocol):
-    """A `ModelDrafter` that begins its next drafts before they are asked for."""
+    """A `ModelDrafter` that may begin its next drafts before they are asked for."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether it has: as many and as long as the last ones that it was asked for, at most."""
+        ...
 
     def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
         """As `observe`, in its place where drafts were checked in the step and the next one is to
@@ -148,14 +153,4 @@ class Reading(Protocol):
 
     def unread(self, seq: Seq) -> int:
         """Tokens that it would have to read, if it were asked now; about."""
-        ...
-
-
-@runtime_checkable
-class Beginning(Protocol):
-    """A `ModelDrafter` that may begin the next drafts before it is asked for them."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has: as many and as long as the last ones that it was asked for, at most."""
         ...

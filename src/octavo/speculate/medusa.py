@@ -194,7 +194,7 @@ class MedusaDrafter:
 
     @property
     def begun(self) -> bool:
-        """As `Beginning` says."""
+        """As `Eager` says."""
         return bool(self._begun)
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:

@@ -214,13 +214,12 @@ class Guesser:
         self._machine.now += UPKEEP
         self._counts, self._begun = {}, {}
 
-    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> bool:
+    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
         counts = self._counts
         self.observe(scheduled, result, runs)
         if self._ahead and counts and counts.keys() >= {*scheduled.decodes, *scheduled.chunks}:
             self._begun = counts
             self._machine.busy = self._machine.now + self._seconds([*counts.values()])
-        return self.begun
 
     def give_up(self) -> None:
         self._machine.wait()

@@ -78,8 +78,8 @@ class Background:
     propose = observe = begin = give_up = end = close = len  # is not asked
 
 
-def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
-    """And it is of as long a draft as the last was, not as the next one is."""
+def in_the_background() -> tuple[Background, Ahead, Seq]:
+    """A drafter that may have begun, its planner, which knows it well, and who is asked about."""
     drafter = Background()
     planner = Ahead(cast(Any, drafter), steps := StepTimes())
     for size in (1, 2, 4):
@@ -87,7 +87,12 @@ def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
     planner._warm = True
     planner._tried = 100
     owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    return drafter, planner, Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+
+
+def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
+    """And it is of as long a draft as the last was, not as the next one is."""
+    drafter, planner, seq = in_the_background()
     wait = 0.0
     for length in [3, 3, 1, 1] * 8:
         planner.plan([seq], [length], [[0.9] * length], 1, 100)
@@ -101,14 +106,7 @@ def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
 
 
 def test_what_pays_only_where_it_was_begun_goes_on_once_it_has_been_tried() -> None:
-    drafter = Background()
-    planner = Ahead(cast(Any, drafter), steps := StepTimes())
-    for size in (1, 2, 4):
-        steps.observe(size, 1e-3, prompts=False)
-    planner._warm = True
-    planner._tried = 100
-    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    drafter, planner, seq = in_the_background()
 
     def asked() -> bool:
         return any(planner.plan([seq], [3], [[0.8, 0.7, 0.6]], 1, 100)[0])

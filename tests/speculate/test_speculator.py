@@ -235,17 +235,19 @@ class Begins(Model):
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         self.calls.append("propose")
+        self.begun = False
         return super().propose(decoding, counts)
 
     def observe(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
         self.calls.append("observe")
 
-    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> bool:
+    def begin(self, scheduled: Any, result: StepResult, runs: Sequence[list[int]]) -> None:
         self.calls.append("begin")
-        return True
+        self.begun = True
 
     def give_up(self) -> None:
         self.calls.append("give_up")
+        self.begun = False
         self.clock[0] += 0.0005
 
 

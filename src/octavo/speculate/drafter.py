@@ -125,9 +125,9 @@ class Eager(ModelDrafter, Protocol):
         """Whether it has: as many and as long as the last ones that it was asked for, at most."""
         ...
 
-    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
+    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         """As `observe`, in its place where drafts were checked in the step and the next one is to
-        have some too: whether the next drafts are begun, which `propose` then has the rest of.
+        have some too: the next drafts may be ``begun``, which `propose` then has the rest of.
         """
         ...
 

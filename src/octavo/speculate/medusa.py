@@ -195,7 +195,7 @@ class MedusaDrafter:
     @property
     def begun(self) -> bool:
         """As `Eager` says."""
-        return bool(self._begun)
+        return self._begun is not None
 
     def observe(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         self._begun = None
@@ -204,13 +204,12 @@ class MedusaDrafter:
         if scheduled.drafts is not None:  # it may hold what they were drawn from, which is large
             self._find_rows()
 
-    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
+    def begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> None:
         """As `Eager` says."""
         if self._counts and self._begin(scheduled, result, runs):
             self._counts.clear()
-            return True
-        self.observe(scheduled, result, runs)
-        return False
+        else:
+            self.observe(scheduled, result, runs)
 
     def _begin(self, scheduled: Scheduled, result: StepResult, runs: Sequence[list[int]]) -> bool:
         """Begins the next drafts of those who drafted; not where others may want their rows."""

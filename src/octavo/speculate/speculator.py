@@ -94,7 +94,6 @@ class Speculator:
         self._planner: Ahead | None = None  # for a drafter that computes
         self._reader: Reader | None = None
         self._eager: Eager | None = None  # the model, if it is one
-        self._begun = False  # whether that has begun the next drafts
         if isinstance(drafter, Drafter):  # whatever else it can do
             self._reader = Reader(drafter, now)
         else:
@@ -297,7 +296,6 @@ class Speculator:
     def _made(self, decoding: list[Seq], counts: list[int], found: list[Draft]) -> list[Draft]:
         """The model's drafts; where there is none, what was ``found``."""
         assert self._model is not None
-        self._begun = False
         made = self._ask(self._model, decoding, counts)
         return [
             draft if draft.token_ids else other for draft, other in zip(made, found, strict=True)
@@ -469,7 +467,7 @@ class Speculator:
         if self._model is not None:
             try:
                 if self._eager is not None and self._promising(scheduled):
-                    self._begun = self._eager.begin(scheduled, result, runs)
+                    self._eager.begin(scheduled, result, runs)
                 else:
                     self._model.observe(scheduled, result, runs)
             except KeyboardInterrupt:
@@ -492,8 +490,7 @@ class Speculator:
         """What the drafter has begun is not asked for: that it is in the way of the step is its
         own time.
         """
-        begun, self._begun = self._begun, False
-        if not begun or self._eager is None:
+        if self._eager is None or not self._eager.begun:
             return
         began = self._now()
         try:

@@ -48,6 +48,7 @@ def load_gguf(path: Path) -> Checkpoint:
         _chat_template(file, tokenizer),
         release=lambda: _release(file),
         file_bytes=file.nbytes,
+        notes=tuple(file.notes),
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
@@ -26,6 +27,8 @@ class ServeConfig:
 
     api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
     named_keys: tuple[ApiKey, ...] = ()  # the same, each with its name and limits
+    api_key_file: Path | None = None  # where they come from, for messages
+    share_prefix_cache: bool = False  # among all keys; else each named one has its own part of it
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
 
@@ -96,4 +99,7 @@ class ServeConfig:
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         """All of them; none: no key is asked for."""
-        return unnamed(self.api_key) + self.named_keys
+        keys = unnamed(self.api_key) + self.named_keys
+        if self.share_prefix_cache:
+            return tuple(replace(key, cache_salt="") for key in keys)
+        return keys

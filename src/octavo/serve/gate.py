@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -124,7 +125,9 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no `Exception`
             await _answer(send, exchange, as_api_error(error))
 
     def _check_key(self, exchange: Exchange) -> None:

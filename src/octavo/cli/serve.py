@@ -65,6 +65,11 @@ SERVE_OPTIONS = [
         "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
         show_default="the model argument",
     ),
+    option(
+        "allowed_hosts", list[str], [],
+        "Names that Host headers may have beside the server's own; *.example.com, * (repeatable or "
+        "a JSON list). Any where there are keys.", _SERVER,
+    ),
     option("root_path", str, "", "Path prefix that a proxy in front strips.", _SERVER),
     option("response_role", str, "assistant", "Role of the answers.", _SERVER),
     option(
@@ -150,8 +155,8 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     from octavo.workload.metrics import parse_slo
 
     values = dict(given)
-    for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods",
-                 "allowed_headers"):  # fmt: skip
+    for name in ("api_key", "served_model_name", "allowed_hosts", "allowed_origins",
+                 "allowed_methods", "allowed_headers"):  # fmt: skip
         values[name] = strings(values[name])
     if (file := values["api_key_file"]) is not None:
         try:

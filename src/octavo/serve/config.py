@@ -10,6 +10,7 @@ from octavo.schedule.request import LatencyTarget
 from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.serve.logs import FORMATS
 
+_ALLOWED_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9A-Fa-f:.]+\]", re.ASCII)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -23,6 +24,9 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one, printed at start
     uds: str | None = None  # a Unix socket's path; host and port are then not used
+    # Names that a Host header may have beside the server's own (hosts.py); "*.example.com": those
+    # below a name; "*": any.
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""  # the path a proxy in front has stripped
 
     api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
@@ -72,6 +76,9 @@ class ServeConfig:
         if not all(map(can_be_sent, self.api_key)):
             raise ValueError(f"api_key is not {SENDABLE}")
         check_distinct(self.keys)
+        for name in self.allowed_hosts:
+            if not _ALLOWED_HOST.fullmatch(name):
+                raise ValueError(f"allowed_hosts has {name!r}: not a host's name, without a port")
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name is empty")
         if not self.response_role:

@@ -29,6 +29,7 @@ _TYPES = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    421: "MisdirectedRequestError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",

@@ -128,7 +128,7 @@ class Door:
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of a library in Rust is no `Exception`
-            await _answer(send, exchange, as_api_error(error))
+            await answer_error(send, exchange, as_api_error(error))
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.path in PROBES:
@@ -144,7 +144,7 @@ class Door:
             )
 
 
-async def _answer(send: Send, exchange: Exchange, failure: ApiError) -> None:
+async def answer_error(send: Send, exchange: Exchange, failure: ApiError) -> None:
     # Not in the frame that caught it: the error would hold that frame, and so the request's body.
     exchange.error_type = failure.type
     if not exchange.status:

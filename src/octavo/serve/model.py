@@ -104,3 +104,15 @@ class ShownTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.text = lru_cache(1 << 14)(tokenizer.token_text)
         self.bytes = lru_cache(1 << 14)(tokenizer.token_bytes)
+        self.key = lru_cache(1 << 14)(self._key)
+
+    def _key(self, token_id: int) -> str:
+        """The text; of a part of a character its bytes, as OpenAI spells them, for all parts look
+        the same as text.
+        """
+        data = self.bytes(token_id)
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return self.text(token_id)

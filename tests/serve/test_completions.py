@@ -313,6 +313,14 @@ def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
             assert found[name] == taken.token_logprobs[0] == values[own]
             assert len(found) == len({entry.token_id, *(token for token, _ in top)})
             assert [*found.values()][: len(top)] == [value for _, value in top]
+            (chat,) = shower.chat_logprobs([entry])
+            assert (chat.logprob, [each.logprob for each in chat.top_logprobs]) == (
+                values[own],
+                [value for _, value in top],
+            )
+            by_value = {each.logprob: (each.token, str(each.bytes)) for each in chat.top_logprobs}
+            by_value[chat.logprob] = chat.token, str(chat.bytes)
+            assert len({*by_value.values()}) == len(found)
 
 
 def test_offsets_are_those_of_the_text() -> None:

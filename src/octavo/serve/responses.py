@@ -231,18 +231,25 @@ class TokenShower:
         return shown
 
     def chat_logprobs(self, entries: list[TokenLogprobs]) -> list[ChatLogprob]:
-        return [
-            ChatLogprob(
-                self.text(entry.token_id),
-                finite(entry.logprob),
-                self._bytes_or_none(entry.token_id),
-                [
-                    TopLogprob(self.text(token), finite(logprob), self._bytes_or_none(token))
-                    for token, logprob in entry.top
-                ],
-            )
-            for entry in entries
-        ]
+        return [self._chat_logprob(entry) for entry in entries]
+
+    def _chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
+        names = self.keys(entry)
+
+        def shown(token_id: int) -> str:
+            """Its text, for the bytes of a part of a character stand beside it."""
+            by_id = names[token_id].startswith("token_id:")
+            return names[token_id] if by_id else self.text(token_id)
+
+        return ChatLogprob(
+            shown(entry.token_id),
+            finite(entry.logprob),
+            self._bytes_or_none(entry.token_id),
+            [
+                TopLogprob(shown(token), finite(logprob), self._bytes_or_none(token))
+                for token, logprob in entry.top
+            ],
+        )
 
     def _bytes_or_none(self, token_id: int) -> list[int] | None:
         """None for a control token, which stands for no bytes."""

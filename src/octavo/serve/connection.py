@@ -37,6 +37,7 @@ _MOST_UNREAD = 64 << 20  # bytes
 _MOST_PIPELINED = 1 << 20  # bytes of further requests, read away while one is being answered
 # RFC 9110, section 7.2, of RFC 3986's host and port; it may be empty.
 _HOST = re.compile(rb"([\w.~!$&'()*+,;=%-]*|\[[\w.:]+\])(:[0-9]*)?")
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")  # a request's target, with a host
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
 
 
@@ -207,6 +208,13 @@ class Connection(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
             raise _BadHead(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+        if (absolute := _ABSOLUTE.match(self.url)) is not None:
+            # The target's host is the request's, whatever the header says (section 3.2.2).
+            hosts = [absolute[1]]
+            self.headers[:] = [
+                (b"host", absolute[1]),
+                *(header for header in self.headers if header[0] != b"host"),
+            ]
         if hosts and not _HOST.fullmatch(hosts[0]):
             raise _BadHead(400, "the request's Host header is not a host and a port")
         # RFC 9112, sections 6.1 and 6.3: where the last coding is another, nobody knows the end.

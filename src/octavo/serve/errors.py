@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
@@ -28,6 +29,7 @@ _TYPES = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    421: "MisdirectedRequestError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
@@ -35,6 +37,7 @@ _TYPES = {
     503: "ServiceUnavailableError",
 }
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # in what Python writes of an object
 _LONGEST_WAIT = 3600.0  # seconds that a client is told to wait, by prediction
 
 
@@ -126,6 +129,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _clean(text: str) -> str:
+    text = _ADDRESS.sub("", text)
     if len(text) > _LONGEST_MESSAGE:
         text = text[:_LONGEST_MESSAGE] + "…"
     return text.encode("utf-8", "replace").decode("utf-8")

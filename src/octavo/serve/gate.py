@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -124,8 +125,10 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
-        except Exception as error:
-            await _answer(send, exchange, as_api_error(error))
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no `Exception`
+            await answer_error(send, exchange, as_api_error(error))
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.path in PROBES:
@@ -141,7 +144,7 @@ class Door:
             )
 
 
-async def _answer(send: Send, exchange: Exchange, failure: ApiError) -> None:
+async def answer_error(send: Send, exchange: Exchange, failure: ApiError) -> None:
     # Not in the frame that caught it: the error would hold that frame, and so the request's body.
     exchange.error_type = failure.type
     if not exchange.status:

@@ -188,6 +188,7 @@ class Generate:
                 request.client = key.name
                 request.weight = key.weight
                 request.priority = key.priority_of(asked.priority)
+                request.cache_salt = key.salted(request.cache_salt)
 
     def _target(self, asked: Slo | None, key: ApiKey | None) -> LatencyTarget | None:
         """By what the request, its key and the server say, in this order."""

@@ -483,6 +483,15 @@ def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if (folder / QUANTIZING).is_dir() and "config.json" not in names:
         raise PullError(_interrupted(folder))
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise PullError(f"{folder} holds an adapter: merge it into its model, and give that")
+    if not any(name.endswith((".gguf", ".safetensors")) for name in names):
+        pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickled:
+            raise PullError(
+                f"{folder} holds pickled weights ({pickled[0]}), which are not read: convert them "
+                "to safetensors"
+            )
     file = _choose(names, None, str(folder))
     return folder.resolve() if file is None else folder.resolve() / file
 

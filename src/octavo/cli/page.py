@@ -48,7 +48,7 @@ class Command(Page, TyperCommand):
     """
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
-        parameters = self.get_params(ctx)
+        parameters: list[Any] = self.get_params(ctx)
         known = {
             flag: not parameter.is_flag
             for parameter in parameters

@@ -75,6 +75,13 @@ def sizes_left_out(folder: HfFolder) -> str:
     return ", ".join(found)
 
 
+def default_of(folder: HfFolder, key: str) -> Any:
+    """What config.json means by leaving a key out, or None if it has it."""
+    file = folder.json(CONFIG)
+    kind = _classes().get(str(file.get("model_type")))
+    return None if kind is None or key in file else kind.defaults.get(key)
+
+
 class _Reader:
     def __init__(self, folder: HfFolder) -> None:
         self.folder = folder

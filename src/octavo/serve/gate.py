@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.serve.access_log import log_access
-from octavo.serve.errors import ApiError, ClientGone, as_api_error
+from octavo.serve.errors import ApiError, ClientGone, as_api_error, unavailable
 from octavo.serve.exchange import Exchange
 from octavo.serve.keys import Keyring
 
@@ -124,6 +125,8 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
+        except asyncio.CancelledError:  # by uvicorn, which stops
+            await _answer(send, exchange, unavailable("the server is shutting down", close=True))
         except Exception as error:
             await _answer(send, exchange, as_api_error(error))
 

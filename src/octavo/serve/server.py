@@ -28,7 +28,8 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.schedule.policies.config import PolicyName
-from octavo.serve.app import create_app
+from octavo.serve.app import App, create_app
+from octavo.serve.clients import Clients, raise_file_limit
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
 from octavo.serve.keys import ApiKey
@@ -48,8 +49,7 @@ ONE_CLIENT = (
     "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_BACKLOG = 2048  # connections not yet accepted
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
@@ -67,6 +67,7 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
+    files = raise_file_limit()
     try:
         # Before loading: a port that is taken is known at once.
         listener = bind(serve)
@@ -84,7 +85,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             log.info("%s", line)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, tracer))
+        clients = Clients.of_files(files)
+        return uvloop.run(_serve(loaded, str(model), serve, listener, clients, calibration, tracer))
     finally:
         if tracer is not None:
             tracer.close()
@@ -149,6 +151,7 @@ async def _serve(
     model: str,
     config: ServeConfig,
     listener: socket.socket,
+    clients: Clients,
     calibration: Calibration | None,
     tracer: Tracer | None,
 ) -> int:
@@ -166,6 +169,7 @@ async def _serve(
         admit_within_target=config.admit_within_slo,
     )
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
+    metrics.clients(clients)
     metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(
         "cache_config_info",
@@ -188,7 +192,7 @@ async def _serve(
     try:
         trace = None if tracer is None else tracer.trace
         app = create_app(engine, served, config, metrics, trace)
-        await serve(app, engine, config, listener)
+        await serve(app, engine, config, listener, clients)
     finally:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT):
@@ -199,33 +203,42 @@ async def _serve(
     return 0
 
 
-def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
+def http_server(
+    app: ASGIApp, config: ServeConfig, clients: Clients | None = None
+) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
+    if clients is None:
+        clients = Clients()
     return _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, config)),
+            http=cast(type[asyncio.Protocol], partial(Connection, config, clients)),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             root_path=config.root_path,
-            backlog=_BACKLOG,
+            backlog=clients.backlog,
             timeout_graceful_shutdown=_LAST_BYTES,
         )
     )
 
 
 async def serve(
-    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+    app: App,
+    engine: AsyncEngine,
+    config: ServeConfig,
+    listener: socket.socket,
+    clients: Clients,
 ) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
-    server = http_server(app, config)
+    """Answer on ``listener`` until one of `_SIGNALS`, then drain; a second one ends at once."""
+    server = http_server(app, config, clients)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
     async def drain() -> None:
+        app.drain()
         await _drain(engine, config.shutdown_timeout)
         server.should_exit = True
 
@@ -237,14 +250,16 @@ async def serve(
         log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
         draining = loop.create_task(drain())
 
-    for which in _SIGNALS:
+    # Under nohup the end of the terminal is no reason to stop.
+    handled = [which for which in _SIGNALS if signal.getsignal(which) is not signal.SIG_IGN]
+    for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:
-        listener.listen(_BACKLOG)  # who reads the next line may connect
+        listener.listen(clients.backlog)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:
-        for which in _SIGNALS:
+        for which in handled:
             loop.remove_signal_handler(which)
 
 

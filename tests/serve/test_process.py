@@ -155,9 +155,9 @@ BODY = b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
 def test_whoever_is_still_sending_is_told_of_the_end() -> None:
     """The head, the body, or the body of a route that does not generate."""
     unfinished = [
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + BODY,
-        b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n" + BODY + b'"messages": [',
-        b"POST /tokenize HTTP/1.1\r\nhost: x\r\n" + BODY,
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + BODY,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + BODY + b'"messages": [',
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + BODY,
         b"GET /live HTTP/1.1\r\nhos",
     ]
     with process() as server:
@@ -196,7 +196,7 @@ def test_idle_connections_make_room(tmp_path: Path) -> None:
     """More of them than there may be files: nobody else is kept out, and who waits for an answer
     gets it. The soft limit is raised before.
     """
-    asks = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    asks = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     body = b'{"prompt": "a", "max_tokens": 5}'
     asks += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
     gate = tmp_path / "gate"

@@ -19,6 +19,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
 from octavo.serve.generate import Generate
+from octavo.serve.hosts import Hosts
 from octavo.serve.inspection import Inspection
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
@@ -108,7 +109,15 @@ def create_app(
             expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
-    return App(bodies, app, metrics.http, paths, access_log=config.access_log, trace=trace)
+    return App(
+        bodies,
+        Hosts(app, config),
+        metrics.http,
+        paths,
+        access_log=config.access_log,
+        trace=trace,
+        refuse=metrics.refuse,
+    )
 
 
 def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:

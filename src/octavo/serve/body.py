@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from octavo.serve.errors import ApiError, ClientGone, TooMany, unavailable
+from octavo.serve.errors import ApiError, ClientGone, TooMany, draining
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ class Bodies:
         Raises `ApiError` 408, 413, 415 or 503, `TooMany`, `ClientGone`.
         """
         if self._draining:
-            raise unavailable("the server is shutting down", close=True)
+            raise draining()
         size = _declared(headers)
         if size > self._limit:
             if size > _DISCARD or b"expect" in headers:
@@ -81,7 +81,7 @@ class Bodies:
                     body = await _received(receive, self._limit, hold)
             except TimeoutError:
                 if self._draining:
-                    raise unavailable("the server is shutting down", close=True) from None
+                    raise draining() from None
                 raise ApiError(
                     408,
                     f"the body did not come within {_TIMEOUT:g} s",

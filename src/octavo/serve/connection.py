@@ -376,7 +376,8 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
-            if (exchange := Exchange.begun(cast(Scope, self.scope))) is not None:
+            exchange = Exchange.begun(cast(Scope, self.scope))
+            if exchange is not None and not self._half_closed:  # else it has left, most likely
                 exchange.cut_off = error.status
         else:
             self._refused(error.status)

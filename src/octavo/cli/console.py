@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -93,3 +94,10 @@ def _finite(facts: Any) -> Any:
 def plural(count: int, what: str) -> str:
     """ "1 row", "2 rows"."""
     return f"{count} {what}{'s' if count != 1 else ''}"
+
+
+def wrapped(text: str, indent: str = "", width: int = 98) -> list[str]:
+    """Lines of at most so many columns, broken at words."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

@@ -464,3 +464,14 @@ def test_what_multiplies_a_format() -> None:
     assert arithmetic_of(WeightFormat.BF16, "avx512_bf16") is Arithmetic.BF16
     assert arithmetic_of(WeightFormat.BF16, "avx512") is Arithmetic.FP32
     assert arithmetic_of(WeightFormat.F16, "avx512_bf16") is Arithmetic.FP32
+
+
+def test_more_threads_than_cpus_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tiny.checkpoint(tiny.config())
+    monkeypatch.setattr("octavo.execute.native.usable_cpus", lambda: (1, "CPU quota of 0.5"))
+    Driver(checkpoint, threads=1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    Driver(checkpoint, threads=3)
+    assert "3 threads, but 1 can run at once (CPU quota of 0.5)" in caplog.text

@@ -160,6 +160,15 @@ class NativeExecutor:
         self.max_logits_rows = max_logits_rows
         if pool is None:
             count, source = usable_cpus() if threads is None else (threads, "as asked")
+            usable, why = usable_cpus()
+            if count > usable:
+                logger.warning(
+                    "%d threads, but %d can run at once (%s): steps take longer than with %d",
+                    count,
+                    usable,
+                    why,
+                    usable,
+                )
             pool = _native.ThreadPool(count)
         elif threads is None:
             source = "shared"

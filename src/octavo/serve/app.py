@@ -18,6 +18,7 @@ from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
 from octavo.serve.generate import Generate
+from octavo.serve.hosts import Hosts
 from octavo.serve.inspection import Inspection
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
@@ -43,7 +44,7 @@ def create_app(
     config: ServeConfig,
     metrics: Metrics | None = None,
     trace: Trace | None = None,
-) -> ASGIApp:
+) -> Gate:
     """The server as an ASGI application. The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
@@ -99,7 +100,14 @@ def create_app(
             expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
-    return Gate(app, metrics.http, paths, access_log=config.access_log, trace=trace)
+    return Gate(
+        Hosts(app, config),
+        metrics.http,
+        paths,
+        access_log=config.access_log,
+        trace=trace,
+        refuse=metrics.refuse,
+    )
 
 
 def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:

@@ -15,6 +15,7 @@ import logging
 import re
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
+from octavo.serve.exchange import Exchange
 from octavo.serve.writer import DirectWrite
 
 log = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ _MOST_UNREAD = 64 << 20  # bytes
 _MOST_PIPELINED = 1 << 20  # bytes of further requests, read away while one is being answered
 # RFC 9110, section 7.2, of RFC 3986's host and port; it may be empty.
 _HOST = re.compile(rb"([\w.~!$&'()*+,;=%-]*|\[[\w.:]+\])(:[0-9]*)?")
+_ABSOLUTE = re.compile(rb"[A-Za-z][A-Za-z0-9+.-]*://([^/?#]*)")  # a request's target, with a host
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped
 
 
@@ -92,8 +95,12 @@ class Connection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _unsent = 0  # bytes, when the write timer was set
 
-    def __init__(self, serve: ServeConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, serve: ServeConfig, refused: Callable[[int], None], *args: Any, **kwargs: Any
+    ) -> None:
+        """``refused`` is told the status of each answer that is given here, to no request."""
         super().__init__(*args, **kwargs)
+        self._refused = refused
         self._write_timeout = serve.stream_write_timeout
         self._idle_timeout = serve.keep_alive_timeout
 
@@ -207,6 +214,13 @@ class Connection(HttpToolsProtocol):
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() != "1.0"):
             raise _BadHead(400, f"the request has {len(hosts) or 'no'} Host headers: it needs one")
+        if (absolute := _ABSOLUTE.match(self.url)) is not None:
+            # The target's host is the request's, whatever the header says (section 3.2.2).
+            hosts = [absolute[1]]
+            self.headers[:] = [
+                (b"host", absolute[1]),
+                *(header for header in self.headers if header[0] != b"host"),
+            ]
         if hosts and not _HOST.fullmatch(hosts[0]):
             raise _BadHead(400, "the request's Host header is not a host and a port")
         # RFC 9112, sections 6.1 and 6.3: where the last coding is another, nobody knows the end.
@@ -241,6 +255,10 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
+            if (exchange := Exchange.begun(cast(Scope, self.scope))) is not None:
+                exchange.cut_off = status
+        else:
+            self._refused(status)
         self._reading = ""
         body = ApiError(status, message).body()
         head = (

@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -27,14 +27,14 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
-from octavo.schedule.policies.config import PolicyName
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.keys import ApiKey
+from octavo.serve.gate import Gate
+from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
-from octavo.serve.model import ServedModel
+from octavo.serve.model import ServedModel, public_name, utf8
 from octavo.serve.niceness import give_way
 
 if TYPE_CHECKING:
@@ -48,6 +48,14 @@ ONE_CLIENT = (
     "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
+OWN_CACHE = (
+    "prefix cache: API keys of the key file share only what has the same cache_salt, which is a "
+    "key's name unless the file says another (--share-prefix-cache: all share one)"
+)
+ONE_CACHE = (
+    "prefix cache: shared by all API keys, so that each can tell by the time of an answer whether "
+    "another has sent the same prompt"
+)
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _BACKLOG = 2048  # connections not yet accepted
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
@@ -59,13 +67,16 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises, and `SettingsError` where traces cannot be sent, or keys have what the
-    scheduling policy does not know of. With an engine that hangs it ends the process, with code 1.
+    `load_engine` raises, and `SettingsError` where traces cannot be sent. With an engine that hangs
+    it ends the process, with code 1.
     """
-    check_keys(serve.keys, engine.scheduling_policy)
     # A third of what a scrape would be, and Prometheus does not read it.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
+    named, told = in_effect(serve.named_keys, engine.scheduling_policy, serve.api_key_file)
+    serve = replace(serve, named_keys=named)
+    for line in told:
+        log.warning("%s", line)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
     try:
         # Before loading: a port that is taken is known at once.
@@ -82,28 +93,16 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if serve.named_keys and engine.enable_prefix_caching:
+            log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, tracer))
+        return uvloop.run(_serve(loaded, model, serve, listener, calibration, tracer))
     finally:
         if tracer is not None:
             tracer.close()
         listener.close()
         _remove_socket_file(serve.uds)
-
-
-def check_keys(keys: Iterable[ApiKey], policy: PolicyName) -> None:
-    """Raises `SettingsError` for a key with a priority or a weight that would have no effect."""
-    for key in keys:
-        if key.priority and policy != "priority":
-            raise SettingsError(
-                f"{key.name}: priority {key.priority} has no effect under scheduling_policy "
-                f"{policy}"
-            )
-        if key.weight != 1 and policy != "fair":
-            raise SettingsError(
-                f"{key.name}: weight {key.weight:g} has no effect under scheduling_policy {policy}"
-            )
 
 
 def bounded(config: EngineConfig) -> EngineConfig:
@@ -139,14 +138,9 @@ def _predictions(calibration: Calibration | None) -> str:
     return f"step times: predicted, as {calibration.standing}"
 
 
-def _spelled(argument: str) -> str:
-    """A name that JSON and metrics can say, of a path whose bytes need not be UTF-8."""
-    return os.fsencode(argument).decode(errors="replace")
-
-
 async def _serve(
     loaded: LoadedEngine,
-    model: str,
+    model: str | Path,
     config: ServeConfig,
     listener: socket.socket,
     calibration: Calibration | None,
@@ -154,11 +148,11 @@ async def _serve(
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
-        names=tuple(map(_spelled, config.served_model_name or (model,))),
+        names=tuple(map(utf8, config.served_model_name or (public_name(model),))),
         tokenizer=tokenizer,
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
-        root=_spelled(model),
+        root=utf8(public_name(model)),
     )
     engine = AsyncEngine(
         loaded.engine,
@@ -201,10 +195,11 @@ async def _serve(
 
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
+    refused = app.refused if isinstance(app, Gate) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, config)),
+            http=cast(type[asyncio.Protocol], partial(Connection, config, refused)),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -185,8 +185,10 @@ def command(
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:
     """The command, without the size of its cache, whose engine is what is planned."""
+    from octavo.checkpoint.pull import servable
+
     config, usual = load.config, type(load.config)()
-    flags = ["octavo", "serve", model]
+    flags = ["octavo", "serve", servable(model)]
     if rounding is not None:
         flags += ["--quantization", rounding]
     flags += ["--max-model-len", str(load.context), "--kv-cache-dtype", load.dtype]

@@ -148,6 +148,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
     from octavo.sample.native import NativeSampler
 
+    KvDtype.of(config.kv_cache_dtype).check_served()
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):

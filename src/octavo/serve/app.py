@@ -44,7 +44,7 @@ def create_app(
     config: ServeConfig,
     metrics: Metrics | None = None,
     trace: Trace | None = None,
-) -> ASGIApp:
+) -> Gate:
     """The server as an ASGI application. The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
@@ -100,7 +100,14 @@ def create_app(
             expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
-    return Gate(Hosts(app, config), metrics.http, paths, access_log=config.access_log, trace=trace)
+    return Gate(
+        Hosts(app, config),
+        metrics.http,
+        paths,
+        access_log=config.access_log,
+        trace=trace,
+        refuse=metrics.refuse,
+    )
 
 
 def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:

@@ -15,6 +15,7 @@ import logging
 import re
 import socket
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from http import HTTPStatus
 from typing import Any, Literal, cast
@@ -25,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
+from octavo.serve.exchange import Exchange
 from octavo.serve.writer import DirectWrite
 
 log = logging.getLogger(__name__)
@@ -93,8 +95,12 @@ class Connection(HttpToolsProtocol):
     _write_timer: asyncio.TimerHandle | None = None
     _unsent = 0  # bytes, when the write timer was set
 
-    def __init__(self, serve: ServeConfig, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, serve: ServeConfig, refused: Callable[[int], None], *args: Any, **kwargs: Any
+    ) -> None:
+        """``refused`` is told the status of each answer that is given here, to no request."""
         super().__init__(*args, **kwargs)
+        self._refused = refused
         self._write_timeout = serve.stream_write_timeout
         self._idle_timeout = serve.keep_alive_timeout
 
@@ -249,6 +255,10 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
+            if (exchange := Exchange.begun(cast(Scope, self.scope))) is not None:
+                exchange.cut_off = status
+        else:
+            self._refused(status)
         self._reading = ""
         body = ApiError(status, message).body()
         head = (

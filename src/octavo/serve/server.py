@@ -30,6 +30,7 @@ from octavo.plan.calibration import Calibration
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
+from octavo.serve.gate import Gate
 from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
@@ -194,10 +195,11 @@ async def _serve(
 
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
+    refused = app.refused if isinstance(app, Gate) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, config)),
+            http=cast(type[asyncio.Protocol], partial(Connection, config, refused)),
             ws="none",
             lifespan="off",
             log_config=None,

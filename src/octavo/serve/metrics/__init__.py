@@ -87,7 +87,7 @@ class Metrics:
             self._requests.expect_priority(priority)
 
     def refuse(self, reason: str, client: str = "") -> None:
-        """A generation is refused, for one of `REJECTIONS` but "shed"; counted where it is
+        """A request is refused, for one of `REJECTIONS` but "shed"; counted where it is
         answered.
         """
         self._requests.refuse(reason, client)

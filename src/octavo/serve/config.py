@@ -28,6 +28,7 @@ class ServeConfig:
     named_keys: tuple[ApiKey, ...] = ()  # the same, each with its name and limits
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
+    control_tokens_in_content: bool = False  # or else they are text there (docs/serving.md)
 
     # Browsers of other origins: none unless named, for a page on the web could else use a
     # server that its visitor runs on loopback.

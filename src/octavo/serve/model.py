@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from octavo.checkpoint.base import ChatTemplate, Tokenizer
+from octavo.checkpoint.base import ChatTemplate, Tokenizer, TokenizerError
 from octavo.serve.errors import ApiError
 
 
@@ -20,6 +20,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens, prompt and answer together
     root: str = ""  # the file or the id it was loaded from, as the user gave it
+    control_tokens_in_content: bool = False  # of messages; else they are text there
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -43,6 +44,14 @@ class ServedModel:
             raise ApiError(
                 400, f"{param}: token id {bad} is outside the vocabulary of {size}", param
             )
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        self.check_length(len(text), param)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TokenizerError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
 
     def check_length(self, characters: int, param: str) -> None:
         """Refuse, before it is tokenized, a text that fits under no tokenization.

@@ -57,6 +57,8 @@ class Text(str):
         return (self._part(at, at + 1) for at in range(len(self)))
 
     def __add__(self, other: str) -> Text:
+        if hasattr(other, "__html__"):  # which escapes what is added to it
+            return NotImplemented
         return Text(str.__add__(self, other), self._origin + origin_of(other))
 
     def __radd__(self, other: str) -> Text:

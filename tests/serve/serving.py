@@ -93,7 +93,7 @@ async def listening(
     engine: Any, trace: Trace | None = None, metrics: Metrics | None = None, **config: Any
 ) -> AsyncIterator[str]:
     """A server for ``engine`` in this loop; gives its URL."""
-    settings = ServeConfig(**({"port": 0} | config))
+    settings = ServeConfig(**({"port": 0, "allowed_hosts": ("*",)} | config))
     listener = bind(settings)
     app = create_app(engine, served_model(), settings, metrics, trace)
     server = http_server(app, settings)

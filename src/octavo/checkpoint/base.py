@@ -261,6 +261,7 @@ class Checkpoint:
     release: Callable[[], None] = field(default=lambda: None, repr=False)
     file_bytes: int = 0
     quantization: Quantization | None = None
+    notes: tuple[str, ...] = ()  # what was decided about the files, to be said at load
 
 
 def require_chat(checkpoint: Checkpoint) -> ChatTemplate:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
@@ -13,6 +14,7 @@ from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
 from octavo.checkpoint.hf import load_folder
 from octavo.checkpoint.metadata import model_config
+from octavo.checkpoint.pull import known_at
 from octavo.checkpoint.tokenizer import BpeTokenizer
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
@@ -30,7 +32,10 @@ _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
 
 def load(path: Path) -> Checkpoint:
     """Reads a model file or folder. Raises `CheckpointError` naming the file and what is wrong."""
-    return load_folder(path) if path.is_dir() else load_gguf(path)
+    checkpoint = load_folder(path) if path.is_dir() else load_gguf(path)
+    if pulled := known_at(path):  # people know it by this name
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, name=pulled.name))
+    return checkpoint
 
 
 def load_gguf(path: Path) -> Checkpoint:
@@ -48,6 +53,7 @@ def load_gguf(path: Path) -> Checkpoint:
         _chat_template(file, tokenizer),
         release=lambda: _release(file),
         file_bytes=file.nbytes,
+        notes=tuple(file.notes),
     )
 
 

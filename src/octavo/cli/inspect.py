@@ -127,6 +127,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
             for token_id in sorted(tokenizer.eos_token_ids)
         },
         "chat_template": checkpoint.chat_template is not None,
+        "notes": list(checkpoint.notes),
         "chat_template_error": _template_error(checkpoint),
         "here": here,
     }
@@ -283,6 +284,7 @@ def as_text(facts: dict[str, Any]) -> str:
             f"{as_size(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
+    lines += [f"note        {note}" for note in facts["notes"]]
     return "\n".join(lines)
 
 

@@ -251,6 +251,8 @@ class Engine:
             )
             for choice in range(params.n)
         ]
+        for output in outputs:
+            output.text.begin(request.begun)
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
         record.max_tokens = max_tokens

@@ -153,12 +153,22 @@ class NativeExecutor:
         keep_hidden: bool = False,
         digest: bool = False,
     ) -> None:
+        layout.dtype.check_served()
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
         if pool is None:
             count, source = usable_cpus() if threads is None else (threads, "as asked")
+            usable, why = usable_cpus()
+            if count > usable:
+                logger.warning(
+                    "%d threads, but %d can run at once (%s): steps take longer than with %d",
+                    count,
+                    usable,
+                    why,
+                    usable,
+                )
             pool = _native.ThreadPool(count)
         elif threads is None:
             source = "shared"

@@ -159,3 +159,4 @@ class Request:
     client: str = ""  # who asks: the name of an API key; fair shares and quotas are among these
     weight: float = 1.0  # its client's share among fair ones, against the others'
     target: LatencyTarget | None = None
+    begun: bytes = b""  # of a character at the prompt's end, which the answer's text completes

@@ -69,6 +69,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
                 params=replace(params, max_tokens=max_tokens),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
+                begun=reply.begun[index],
             )
         )
     return Prepared(requests, reply, {})
@@ -97,15 +98,21 @@ class CompletionReply(Reply):
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by prompt
         self._echo: list[str] | None = None
+        # Of each prompt that is echoed, the first bytes of a character that the answer completes.
+        self.begun = [b""] * len(prompts)
         if request.echo:
-            decode = model.tokenizer.decode
-            keep = request.skip_special_tokens is False
-            self._echo = [
-                decode(prompt.token_ids.tolist(), skip_special_tokens=not keep)
-                if prompt.text is None
-                else prompt.text
-                for prompt in prompts
-            ]
+            self._echo = [self._echoed(index) for index in range(len(prompts))]
+
+    def _echoed(self, index: int) -> str:
+        """A prompt's text, without a character that is not complete."""
+        token_ids, text = self.prompts[index]
+        if text is not None:
+            return text
+        ids = token_ids.tolist()
+        keep = self.request.skip_special_tokens is False
+        text = self.model.tokenizer.decode(ids, skip_special_tokens=not keep)
+        self.begun[index] = self.shower.begun(ids)
+        return text[:-1] if self.begun[index] else text
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         first = index not in self._begun
@@ -183,7 +190,7 @@ class CompletionReply(Reply):
                         else CompletionLogprobsWriter.of_text(self.shower, text, token_ids)
                     )
                     taken = writer.take(token_ids, prompt_logprobs)
-            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start)
+            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start, self.begun[prompt])
         if output.logprobs:
             taken = extend(taken, self._logprobs[index].take(output.token_ids, output.logprobs))
         return taken

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from pathlib import Path
 
 from octavo.checkpoint.base import ChatTemplate, Tokenizer, TokenizerError
 from octavo.serve.errors import ApiError
+
+
+def public_name(model: str | Path) -> str:
+    """What clients may know of a model argument: a known name or a Hugging Face id as it is, and
+    of a local path its last part.
+    """
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else str(model)
+
+
+def utf8(name: str) -> str:
+    """The name as JSON and metrics can hold it: the bytes of an argument need not be UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -19,7 +34,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens, prompt and answer together
-    root: str = ""  # the file or the id it was loaded from, as the user gave it
+    root: str = ""  # the name of the file or folder it was loaded from, without its path
     control_tokens_in_content: bool = False  # of messages; else they are text there
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -98,3 +113,15 @@ class ShownTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.text = lru_cache(1 << 14)(tokenizer.token_text)
         self.bytes = lru_cache(1 << 14)(tokenizer.token_bytes)
+        self.key = lru_cache(1 << 14)(self._key)
+
+    def _key(self, token_id: int) -> str:
+        """The text; of a part of a character its bytes, as OpenAI spells them, for all parts look
+        the same as text.
+        """
+        data = self.bytes(token_id)
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return self.text(token_id)

@@ -10,7 +10,7 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -29,14 +29,15 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
-from octavo.schedule.policies.config import PolicyName
-from octavo.serve.app import create_app
+from octavo.serve.app import App, create_app
+from octavo.serve.clients import Clients, raise_file_limit
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.keys import ApiKey
+from octavo.serve.gate import Gate
+from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
-from octavo.serve.model import ServedModel
+from octavo.serve.model import ServedModel, public_name, utf8
 from octavo.serve.niceness import give_way
 
 if TYPE_CHECKING:
@@ -50,8 +51,15 @@ ONE_CLIENT = (
     "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_BACKLOG = 2048  # connections not yet accepted
+OWN_CACHE = (
+    "prefix cache: API keys of the key file share only what has the same cache_salt, which is a "
+    "key's name unless the file says another (--share-prefix-cache: all share one)"
+)
+ONE_CACHE = (
+    "prefix cache: shared by all API keys, so that each can tell by the time of an answer whether "
+    "another has sent the same prompt"
+)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
@@ -61,14 +69,18 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises, and `SettingsError` where traces cannot be sent, or keys have what the
-    scheduling policy does not know of. With an engine that hangs it ends the process, with code 1.
+    `load_engine` raises, and `SettingsError` where traces cannot be sent. With an engine that hangs
+    it ends the process, with code 1.
     """
-    check_keys(serve.keys, engine.scheduling_policy)
     # A third of what a scrape would be, and Prometheus does not read it.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
+    named, told = in_effect(serve.named_keys, engine.scheduling_policy, serve.api_key_file)
+    serve = replace(serve, named_keys=named)
+    for line in told:
+        log.warning("%s", line)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
+    files = raise_file_limit()
     try:
         # Before loading: a port that is taken is known at once.
         listener = bind(serve)
@@ -84,28 +96,17 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if serve.named_keys and engine.enable_prefix_caching:
+            log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, tracer))
+        clients = Clients.of_files(files)
+        return uvloop.run(_serve(loaded, model, serve, listener, clients, calibration, tracer))
     finally:
         if tracer is not None:
             tracer.close()
         listener.close()
         _remove_socket_file(serve.uds)
-
-
-def check_keys(keys: Iterable[ApiKey], policy: PolicyName) -> None:
-    """Raises `SettingsError` for a key with a priority or a weight that would have no effect."""
-    for key in keys:
-        if key.priority and policy != "priority":
-            raise SettingsError(
-                f"{key.name}: priority {key.priority} has no effect under scheduling_policy "
-                f"{policy}"
-            )
-        if key.weight != 1 and policy != "fair":
-            raise SettingsError(
-                f"{key.name}: weight {key.weight:g} has no effect under scheduling_policy {policy}"
-            )
 
 
 def bounded(config: EngineConfig) -> EngineConfig:
@@ -141,26 +142,22 @@ def _predictions(calibration: Calibration | None) -> str:
     return f"step times: predicted, as {calibration.standing}"
 
 
-def _spelled(argument: str) -> str:
-    """A name that JSON and metrics can say, of a path whose bytes need not be UTF-8."""
-    return os.fsencode(argument).decode(errors="replace")
-
-
 async def _serve(
     loaded: LoadedEngine,
-    model: str,
+    model: str | Path,
     config: ServeConfig,
     listener: socket.socket,
+    clients: Clients,
     calibration: Calibration | None,
     tracer: Tracer | None,
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
-        names=tuple(map(_spelled, config.served_model_name or (model,))),
+        names=tuple(map(utf8, config.served_model_name or (public_name(model),))),
         tokenizer=tokenizer,
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
-        root=_spelled(model),
+        root=utf8(public_name(model)),
         control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
@@ -169,6 +166,7 @@ async def _serve(
         admit_within_target=config.admit_within_slo,
     )
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
+    metrics.clients(clients)
     metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(
         "cache_config_info",
@@ -193,7 +191,7 @@ async def _serve(
     try:
         trace = None if tracer is None else tracer.trace
         app = create_app(engine, served, config, metrics, trace)
-        await serve(app, engine, config, listener)
+        await serve(app, engine, config, listener, clients)
     finally:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT):
@@ -212,33 +210,43 @@ def _try_template(template: ChatTemplate) -> None:
         log.warning("chats will be refused, the chat template cannot be used: %s", error)
 
 
-def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
+def http_server(
+    app: ASGIApp, config: ServeConfig, clients: Clients | None = None
+) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
+    if clients is None:
+        clients = Clients()
+    refused = app.refused if isinstance(app, Gate) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, config)),
+            http=cast(type[asyncio.Protocol], partial(Connection, config, refused, clients)),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             root_path=config.root_path,
-            backlog=_BACKLOG,
+            backlog=clients.backlog,
             timeout_graceful_shutdown=_LAST_BYTES,
         )
     )
 
 
 async def serve(
-    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+    app: App,
+    engine: AsyncEngine,
+    config: ServeConfig,
+    listener: socket.socket,
+    clients: Clients,
 ) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
-    server = http_server(app, config)
+    """Answer on ``listener`` until one of `_SIGNALS`, then drain; a second one ends at once."""
+    server = http_server(app, config, clients)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
     async def drain() -> None:
+        app.drain()
         await _drain(engine, config.shutdown_timeout)
         server.should_exit = True
 
@@ -250,14 +258,16 @@ async def serve(
         log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
         draining = loop.create_task(drain())
 
-    for which in _SIGNALS:
+    # Under nohup the end of the terminal is no reason to stop.
+    handled = [which for which in _SIGNALS if signal.getsignal(which) is not signal.SIG_IGN]
+    for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:
-        listener.listen(_BACKLOG)  # who reads the next line may connect
+        listener.listen(clients.backlog)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:
-        for which in _SIGNALS:
+        for which in handled:
             loop.remove_signal_handler(which)
 
 

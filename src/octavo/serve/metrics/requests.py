@@ -26,7 +26,10 @@ _CLIENTS = 128
 
 # Why a request was refused. Counted where the refusal is answered, and of those shed, which have
 # waited, when their record ends.
-REJECTIONS = ("capacity", "invalid", "quota", "draining", "shed")
+REJECTIONS = (
+    *("capacity", "quota", "shed", "draining", "invalid", "unauthorized", "forbidden"),
+    *("not_found", "misdirected", "timeout", "gone", "error"),
+)
 
 
 class RequestMetrics:

@@ -86,7 +86,8 @@ CASES: list[tuple[str, list[dict[str, Any]], dict[str, Any]]] = [
     ("{{ '{}: {}'.format(messages[0].role, 'x') }}{{ '%s!' | format(messages[0].role) }}", [USER], {}),
     ("{{ messages[0].content | e }}{{ messages[0].content | indent(2) }}", [USER], {}),
     ("{{ '<a>' + (messages[0].content | e) }}{{ (messages[0].content | e) + '<a>' }}"
-     "{{ '<a>' ~ (messages[0].content | e) }}", [USER], {}),
+     "{{ '<a>' ~ (messages[0].content | e) }}{{ '<a>' | safe + messages[0].content + '<' }}",
+     [USER], {}),
     ("{{ messages | map(attribute='role') | join(', ') }}{{ messages | length }}", [USER, ANSWER], {}),
     ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", [USER, ANSWER], {}),
     ("{{ (messages | last).role }}{{ messages[::-1][0].role }}{{ messages | first }}",

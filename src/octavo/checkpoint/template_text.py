@@ -175,7 +175,7 @@ def written(text: str) -> Text:
 
 def constant(value: Any) -> Any:
     """A constant of the template, with all its strings as the template's own."""
-    if isinstance(value, str):
+    if type(value) is str:  # and not Markup
         return written(value)
     if isinstance(value, (list, tuple)):
         return type(value)(map(constant, value))

@@ -33,12 +33,12 @@ from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     BpeTokenizer,
     byte_level_bytes,
+    pipeline,
     sentencepiece_bytes,
 )
 
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
-_PIPELINE = ("normalizer", "pre_tokenizer")
 _CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 log = logging.getLogger(__name__)
@@ -97,8 +97,8 @@ class _Reader:
                 self.values |= {key: parts[key] for key in parts if key != "model"}
         self.reason = unbounded(self.values)
         if self.reason is not None:  # not even the texts of added tokens go through it here
-            self.pipeline = {key: self.values.get(key) for key in _PIPELINE}
-            text = json.dumps(json.loads(text) | dict.fromkeys(_PIPELINE))
+            self.pipeline = pipeline(self.values)
+            text = json.dumps(json.loads(text) | pipeline({}))
         try:
             backend = guarded(Backend.from_str, text)
             # Settings of a training pipeline. No prompt is cut or filled here.

@@ -143,7 +143,7 @@ OFFLOAD_OPTIONS = [
     ),
     option(
         "kv_offload_disk", str | None, None, "Most bytes of files in --kv-offload-dir.", "Engine",
-        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free",
+        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free and its own",
     ),
 ]  # fmt: skip
 

@@ -325,7 +325,7 @@ def test_a_broken_file_is_one_line(tmp_path: Path) -> None:
 
 def test_pull_list_and_unknown(tmp_path: Path) -> None:
     listed = process("pull", "--list", OCTAVO_HOME=str(tmp_path))
-    assert re.search(r"smollm2 .*\n.*not here, 98 MB", listed.stdout)
+    assert re.search(r"smollm2 .*\n.*not here: 93 MB to fetch", listed.stdout)
     result = process("pull", "smolm2", OCTAVO_HOME=str(tmp_path), OCTAVO_DEBUG="0")
     assert result.returncode == 1
     assert "did you mean smollm2?" in result.stderr

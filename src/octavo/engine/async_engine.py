@@ -51,6 +51,7 @@ class AsyncEngine:
         self._inbox: deque[tuple[Request, RequestRecord]] = deque()
         self._inbox_tokens = 0
         self._aborts: list[str] = []
+        self._replaced: list[str] = []  # whose places in the queue others have taken
         self._streams: dict[str, Stream] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
         self._inspections: list[Inspection] = []
@@ -108,13 +109,17 @@ class AsyncEngine:
                     name = request.request_id
                     if name in self._streams or name in (r.request_id for r in requests[:index]):
                         raise AdmissionError(f"request id {name!r} is in use", "request_id")
-                self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
+                places = self.engine.places
+                replaced = self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
+                places.take(replaced)
+                self._replaced += [record.request_id for record in replaced]
                 mailbox = self._mailbox(asyncio.get_running_loop())
                 streams = [Stream(record, mailbox, self.abort) for record in records]
                 for request, stream in zip(requests, streams, strict=True):
                     self._streams[request.request_id] = stream
                     self._inbox.append((request, stream.record))
                     self._inbox_tokens += stream.record.prompt_tokens
+                    places.enter(stream.record)
                 self._condition.notify()
         except (ValueError, EngineDead) as error:
             for record in records:
@@ -128,8 +133,8 @@ class AsyncEngine:
 
     def check_room(self, pending: int = 0, asks: RequestRecord | None = None) -> None:
         """Refuse for now what `submit` would not take, with ``pending`` requests on their way to
-        the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing.
-        Raises as `submit_all` does. Waits for nothing.
+        the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing,
+        and it may come before everybody. Raises as `submit_all` does. Waits for nothing.
         """
         self._check_life()
         asking = [] if asks is None else [asks]
@@ -297,6 +302,7 @@ class AsyncEngine:
                 return False
             self._taken, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             aborts, self._aborts = self._aborts, []
+            replaced, self._replaced = self._replaced, []
             inspections, self._inspections = self._inspections, []
         while self._taken:
             request, record = self._taken[0]
@@ -306,6 +312,8 @@ class AsyncEngine:
                 logger.exception("request %r was not taken", request.request_id)
                 self._deliver([self.engine.refuse(record, error)])
             self._taken.popleft()
+        for request_id in replaced:
+            self.engine.replace(request_id)
         for request_id in aborts:
             self.engine.abort(request_id)
         for inspection in inspections:

@@ -117,7 +117,7 @@ class LoadedEngine:
             return
         stats = tiers.stats()
         line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if self.config.kv_offload_dir is not None:
+        if tiers.disk is not None:
             line += (
                 f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
                 f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -23,6 +24,7 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from octavo import __version__
+from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
@@ -155,6 +157,7 @@ async def _serve(
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
         root=utf8(public_name(model)),
+        control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
         loaded.engine,
@@ -179,6 +182,8 @@ async def _serve(
         engine.observe(prediction)
     if tracer is not None:
         tracer.spans.tell = metrics.spans
+    if served.chat_template is not None:
+        Thread(target=_try_template, args=(served.chat_template,), daemon=True).start()
     await engine.start()
     give_way(engine.thread)
     try:
@@ -193,6 +198,14 @@ async def _serve(
             log.error("the engine hangs: ending without it")
             _exit_now(1, config)
     return 0
+
+
+def _try_template(template: ChatTemplate) -> None:
+    """Say at the start what would else be found out by the first chat."""
+    try:
+        template.check()
+    except ChatTemplateError as error:
+        log.warning("chats will be refused, the chat template cannot be used: %s", error)
 
 
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:

@@ -51,6 +51,7 @@ class Setup:
     acceptance: float | None = None
     # What is taken on this machine where nobody has calibrated; None: the machine's limits.
     uncalibrated: Rates | None = None
+    slowness: float = 1.0  # times as long as predicted that everything takes
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) is not (self.config.speculation is None):
@@ -80,8 +81,10 @@ class Setup:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
         if stored is not None:
-            return stored.current
-        return self.uncalibrated or self.device.predicted(self.stored.bytes)
+            found = stored.current
+        else:
+            found = self.uncalibrated or self.device.predicted(self.stored.bytes)
+        return found if self.slowness == 1 else found.slowed(self.slowness)
 
     def basis(self) -> str:
         """What the predictions rest on."""
@@ -213,6 +216,9 @@ class Simulation:
     samples: Sequence[Sample]
     replay: Replay
     series: Series
+    seed: int = 0
+    max_concurrency: int | None = None
+    target: LatencyTarget | None = None
 
 
 def simulate(
@@ -255,4 +261,4 @@ def simulate(
         target=target,
     )
     series.finish(engine)
-    return Simulation(setup, engine, samples, done, series)
+    return Simulation(setup, engine, samples, done, series, seed, max_concurrency, target)

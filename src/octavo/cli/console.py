@@ -123,3 +123,10 @@ def columns(rows: Mapping[str, str]) -> str:
 def plural(count: int, what: str) -> str:
     """ "1 row", "2 rows"."""
     return f"{count} {what}{'s' if count != 1 else ''}"
+
+
+def wrapped(text: str, indent: str = "", width: int = 98) -> list[str]:
+    """Lines of at most so many columns, broken at words."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

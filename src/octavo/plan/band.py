@@ -15,6 +15,7 @@ from math import exp, hypot
 from typing import Any, NamedTuple
 
 from octavo.plan.calibration import Calibration
+from octavo.plan.gpu import LARGE_ERROR
 from octavo.plan.saturation import Saturation
 from octavo.plan.simulation import Setup, Simulation, simulate
 from octavo.plan.slo import Figures, Slo
@@ -27,8 +28,6 @@ NINE_IN_TEN = 1.645  # standard deviations of a normal distribution, to either s
 REFRESHED, CALIBRATED = 0.041, 0.09
 FRESH = timedelta(minutes=2)
 UNCALIBRATED = 2.0  # times as long as the limits say: engines reach half of them, or more
-PUBLISHED = 1.3
-GIVEN = 1.1
 MOST = 4096  # requests; of a longer load it is simulated for the first of them
 
 
@@ -37,11 +36,10 @@ class Doubt(NamedTuple):
 
     slower: float
     faster: float
-    why: str
+    basis: str
 
-    @property
-    def certain(self) -> bool:
-        return self.slower == self.faster == 1.0
+
+OF_GIVEN = Doubt(1.1, 1.1, "the figures given, 10 % more or less")
 
 
 def doubt(setup: Setup, now: datetime | None = None) -> Doubt:
@@ -51,9 +49,10 @@ def doubt(setup: Setup, now: datetime | None = None) -> Doubt:
         if stored is None:
             return Doubt(UNCALIBRATED, 1.0, "not calibrated: limits that no engine reaches")
         return of_calibration(stored, now or datetime.now(UTC))
-    if setup.device.source:
-        return Doubt(PUBLISHED, PUBLISHED, "published figures of the device")
-    return Doubt(GIVEN, GIVEN, "what 10 % more or less of the figures given would make of it")
+    if setup.device.gpu:
+        end = 1 + LARGE_ERROR
+        return Doubt(end, end, "nine of ten published runs of GPUs lie within")
+    return OF_GIVEN
 
 
 def of_calibration(stored: Calibration, now: datetime) -> Doubt:
@@ -110,7 +109,7 @@ def band(
     return {
         "slower": doubt.slower,
         "faster": doubt.faster,
-        "basis": doubt.why,
+        "basis": doubt.basis,
         **latencies,
         "output_throughput": between("output_throughput"),
         "request_goodput": between("request_goodput"),

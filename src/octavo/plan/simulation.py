@@ -121,7 +121,8 @@ class Setup:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        return stored.standing
+        unfit = stored.misfit(self.device.rates(self.stored.bytes))
+        return f"{stored.standing}; {unfit}" if unfit else stored.standing
 
 
 def check_simulated(speculation: SpeculativeConfig | None) -> None:

@@ -188,6 +188,8 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.plan import hardware, report
+    from octavo.plan.band import doubt
+    from octavo.plan.capacity import capacity
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -253,7 +255,17 @@ def command(
             f"{first.reason}: {first.detail}"
         )
     notices.append(setup.basis())
-    result = report.figures(simulation, slo, price) | {"notices": notices}
+    with on_stderr() as show:
+        tell = now_and_then(show)
+        result = report.figures(
+            simulation,
+            slo,
+            price,
+            capacity=capacity(simulation, tell) if simulation.series.span else None,
+            doubt=doubt(setup),
+            progress=tell,
+        )
+    result["notices"] = notices
     try:
         typer.echo(json_text(result) if as_json else report.text(result))
     finally:  # also when nobody reads on

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from _script import as_script
 from octavo.engine.config import EngineConfig
 from octavo.plan.hardware import device
 from octavo.plan.report import figures
@@ -177,4 +178,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

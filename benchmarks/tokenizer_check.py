@@ -34,6 +34,7 @@ sys.path.insert(0, str(ORACLE))
 from strings import generate  # noqa: E402
 
 from _models import CACHE, models  # noqa: E402
+from _script import as_script  # noqa: E402
 
 Encode = Callable[[str], list[int]]
 Decode = Callable[[list[int]], str]
@@ -156,4 +157,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_script(main)

@@ -75,6 +75,7 @@ class LoadedEngine:
                     else ()
                 ),
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
+                *([f"rope: {rope}"] if (rope := model.rope_of_length(self.max_model_len)) else ()),
                 f"kv cache: {as_size(self.kv_cache_bytes)} of "
                 f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
@@ -104,6 +105,7 @@ class LoadedEngine:
                     else ()
                 ),
                 f"stop tokens: {shown or 'none'}",
+                *(f"note: {note}" for note in self.checkpoint.notes),
             )
         )
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -75,9 +77,9 @@ def command(
         if as_json:
             typer.echo(json_text(calibration.as_dict(), indent=2))
         elif refresh:
-            typer.echo(f"{calibration.name}: {calibration.standing}")
+            show_report(f"{calibration.name}: {calibration.standing}")
         else:
-            typer.echo(as_text(calibration))
+            show_report(as_text(calibration))
     finally:  # also when nobody reads on
         typer.echo(f"stored in {calibration.save()}", err=True)
 

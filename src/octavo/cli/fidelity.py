@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def command(
         if as_json:
             typer.echo(json_text(rows[0] if len(models) == 1 else rows, indent=2))
         else:
-            typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
+            show_report(as_text(rows[0]) if len(models) == 1 else as_table(rows))
     finally:  # of the two, what goes wrong with one does not take the other with it
         if plot is not None:
             from octavo.quant.plot import draw

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import (
     DATASET_OPTIONS,
     GOODPUT_OPTION,
@@ -260,7 +261,7 @@ def command(
         if values["as_json"]:
             typer.echo(json_text(kept))
         else:
-            typer.echo(report.table(short, list(asked.metrics)))
+            show_report(report.table(short, list(asked.metrics)))
     finally:  # also when nobody reads on
         if saved:
             path = folder / (name or benchmark.file_name(asked, result))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.checkpoint.base import require_chat
+from octavo.checkpoint.base import TokenizerError, require_chat
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
@@ -145,15 +145,21 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens_in_content: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template.
 
-        A conversation is a list of ``{"role": …, "content": …}``. Raises `ChatTemplateError` with
-        the template's message, and what `generate` raises.
+        A conversation is a list of ``{"role": …, "content": …}``. What spells a control token in
+        it (``<|im_end|>``) is text unless ``control_tokens_in_content``. Raises
+        `ChatTemplateError` with the template's message, and what `generate` raises.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
-            self.chat_prompt(conversation, **(chat_template_kwargs or {}))  # type: ignore[arg-type]
+            self.chat_prompt(
+                conversation,  # type: ignore[arg-type]
+                control_tokens_in_content=control_tokens_in_content,
+                **(chat_template_kwargs or {}),
+            )
             for conversation in conversations
         ]
         return self.generate(
@@ -176,14 +182,31 @@ class LLM:
         ]
         return self._run(requests)
 
-    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> tuple[str, list[int]]:
-        """A conversation as prompt text and token ids."""
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens_in_content: bool = False,
+        **kwargs: Any,
+    ) -> tuple[str, list[int]]:
+        """A conversation as prompt text and token ids; ``kwargs`` are the template's."""
         text = require_chat(self.loaded.checkpoint).render(
             [dict(message) for message in messages],
             **{"add_generation_prompt": True} | kwargs,
         )
+        marked = str(text) if control_tokens_in_content else text
         # The template writes the special tokens itself.
-        return text, self._tokenizer.encode(text, add_special_tokens=False)
+        return str(text), self._encode(marked, "messages", add_special_tokens=False)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(
+                param, f"a prompt is no Unicode text: {error.reason} at {error.start}"
+            ) from None
+        except TokenizerError as error:
+            raise InvalidParameter(param, str(error)) from None
 
     def _requests(
         self,
@@ -221,12 +244,7 @@ class LLM:
         else:
             token_ids = prompt
         if token_ids is None:
-            try:
-                token_ids = self._tokenizer.encode(text or "")
-            except UnicodeEncodeError as error:
-                raise InvalidParameter(
-                    "prompt", f"a prompt is no Unicode text: {error.reason} at {error.start}"
-                ) from None
+            token_ids = self._encode(text or "", "prompt")
         if not token_ids:
             raise InvalidParameter("prompt", "a prompt has no tokens")
         return text, [int(token_id) for token_id in token_ids]

@@ -32,7 +32,8 @@ from tokenizers import models
 
 from octavo.checkpoint.base import CheckpointError, Tokenizer
 from octavo.checkpoint.gguf import GgufFile
-from octavo.checkpoint.gguf_tokenizer import CUTS, gguf_tokenizer, implied_merges
+from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer, implied_merges
+from octavo.checkpoint.pre_tokenizers import CUTS
 
 ORACLE = Path(__file__).parent.parent / "oracle"
 MODELS = {"smollm2": "smollm2_path", "gemma3-270m": "gemma3_path"}
@@ -370,8 +371,8 @@ REFUSED: dict[str, tuple[Callable[[], Gguf], Change, str]] = {
     ),
     "pre": (
         tiny_llama,
-        lambda f: f.set("tokenizer.ggml.pre", STRING, "dbrx"),
-        f"tokenizer.ggml.pre 'dbrx' is not supported; supported are {', '.join(CUTS)}",
+        lambda f: f.set("tokenizer.ggml.pre", STRING, "kimi-k2"),
+        f"tokenizer.ggml.pre 'kimi-k2' is not supported; supported are {', '.join(CUTS)}",
     ),
     "no merges": (tiny_llama, lambda f: f.drop("tokenizer.ggml.merges"), "merges is missing"),
     "merge of no token": (

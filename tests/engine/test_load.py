@@ -172,7 +172,7 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
         {"max_model_len": 0},
         {"memory_utilization": 0.0},
         {"memory_utilization": 1.5},
-        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp9"},
         {"threads": 0},
     ],
 )

@@ -348,7 +348,7 @@ def test_json(tmp_path: Path) -> None:
         (("--format", "q4_0", "--bits", "4"), "bits and groups of its own"),
         (("--format", "nf4"), "is not one of"),
         (("--bits", "5"), "gptq has 3 or 4 or 8 bits"),
-        (("--arithmetic", "fp8"), "neither int8 nor bf16"),
+        (("--arithmetic", "fp8"), "none of auto, int8, bf16"),
         (("--embedding-format", "x"), "is not one of"),
     ],
 )

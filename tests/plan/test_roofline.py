@@ -217,9 +217,12 @@ def test_the_command(tmp_path: Path) -> None:
 def test_quantized_weights_have_a_roof_of_their_own() -> None:
     arguments = ("llama-3-8b", "--device", "h100", "--format", "q4_k", "--json")
     roofs = strict_json.loads(run(*arguments))["roofs"]
-    assert [roof["arithmetic"] for roof in roofs] == ["int8", "bf16"]
-    wide = strict_json.loads(run(*arguments, "--arithmetic", "bf16"))
-    assert [roof["arithmetic"] for roof in wide["roofs"]] == [Arithmetic.BF16]
+    assert [roof["arithmetic"] for roof in roofs] == ["bf16"], "widened to 16 bits on GPUs"
+    narrow = strict_json.loads(run(*arguments, "--arithmetic", "int8"))
+    assert [roof["arithmetic"] for roof in narrow["roofs"]] == [Arithmetic.INT8, Arithmetic.BF16]
+    figures = ("--device", "memory=48,int8=940,bf16=470")
+    cpu = strict_json.loads(run("llama-3-8b", "--format", "q4_k", "--json", *figures))
+    assert [roof["arithmetic"] for roof in cpu["roofs"]] == [Arithmetic.INT8, Arithmetic.BF16]
 
 
 @pytest.mark.parametrize(

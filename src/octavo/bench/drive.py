@@ -107,6 +107,8 @@ class Drive:
                         f"batch size {load.sequences} is above {name} {getattr(config, name)}"
                     )
         needed = max(_blocks(load, config, layout) for load in loads)
+        if config.max_model_len is None and longest > checkpoint.config.default_length:
+            config = replace(config, max_model_len=longest)
         asked = config.kv_cache_memory_bytes
         if asked is None:
             config = replace(config, kv_cache_memory_bytes=needed * layout.block_bytes)

@@ -108,7 +108,7 @@ def as_text(calibration: Calibration) -> str:
 
     memory = limits.bytes_per_second / 1e9
     row("reading weights", rates.bytes_per_second / 1e9, "GB/s", "bytes_per_second", memory)
-    for unit in Arithmetic:
+    for unit in limits.units:
         row(
             f"matrices, {unit}",
             rates.peak(unit) / 1e9,

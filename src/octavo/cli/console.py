@@ -122,3 +122,10 @@ def columns(rows: Mapping[str, str]) -> str:
             break_on_hyphens=False,
         )
     return "\n".join(lines)
+
+
+def wrapped(text: str, indent: str = "", width: int = 98) -> list[str]:
+    """Lines of at most so many columns, broken at words."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

@@ -131,8 +131,21 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
             for token_id in sorted(tokenizer.eos_token_ids)
         },
         "chat_template": checkpoint.chat_template is not None,
+        "notes": list(checkpoint.notes),
+        "chat_template_error": _template_error(checkpoint),
         "here": here,
     }
+
+
+def _template_error(checkpoint: Checkpoint) -> str | None:
+    from octavo.checkpoint.base import ChatTemplateError
+
+    try:
+        if checkpoint.chat_template is not None:
+            checkpoint.chat_template.check()
+    except ChatTemplateError as error:
+        return str(error)
+    return None
 
 
 def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str, Any]]:
@@ -232,6 +245,11 @@ def as_text(facts: dict[str, Any]) -> str:
         f"context     {facts['context_length']:,} tokens",
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
+        *(
+            [f"            that cannot be used: {facts['chat_template_error']}"]
+            if facts["chat_template_error"]
+            else []
+        ),
         *([f"quantized   {_scheme(facts['quantization'])}"] if facts["quantization"] else []),
         "",
         f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}{'bytes a weight':>16}"
@@ -270,6 +288,7 @@ def as_text(facts: dict[str, Any]) -> str:
             f"{as_size(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
+    lines += [f"note        {note}" for note in facts["notes"]]
     return "\n".join(lines)
 
 

@@ -246,7 +246,7 @@ def _samples(
     from octavo.quant.calibrate import CalibrationError, default_text, samples
     from octavo.quant.text import read_text
 
-    context = checkpoint.config.context_length
+    context = checkpoint.config.default_length
     if asked is not None and asked > context:
         raise typer.BadParameter(
             f"{asked} tokens are more than the model's context of {context}",

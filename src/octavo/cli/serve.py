@@ -73,6 +73,11 @@ SERVE_OPTIONS = [
     option("root_path", str, "", "Path prefix that a proxy in front strips.", _SERVER),
     option("response_role", str, "assistant", "Role of the answers.", _SERVER),
     option(
+        "control_tokens_in_content", bool, False,
+        "Let the content of messages contain control tokens: whoever writes it can forge turns.",
+        _SERVER, "--control-tokens-in-content",
+    ),
+    option(
         "allowed_origins", list[str], [], "CORS origins (repeatable or a JSON list).", _SERVER
     ),
     option("allowed_methods", list[str], ["*"], "CORS methods (the same).", _SERVER),

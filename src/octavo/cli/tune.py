@@ -154,7 +154,7 @@ def command(
         if on.memory_bytes is None:
             raise ValueError(f"--device {device}: how much memory has it? Add capacity=GiB")
     weights_on(on, subject)  # refuses what only a format could say
-    memory, tokens = engine_defaults(on.measured)
+    memory, tokens = engine_defaults(on.measured, on.gpu)
     with naming_flags():
         searched = space(
             subject, on, engine, memory=memory, tokens=tokens, lossless=lossless, acceptance=rate

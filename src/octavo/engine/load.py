@@ -75,6 +75,7 @@ class LoadedEngine:
                     else ()
                 ),
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
+                *([f"rope: {rope}"] if (rope := model.rope_of_length(self.max_model_len)) else ()),
                 f"kv cache: {as_size(self.kv_cache_bytes)} of "
                 f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
@@ -104,6 +105,7 @@ class LoadedEngine:
                     else ()
                 ),
                 f"stop tokens: {shown or 'none'}",
+                *(f"note: {note}" for note in self.checkpoint.notes),
             )
         )
 
@@ -146,6 +148,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
     from octavo.sample.native import NativeSampler
 
+    KvDtype.of(config.kv_cache_dtype).check_served()
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):

@@ -202,6 +202,27 @@ class ModelConfig:
                     )
 
     @property
+    def default_length(self) -> int:
+        """The longest sequence if nobody asks for longer ones: the context of training where the
+        rotary positions of longer sequences are others for all sequences, else the whole context.
+        """
+        rules = (layer.rope.by_length for layer in self.layers)
+        return min([self.context_length, *(rule.original for rule in rules if rule is not None)])
+
+    def rope_of_length(self, length: int) -> str | None:
+        """Which rotary positions sequences of up to ``length`` tokens get, where that depends."""
+        rule = next((each.rope.by_length for each in self.layers if each.rope.by_length), None)
+        if rule is None:
+            return None
+        name = "LongRoPE" if isinstance(rule, LongRope) else "dynamic NTK"
+        if length <= rule.original:
+            return f"{name} as in training: its context has {rule.original} tokens"
+        return (
+            f"{name} for sequences of {length} tokens, and so for shorter ones, too: the context "
+            f"of training has {rule.original}"
+        )
+
+    @property
     def experts(self) -> Experts | None:
         """Of the layers that have any."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)

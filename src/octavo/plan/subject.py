@@ -41,9 +41,7 @@ class Subject:
     @classmethod
     def of_folder(cls, folder: HfFolder) -> Subject:
         """From what the folder's config.json says."""
-        # Where the key is missing, transformers' classes tie Gemma's head and no other's.
-        gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
-        config = model_config(folder, () if gemma else ("lm_head.weight",))
+        config = model_config(folder)
         return cls(config.name, program(config), quantized=_quantized(folder))
 
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -38,14 +39,22 @@ _EXPOSED = (
 )
 
 
+class App(Gate):
+    """The server as an ASGI application."""
+
+    def __init__(self, bodies: Bodies, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.drain = bodies.drain  # refuse what is still being received, for the engine drains
+
+
 def create_app(
     engine: AsyncEngine,
     model: ServedModel,
     config: ServeConfig,
     metrics: Metrics | None = None,
     trace: Trace | None = None,
-) -> Gate:
-    """The server as an ASGI application. The engine is started and stopped by the caller."""
+) -> App:
+    """The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
     metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
@@ -100,7 +109,8 @@ def create_app(
             expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
-    return Gate(
+    return App(
+        bodies,
         Hosts(app, config),
         metrics.http,
         paths,

@@ -35,6 +35,7 @@ class ServeConfig:
     share_prefix_cache: bool = False  # among all keys; else each named one has its own part of it
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
+    control_tokens_in_content: bool = False  # or else they are text there (docs/serving.md)
 
     # Browsers of other origins: none unless named, for a page on the web could else use a
     # server that its visitor runs on loopback.

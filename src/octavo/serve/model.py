@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from octavo.checkpoint.base import ChatTemplate, Tokenizer
+from octavo.checkpoint.base import ChatTemplate, Tokenizer, TokenizerError
 from octavo.serve.errors import ApiError
 
 
@@ -35,6 +35,7 @@ class ServedModel:
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens, prompt and answer together
     root: str = ""  # the name of the file or folder it was loaded from, without its path
+    control_tokens_in_content: bool = False  # of messages; else they are text there
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -58,6 +59,14 @@ class ServedModel:
             raise ApiError(
                 400, f"{param}: token id {bad} is outside the vocabulary of {size}", param
             )
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        self.check_length(len(text), param)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TokenizerError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
 
     def check_length(self, characters: int, param: str) -> None:
         """Refuse, before it is tokenized, a text that fits under no tokenization.

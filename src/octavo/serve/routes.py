@@ -106,9 +106,8 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(request, name) is not None:
                 raise ApiError(400, f"{name} needs messages", name)
-        model.check_length(len(request.prompt), "prompt")
-        token_ids = model.tokenizer.encode(
-            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        token_ids = model.encode(
+            request.prompt, "prompt", add_special_tokens=request.add_special_tokens is not False
         )
     else:
         assert request.messages is not None

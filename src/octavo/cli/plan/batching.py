@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr
+from octavo.cli.console import json_text, on_stderr, wrapped
 from octavo.cli.fold import show_report
 from octavo.cli.options import MOST_SEQUENCES, length, naming_flags
 from octavo.cli.planned import (
@@ -262,7 +262,7 @@ def _model(
     with naming_flags(*NAMES):
         hardware.check(device)
         chosen = chosen_scheme(format, None, None, False)
-        usual = engine_defaults(device == "machine")
+        usual = engine_defaults(device == "machine", hardware.is_gpu(device))
         if tokens is None:
             tokens = usual.max_num_batched_tokens
         if memory_utilization is None:
@@ -299,7 +299,7 @@ def _model(
             f"{plan.num_blocks:,} blocks of cache ÷ {blocks:,} of a sequence of {held:,.0f} tokens "
             f"= {limits.cached_seqs:,.1f} sequences"
         )
-    costs = formats.cost_model(subject, stored, layout, half=on.half)
+    costs = formats.cost_model(subject, stored, layout, on)
     return (
         ModelStep(costs, setup.rates()),
         limits,
@@ -375,7 +375,8 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
 def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     load, mix = found.load, found.saturation.mix
     lines = [f"a step: {how['step']}"]
-    lines += [f"  {how[key]}" for key in ("standing", "basis") if how.get(key)]
+    for key in ("standing", "basis"):
+        lines += wrapped(how.get(key) or "", "  ")
     lines += [
         "",
         "a request",

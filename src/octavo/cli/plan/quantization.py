@@ -22,6 +22,7 @@ from octavo.cli.planned import (
     Unit,
     chosen_scheme,
     embedding_scheme,
+    unit,
 )
 from octavo.words import number
 
@@ -71,7 +72,7 @@ def command(
         ),
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
-    arithmetic: Unit = "int8",
+    arithmetic: Unit = "auto",
     device: OnDevice = "machine",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it as one JSON object, in bytes and seconds.")
@@ -84,7 +85,6 @@ def command(
     two. MODEL may also be a config.json alone, without weights.
     """
     from octavo.engine.config import SettingsError
-    from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import hardware, schemes
     from octavo.plan import quantization as planning
@@ -120,7 +120,7 @@ def command(
             layout=layout,
             context=in_cache,
             prompt=prompt,
-            quantized=Arithmetic(arithmetic),
+            quantized=unit(arithmetic),
         )
         for variant in variants
     ]
@@ -420,7 +420,5 @@ def _crossing_lines(plan: Plan, context: int) -> list[str]:
 
 
 def _figures(rates: Any) -> str:
-    from octavo.execute.cost import Arithmetic
-
-    peaks = ", ".join(f"{unit} {number(rates.peak(unit) / 1e9)}" for unit in Arithmetic)
+    peaks = ", ".join(f"{unit} {number(rates.peak(unit) / 1e9)}" for unit in rates.units)
     return f"{number(rates.bytes_per_second / 1e9)} GB/s; {peaks} Gop/s"

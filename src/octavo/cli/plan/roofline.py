@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, writing
+from octavo.cli.console import json_text, on_stderr, wrapped, writing
 from octavo.cli.fold import show_report
 from octavo.cli.options import Model, check_file, length, naming_flags
 from octavo.cli.planned import (
@@ -25,8 +25,11 @@ from octavo.cli.planned import (
     Unit,
     chosen_scheme,
     embedding_scheme,
+    unit,
 )
 from octavo.execute.memory import as_size
+from octavo.plan.defaults import GPU
+from octavo.plan.gpu import RUNTIME_BYTES
 from octavo.words import number
 
 if TYPE_CHECKING:
@@ -106,7 +109,7 @@ def command(
         ),
     ] = None,
     kv_cache_dtype: KvCacheDtype = "auto",
-    arithmetic: Unit = "int8",
+    arithmetic: Unit = "auto",
     compute_share: ComputeShare = None,
     bandwidth_share: BandwidthShare = None,
     price: Price = None,
@@ -128,7 +131,6 @@ def command(
     a config.json alone, without weights.
     """
     from octavo.engine.config import EngineConfig
-    from octavo.execute.cost import Arithmetic
     from octavo.kv.layout import KvDtype, KvLayout
     from octavo.plan import hardware
     from octavo.plan.roofline import roofline
@@ -144,7 +146,7 @@ def command(
         check_file(plot)
     subject = Subject.find(model)
     most = subject.program.config.context_length
-    contexts = _within("--context", context, _CONTEXTS, most - 1)
+    contexts = _within("--context", context, _CONTEXTS, most)
     prompts = _within("--prompt-len", prompt_len, _PROMPTS, most)
     # Last of what is checked: this machine may have to be measured.
     with naming_flags():
@@ -160,7 +162,7 @@ def command(
         prompts=prompts,
         sequences=_BATCHES if batch_sizes is None else tuple(map(int, batch_sizes)),
         chunk=max_num_batched_tokens,
-        quantized=Arithmetic(arithmetic),
+        quantized=unit(arithmetic),
         expected=setup.rates(),
     )
     try:
@@ -276,7 +278,7 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         f"weights ({stored.name}),",
         f"{layout.bytes_per_token:,} bytes of KV cache a token ({layout.dtype})",
         "",
-        f"{found.device.name}: {found.device.standing}",
+        *wrapped(f"{found.device.name}: {found.device.standing}"),
         f"  {'memory':<12}{number(rates.bytes_per_second / 1e9):>9} GB/s",
         *(
             f"  {names:<12}{roof.ops_per_second / scale:>9,.6g} {letter}op/s ÷ "
@@ -285,7 +287,7 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
             for names, roof in levels(found.roofs)
         ),
         f"  {'peaks':<12}{', '.join(peaks)} {letter}op/s",
-        f"  {found.device.assumption or basis}",
+        *wrapped(found.device.assumption or basis, "  "),
         "",
         *_table("decode", ("context", "batch"), "TPOT", found.decode, price),
         *(_crossing(context) for context in found.contexts),
@@ -308,8 +310,14 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
             "busier.\n  octavo bench machine measures them again"
         )
     if any(point.fits is False for point in found.decode + found.prefill):
-        memory = found.device.memory_bytes or 0
-        lines.append(f"! weights and these caches take more than the device's {as_size(memory)}")
+        memory = as_size(found.device.memory_bytes or 0)
+        used = (
+            f"the {GPU.memory_utilization:g} of the device's {memory} that engines use without a "
+            f"runtime's {as_size(RUNTIME_BYTES)}"
+            if found.device.gpu
+            else f"the device's {memory}"
+        )
+        lines += wrapped(f"! weights and these caches take more than {used}")
     return "\n".join(lines)
 
 

@@ -14,8 +14,10 @@ import typer
 from octavo.cli.console import json_text, writing
 from octavo.cli.fold import show_report
 from octavo.cli.load import (
+    DATASET,
     DATASET_OPTIONS,
     GOODPUT_OPTION,
+    MOST_REQUESTS,
     TRAFFIC,
     TRAFFIC_OPTIONS,
     demand_settings,
@@ -99,6 +101,16 @@ SAMPLING_OPTIONS = [
         "extra_body", str | None, None, "Fields for each request, as a JSON object.", _SAMPLING,
         parser=json_object, metavar="JSON",
     ),
+]  # fmt: skip
+
+LOAD_OPTIONS = [
+    option(
+        "num_prompts", int | None, None, "Requests.", DATASET, min=1, max=MOST_REQUESTS,
+        show_default="a minute's worth for this server, at most 1000; of a trace all in the window",
+    )
+    if parameter.name == "num_prompts"
+    else parameter
+    for parameter in DATASET_OPTIONS
 ]  # fmt: skip
 
 WARMUP_OPTIONS = [
@@ -205,7 +217,7 @@ _AS_THEY_ARE = (
 @takes(
     values=(
         SERVER_OPTIONS
-        + DATASET_OPTIONS
+        + LOAD_OPTIONS
         + TRAFFIC_OPTIONS
         + WARMUP_OPTIONS
         + SAMPLING_OPTIONS

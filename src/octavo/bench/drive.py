@@ -116,16 +116,17 @@ class Drive:
                         f"batch size {load.sequences} is above {name} {getattr(config, name)}"
                     )
         needed = max(_blocks(load, config, layout) for load in loads)
+        longest = min(most, max(_tokens(load, config) for load in loads))
         if config.max_model_len is None and longest > checkpoint.config.default_length:
             config = replace(config, max_model_len=longest)
-        asked = config.kv_cache_memory_bytes
-        if asked is None:
+        cache = config.kv_cache_memory_bytes
+        if cache is None:
             config = replace(config, kv_cache_memory_bytes=needed * layout.block_bytes)
-        elif asked // layout.block_bytes < needed:
+        elif cache // layout.block_bytes < needed:
             load = max(loads, key=lambda load: _blocks(load, config, layout))
             raise SettingsError(
                 f"{load.name} needs {needed} KV blocks of {layout.block_bytes:,} bytes = "
-                f"{needed * layout.block_bytes:,} bytes; the cache has {asked:,}"
+                f"{needed * layout.block_bytes:,} bytes; the cache has {cache:,}"
             )
         return cls(load_engine(checkpoint, config))
 

@@ -16,6 +16,7 @@ from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import Saturation, saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
+from octavo.words import number
 from octavo.workload.metrics import Record, Totals, by_class, is_good, seconds, spread, totals
 
 INTERVALS = 100
@@ -248,8 +249,8 @@ def text(result: Mapping[str, Any]) -> str:
     if result["classes"]:
         limits += ", or its class's own"
     lines = [
-        f"{result['model']}: {result['parameters'] / 1e9:.3g} G parameters, "
-        f"{result['weight_bytes'] / 1e9:.4g} GB of weights ({result['format']})",
+        f"{result['model']}: {number(result['parameters'] / 1e9, 3)} G parameters, "
+        f"{number(result['weight_bytes'] / 1e9)} GB of weights ({result['format']})",
         f"on {result['device']}: {source}",
         f"KV cache: {as_size(settings['kv_cache_bytes'])} of {settings['kv_cache_dtype']}, "
         f"{settings['kv_blocks']:,} blocks of {settings['block_size']} tokens "
@@ -305,9 +306,9 @@ def text(result: Mapping[str, Any]) -> str:
         each = cost["per_million_output_tokens"]
         good = cost["per_thousand_good_requests"]
         lines.append(
-            f"cost          {cost['total']:.4g} at {cost['price_per_hour']:g} an hour"
-            + (f"; {each:.4g} a million output tokens" if each is not None else "")
-            + (f", {good:.4g} a thousand good requests" if good is not None else "")
+            f"cost          {number(cost['total'])} at {cost['price_per_hour']:g} an hour"
+            + (f"; {number(each)} a million output tokens" if each is not None else "")
+            + (f", {number(good)} a thousand good requests" if good is not None else "")
         )
     lines += ["", *_table_over_time(result)]
     for reason in result["reasons"]:

@@ -168,7 +168,7 @@ def test_slices_of_logits_are_those_of_all_at_once(format: WeightFormat) -> None
             result.logits_from(first)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 def test_copied_blocks_continue_a_fork(kv_dtype: KvDtype) -> None:
     """A fork that copies its half-filled block goes on with the same bits; chains copy in order."""
     config = tiny.config()
@@ -190,7 +190,7 @@ def test_copied_blocks_continue_a_fork(kv_dtype: KvDtype) -> None:
     assert np.array_equal(np.array(parent.logits), expected)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 def test_blocks_leave_and_come_back(kv_dtype: KvDtype) -> None:
     config = tiny.config("gemma3")
     driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype)
@@ -213,7 +213,7 @@ def test_blocks_leave_and_come_back(kv_dtype: KvDtype) -> None:
         driver.executor.import_blocks(used[:2].copy(), data[:1])
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_recycled_blocks_hold_changes_nothing(isa: str, kv_dtype: str) -> None:
     """NaN that recycled blocks hold is never read, at either end of a window."""
@@ -418,7 +418,7 @@ def test_a_closed_executor_says_so() -> None:
         driver.executor.execute(batch)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (18, 32), (20, 48), (66, 16)])
 def test_bytes_are_as_planned(head_dim: int, block_size: int, kv_dtype: KvDtype) -> None:
     config = tiny.config("gemma3", head_dim=head_dim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,18 @@ from octavo.checkpoint.base import (
     WeightFormat,
 )
 from octavo.checkpoint.bind import bind, experts, trim_heap, vector
-from octavo.checkpoint.chat_template import JinjaChatTemplate
+from octavo.checkpoint.chat_template import JinjaChatTemplate, several_templates
 from octavo.checkpoint.files import read_file
 from octavo.checkpoint.hf_config import model_config, sizes_left_out
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
-from octavo.checkpoint.hf_tokenizer import TOKENIZER_CONFIG, hf_tokenizer, special_tokens
+from octavo.checkpoint.hf_special_tokens import TOKENIZER_CONFIG
+from octavo.checkpoint.hf_tokenizer import GENERATION, hf_tokenizer
 from octavo.checkpoint.quantization import ModelTensors
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
 
 TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder
 MAX_TEMPLATE = 1 << 20  # bytes
 
 # Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
@@ -101,11 +104,12 @@ def load_folder(path: Path) -> Checkpoint:
         config,
         weights,
         tokenizer,
-        _chat_template(folder),
+        _chat_template(folder, tokenizer.special_tokens_map),
         release=lambda: _release(stored),
         file_bytes=stored.file_bytes,
         quantization=tensors.quantization,
         notes=tuple(folder.notes),
+        generation_config=folder.json_if_any(GENERATION),
     )
 
 
@@ -254,20 +258,39 @@ def _plus_one(weight: Weight) -> Weight:
     return weight._replace(source=data.view(np.uint8))
 
 
-def _chat_template(folder: HfFolder) -> ChatTemplate | None:
-    """The template in a file of its own, else the one in tokenizer_config.json."""
-    if folder.has(TEMPLATE):
-        try:
-            source: object = read_file(folder.path / TEMPLATE, MAX_TEMPLATE).decode()
-        except UnicodeDecodeError:
-            folder.fail(TEMPLATE, "is not UTF-8")
-    else:
+def _chat_template(folder: HfFolder, tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The template in a file of its own, else the one in tokenizer_config.json; of several, the one
+    called default. ``tokens``: the special ones by name."""
+    found = {name: _template_file(folder, file) for name, file in _template_files(folder)}
+    source: object = found
+    if not found:
         source = folder.json_if_any(TOKENIZER_CONFIG).get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = [each for each in source if isinstance(each, dict)]
-            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if isinstance(source, list):
+        pairs = [
+            (each.get("name"), each.get("template")) for each in source if isinstance(each, dict)
+        ]
+        source = {name: template for name, template in pairs if isinstance(name, str)}
+    if isinstance(source, dict):
+        if source and "default" not in source:
+            return several_templates(source)
+        source = source.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
         folder.fail(TOKENIZER_CONFIG, f"chat_template is a {type(source).__name__}, not a string")
-    return JinjaChatTemplate(source, special_tokens(folder))
+    return JinjaChatTemplate(source, tokens)
+
+
+def _template_files(folder: HfFolder) -> Iterator[tuple[str, str]]:
+    """(name, file) of each."""
+    if folder.has(TEMPLATE):
+        yield "default", TEMPLATE
+    for path in sorted((folder.path / TEMPLATES).glob("*.jinja")):
+        yield path.stem, f"{TEMPLATES}/{path.name}"
+
+
+def _template_file(folder: HfFolder, name: str) -> str:
+    try:
+        return read_file(folder.path / name, MAX_TEMPLATE).decode()
+    except UnicodeDecodeError:
+        folder.fail(name, "is not UTF-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
 from octavo.checkpoint.bind import STACKS, bind, experts, listed, trim_heap
-from octavo.checkpoint.chat_template import JinjaChatTemplate
+from octavo.checkpoint.chat_template import JinjaChatTemplate, several_templates
+from octavo.checkpoint.generation_config import of_gguf
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
@@ -54,22 +55,20 @@ def load_gguf(path: Path) -> Checkpoint:
         release=lambda: _release(file),
         file_bytes=file.nbytes,
         notes=tuple(file.notes),
+        generation_config=of_gguf(file),
     )
 
 
 def _chat_template(file: GgufFile, tokenizer: BpeTokenizer) -> ChatTemplate | None:
-    source = file.get("tokenizer.chat_template", str, None)
+    key = "tokenizer.chat_template"
+    source = file.get(key, str, None)
     if source is None:
-        return None
-
-    def text(key: str) -> str:
-        token_id = file.get(key, int, None)
-        return "" if token_id is None else tokenizer.token_text(token_id)
-
-    tokens = {
-        f"{name}_token": text(f"tokenizer.ggml.{key}_token_id")
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
+        names = [
+            each.removeprefix(key + ".") for each in file.metadata if each.startswith(key + ".")
+        ]
+        return several_templates(names) if names else None
+    # As llama.cpp has it, where a file does not name them.
+    tokens = {"bos_token": "", "eos_token": ""} | tokenizer.special_tokens_map
     return JinjaChatTemplate(source, tokens)
 
 

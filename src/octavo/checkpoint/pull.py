@@ -30,6 +30,7 @@ from typing import TypeVar
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.gguf_split import first_shard, shard_names
 from octavo.checkpoint.names import HUB_IDS, bare, preset
+from octavo.words import plural
 
 Progress = Callable[[str, int], None]  # (what is going on, bytes fetched of KnownModel.total)
 
@@ -525,7 +526,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     if len(files) != 1:
         listed = ", ".join(files or [name for name in names if name.lower().endswith(".gguf")])
         raise PullError(
-            f"{where} has {len(files) or 'no'} GGUF file{'s' * (len(files) != 1)}"
+            f"{where} has {plural(len(files), 'GGUF file') if files else 'no GGUF files'}"
             + (f" matching {wanted!r}" if wanted is not None else "")
             + f"; name one of: {listed}"
         )

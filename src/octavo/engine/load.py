@@ -117,7 +117,7 @@ class LoadedEngine:
             return
         stats = tiers.stats()
         line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if self.config.kv_offload_dir is not None:
+        if tiers.disk is not None:
             line += (
                 f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
                 f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"
@@ -150,6 +150,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
     from octavo.sample.native import NativeSampler
 
+    KvDtype.of(config.kv_cache_dtype).check_served()
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):

@@ -153,6 +153,7 @@ class NativeExecutor:
         keep_hidden: bool = False,
         digest: bool = False,
     ) -> None:
+        layout.dtype.check_served()
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.serve.access_log import log_access
-from octavo.serve.errors import ApiError, ClientGone, as_api_error, reason_of
+from octavo.serve.errors import ApiError, ClientGone, as_api_error, draining, reason_of
 from octavo.serve.exchange import Exchange
 from octavo.serve.keys import Keyring
 
@@ -135,7 +135,9 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
-        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+        except asyncio.CancelledError:  # by uvicorn, which stops
+            await answer_error(send, exchange, draining())
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a panic of a library in Rust is no `Exception`
             await answer_error(send, exchange, as_api_error(error))

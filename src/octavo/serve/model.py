@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
-from octavo.checkpoint.base import ChatTemplate, Tokenizer
+from octavo.checkpoint.base import ChatTemplate, Tokenizer, TokenizerError
 from octavo.serve.errors import ApiError
 
 
@@ -35,6 +36,8 @@ class ServedModel:
     chat_template: ChatTemplate | None
     max_model_len: int  # tokens, prompt and answer together
     root: str = ""  # the name of the file or folder it was loaded from, without its path
+    control_tokens_in_content: bool = False  # of messages; else they are text there
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -45,6 +48,13 @@ class ServedModel:
     def longest_list(self) -> int:
         """Entries of a list in a request: the tokens of a context, or all there are."""
         return max(self.max_model_len, self.tokenizer.vocab_size)
+
+    def fitting(self, max_tokens: int, num_prompt_tokens: int) -> int:
+        """A default of max_tokens, which is no wish: it gives way to the context, where a number
+        that was asked for may not.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        return min(max_tokens, room) if room > 0 else max_tokens
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:
@@ -58,6 +68,14 @@ class ServedModel:
             raise ApiError(
                 400, f"{param}: token id {bad} is outside the vocabulary of {size}", param
             )
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        self.check_length(len(text), param)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TokenizerError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
 
     def check_length(self, characters: int, param: str) -> None:
         """Refuse, before it is tokenized, a text that fits under no tokenization.

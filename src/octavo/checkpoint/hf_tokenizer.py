@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.checkpoint.encoder import guarded
 from octavo.checkpoint.files import json_object, read_file
+from octavo.checkpoint.hf_config import default_of
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.checkpoint.hf_special_tokens import (
     TOKENIZER,
@@ -175,6 +176,10 @@ class _Reader:
             token_id = self.backend.token_to_id(text)
             if token_id is not None and token_id < self.vocab_size and token_id in added:
                 stops.add(token_id)
+        if not stops and not self.folder.has(GENERATION):
+            # Nothing says anything: transformers stops at the default of the model's class.
+            default = default_of(self.folder, "eos_token_id")
+            stops |= {default} if default is not None and default < self.vocab_size else set()
         return stops
 
     def configured(self, key: str, default: int | None) -> int | None:

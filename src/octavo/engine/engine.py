@@ -298,9 +298,26 @@ class Engine:
             self._start_over(error, self._ended, guilty=None)
             self._end(state, reason, self._ended, why)
 
+    def pause(self, request_id: str) -> None:
+        """Keep a request from generating more until `resume`; its blocks go to others meanwhile.
+        What it generates stays the same. No-op if unknown.
+        """
+        if (state := self._requests.get(request_id)) is not None:
+            self.scheduler.pause(state)
+            state.record.pauses += 1
+
+    def resume(self, request_id: str) -> None:
+        """It goes on from where it was. No-op if unknown."""
+        if (state := self._requests.get(request_id)) is None:
+            return
+        try:
+            self.scheduler.resume(state, self.clock.now())
+        except Exception as error:
+            self._start_over(error, self._ended, guilty=None)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to run or to deliver."""
-        return bool(self._requests or self._ended)
+        return bool(self._ended or self.scheduler.has_work())
 
     # The loop
 

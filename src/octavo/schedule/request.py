@@ -102,6 +102,7 @@ class RequestRecord:
     last_token: float | None = None
     finished: float | None = None
     preemptions: int = 0
+    pauses: int = 0  # because its output was not read
     draft_tokens: int = 0  # guessed and checked, over all n sequences
     accepted_tokens: int = 0  # of these, those that became completion tokens
     outcome: Outcome | None = None

@@ -34,7 +34,6 @@ from octavo.serve.app import App, create_app
 from octavo.serve.clients import Clients, raise_file_limit
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.gate import Gate
 from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
@@ -176,7 +175,6 @@ async def _serve(
         admit_within_target=config.admit_within_slo,
     )
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
-    metrics.clients(clients)
     metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(
         "cache_config_info",
@@ -200,8 +198,8 @@ async def _serve(
     give_way(engine.thread)
     try:
         trace = None if tracer is None else tracer.trace
-        app = create_app(engine, served, config, metrics, trace)
-        await serve(app, engine, config, listener, clients)
+        app = create_app(engine, served, config, metrics, trace, clients)
+        await serve(app, engine, config, listener)
     finally:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT):
@@ -220,13 +218,10 @@ def _try_template(template: ChatTemplate) -> None:
         log.warning("chats will be refused, the chat template cannot be used: %s", error)
 
 
-def http_server(
-    app: ASGIApp, config: ServeConfig, clients: Clients | None = None
-) -> uvicorn.Server:
+def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
-    if clients is None:
-        clients = Clients()
-    refused = app.refused if isinstance(app, Gate) else lambda status: None
+    clients = app.clients if isinstance(app, App) else Clients()
+    refused = app.refused if isinstance(app, App) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
@@ -244,14 +239,10 @@ def http_server(
 
 
 async def serve(
-    app: App,
-    engine: AsyncEngine,
-    config: ServeConfig,
-    listener: socket.socket,
-    clients: Clients,
+    app: App, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
 ) -> None:
     """Answer on ``listener`` until one of `_SIGNALS`, then drain; a second one ends at once."""
-    server = http_server(app, config, clients)
+    server = http_server(app, config)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
@@ -273,7 +264,7 @@ async def serve(
     for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:
-        listener.listen(clients.backlog)  # who reads the next line may connect
+        listener.listen(app.clients.backlog)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:

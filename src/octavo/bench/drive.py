@@ -99,10 +99,10 @@ class Drive:
             checkpoint.config.context_length,
         )
         for load in loads:
-            asked, spare = load.prompt_len + load.output_len, _spare_steps(load.sequences, config)
-            if asked > most:
+            whole, spare = load.prompt_len + load.output_len, _spare_steps(load.sequences, config)
+            if whole > most:
                 raise SettingsError(
-                    f"prompt and output take {asked} tokens; the model's context has {most}"
+                    f"prompt and output take {whole} tokens; the model's context has {most}"
                 )
             if load.output_len + spare >= most:  # `decoding` shortens prompts by as much
                 raise SettingsError(
@@ -116,6 +116,7 @@ class Drive:
                         f"batch size {load.sequences} is above {name} {getattr(config, name)}"
                     )
         needed = max(_blocks(load, config, layout) for load in loads)
+        longest = min(max(_tokens(load, config) for load in loads), most)
         if config.max_model_len is None and longest > checkpoint.config.default_length:
             config = replace(config, max_model_len=longest)
         asked = config.kv_cache_memory_bytes

@@ -115,7 +115,8 @@ class TestThroughput:
         assert "prompts of 9 tokens, 2 drawn, 1 repetition\n" in text
         header, _, row = [line for line in text.splitlines() if line.startswith("|")]
         assert header.count("|") == row.count("|") == 7
-        assert row.count("±") == row.count("%") == 2
+        assert row.count("±") == 0  # one has no deviation
+        assert row.count("%") == 2
 
     @pytest.mark.parametrize("options", [(), ("--max-model-len", "64")])
     def test_the_whole_context_can_be_measured(self, options: tuple[str, ...]) -> None:

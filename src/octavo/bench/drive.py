@@ -99,10 +99,10 @@ class Drive:
             checkpoint.config.context_length,
         )
         for load in loads:
-            whole, spare = load.prompt_len + load.output_len, _spare_steps(load.sequences, config)
-            if whole > most:
+            asked, spare = load.prompt_len + load.output_len, _spare_steps(load.sequences, config)
+            if asked > most:
                 raise SettingsError(
-                    f"prompt and output take {whole} tokens; the model's context has {most}"
+                    f"prompt and output take {asked} tokens; the model's context has {most}"
                 )
             if load.output_len + spare >= most:  # `decoding` shortens prompts by as much
                 raise SettingsError(
@@ -116,17 +116,17 @@ class Drive:
                         f"batch size {load.sequences} is above {name} {getattr(config, name)}"
                     )
         needed = max(_blocks(load, config, layout) for load in loads)
-        longest = min(max(_tokens(load, config) for load in loads), most)
+        longest = min(most, max(_tokens(load, config) for load in loads))
         if config.max_model_len is None and longest > checkpoint.config.default_length:
             config = replace(config, max_model_len=longest)
-        asked = config.kv_cache_memory_bytes
-        if asked is None:
+        cache = config.kv_cache_memory_bytes
+        if cache is None:
             config = replace(config, kv_cache_memory_bytes=needed * layout.block_bytes)
-        elif asked // layout.block_bytes < needed:
+        elif cache // layout.block_bytes < needed:
             load = max(loads, key=lambda load: _blocks(load, config, layout))
             raise SettingsError(
                 f"{load.name} needs {needed} KV blocks of {layout.block_bytes:,} bytes = "
-                f"{needed * layout.block_bytes:,} bytes; the cache has {asked:,}"
+                f"{needed * layout.block_bytes:,} bytes; the cache has {cache:,}"
             )
         return cls(load_engine(checkpoint, config))
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -188,6 +189,8 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.plan import hardware, report
+    from octavo.plan.band import doubt
+    from octavo.plan.capacity import capacity
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -253,9 +256,19 @@ def command(
             f"{first.reason}: {first.detail}"
         )
     notices.append(setup.basis())
-    result = report.figures(simulation, slo, price) | {"notices": notices}
+    with on_stderr() as show:
+        tell = now_and_then(show)
+        result = report.figures(
+            simulation,
+            slo,
+            price,
+            capacity=capacity(simulation, tell) if simulation.series.span else None,
+            doubt=doubt(setup),
+            progress=tell,
+        )
+    result["notices"] = notices
     try:
-        typer.echo(json_text(result) if as_json else report.text(result))
+        show_report(json_text(result) if as_json else report.text(result), as_json=as_json)
     finally:  # also when nobody reads on
         if seen is not None and timeline is not None:
             with writing(timeline) as file:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural, wrapped
+from octavo.cli.console import json_text, on_stderr, wrapped
+from octavo.cli.fold import show_report
 from octavo.cli.options import PlannedModel, amount, length, named_flags
 from octavo.cli.planned import (
     KV_DTYPE_HELP,
@@ -22,6 +23,7 @@ from octavo.cli.planned import (
 )
 from octavo.execute.memory import as_size
 from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.plan.memory import Alternative, Load, Need, Place
@@ -180,7 +182,7 @@ def command(
         typer.echo(json_text(facts, indent=2))
     else:
         serve = _serve(model, rounding, load)
-        typer.echo(as_text(load, places, found, instead, serve, loads))
+        show_report(as_text(load, places, found, instead, serve, loads))
 
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:

@@ -128,7 +128,7 @@ REPORTS = [
     f"plan roofline {TINY} --device {DEVICE}",
     "plan batching --step-ms 20 --input-len 64 --output-len 1 --request-rate 8",
     "plan batching --step-ms 20 --input-len 1 --output-len geometric:100 --request-rate 80",
-    f"simulate {TINY} --device {DEVICE} --num-prompts 1 --input-len 8 --output-len 4",
+    f"simulate {TINY} --device {DEVICE} --num-prompts 1 --input-len 1 --output-len 1",
     f"simulate {TINY} --device {DEVICE} --num-prompts 40 --request-rate 4 --input-len 8 "
     "--output-len 4",
     f"tune {TINY} --device {DEVICE} --num-prompts 8 --input-len 8 --output-len 4 --request-rate 1 "

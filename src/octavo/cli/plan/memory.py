@@ -359,12 +359,13 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 
 def verdict(load: Load, place: Place, need: Need | None) -> str:
     """In a line: whether it fits there, and how many of its sequences would."""
-    what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
+    take = "takes" if load.users == 1 else "take"
+    what = f"{plural(load.users, 'user')} of {load.context:,} tokens {take}"
     if need is None:
         return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
-        return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
+        return f"Fits on {place.name}: {what} {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
         why = (
             "and weights alone are too much"
@@ -377,9 +378,9 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
                 f"that --gpu-memory-utilization {load.config.memory_utilization:g} allows, "
                 "weights, work space and runtime leave nothing for a cache"
             )
-        return f"Does not fit on {place.name}: {what} take {of}, {why}."
+        return f"Does not fit on {place.name}: {what} {of}, {why}."
     return (
-        f"Does not fit on {place.name}: {what} take {of}; the cache may have "
+        f"Does not fit on {place.name}: {what} {of}; the cache may have "
         f"{as_size(need.budget)}, room for {need.sequences:,}."
     )
 

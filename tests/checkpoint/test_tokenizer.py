@@ -358,6 +358,12 @@ def test_merge_cuts_checks_its_arguments() -> None:
 # ── What is refused ─────────────────────────────────────────────────────────────────────────────
 
 Change = Callable[[Gguf], object]
+
+
+def size(file: Gguf) -> int:
+    return len(file.metadata["tokenizer.ggml.tokens"][2])
+
+
 REFUSED: dict[str, tuple[Callable[[], Gguf], Change, str]] = {
     "no tokens": (
         tiny_llama,
@@ -394,6 +400,61 @@ REFUSED: dict[str, tuple[Callable[[], Gguf], Change, str]] = {
         tiny_llama,
         lambda f: f.metadata["tokenizer.ggml.tokens"][2].__setitem__(3, b"\xff"),
         "tokens holds a string that is not UTF-8",
+    ),
+    "type that is a float": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.token_type", ARRAY, FLOAT32, [1.0] * 263),
+        "token_type is an array of float32, not of an integer a token",
+    ),
+    "type that there is not": (
+        tiny_llama,
+        lambda f: f.metadata["tokenizer.ggml.token_type"][2].__setitem__(7, 9),
+        "token_type is 9 for token 7, not from 1 to 6",
+    ),
+    "type of zero": (
+        tiny_llama,
+        lambda f: f.metadata["tokenizer.ggml.token_type"][2].__setitem__(0, 0),
+        "token_type is 0 for token 0",
+    ),
+    "types that are bools": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.token_type", ARRAY, BOOL, [True] * 263),
+        "token_type is an array of bool",
+    ),
+    "scores that are integers": (
+        lambda: llama2(["a"]),
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, INT32, [0] * size(f)),
+        "scores is an array of int32, not of a float a token",
+    ),
+    "scores that are no numbers": (
+        lambda: llama2(["a"]),
+        lambda f: f.metadata["tokenizer.ggml.scores"][2].__setitem__(3, float("nan")),
+        "scores is nan for token 3",
+    ),
+    "infinite scores, of a vocabulary that does not use them": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, FLOAT32, [float("inf")] * 263),
+        "scores is inf for token 0",
+    ),
+    "scores of fewer": (
+        lambda: llama2(["a"]),
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, FLOAT32, [0.0]),
+        "scores has 1 entries for",
+    ),
+    "add_bos as a number": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.add_bos_token", UINT32, 1),
+        "add_bos_token is a int, not a bool",
+    ),
+    "eos as a text": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.eos_token_id", STRING, "</s>"),
+        "eos_token_id is a str, not a int",
+    ),
+    "merges as numbers": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.merges", ARRAY, UINT32, [1]),
+        "merges is not an array of strings",
     ),
     "types": (
         tiny_llama,

@@ -163,6 +163,13 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
         plan(available, **values)
 
 
+@pytest.mark.parametrize("setting", ["kv_cache_dtype", "quantization"])
+def test_fp8_is_for_plans(setting: str, tmp_path: Path) -> None:
+    config = EngineConfig(**{setting: "fp8"})
+    with pytest.raises((SettingsError, CheckpointError), match="CPUs have no fp8 units"):
+        load_engine(folder("llama", tmp_path / "m"), config)
+
+
 @pytest.mark.parametrize(
     "values",
     [

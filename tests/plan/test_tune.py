@@ -199,8 +199,8 @@ def test_what_rounding_brings_is_told_apart(found: dict[float, tuple[Search, Tun
 def test_the_load_that_is_sustained(found: dict[float, tuple[Search, Tuned]]) -> None:
     search, tuned = found[5]
     speeds = search.sustained(tuned.best)
-    kept = [speed for speed, figures in speeds if met(figures, SLO)]
-    failed = [speed for speed, figures in speeds if not met(figures, SLO)]
+    kept = [speed for speed, trial in speeds if met(trial.figures, SLO)]
+    failed = [speed for speed, trial in speeds if not met(trial.figures, SLO)]
     assert kept
     assert failed
     assert max(kept) < min(failed) < 1.1 * max(kept)

@@ -66,11 +66,20 @@ def sizes_left_out(folder: HfFolder) -> str:
     """The sizes that config.json leaves out, and what they are then: for an error's text."""
     file = folder.json(CONFIG)
     kind = _classes()[file["model_type"]]
-    return ", ".join(
-        f"{key}: {value} in {kind.config_class}"
-        for key, value in kind.defaults.items()
-        if key not in file and type(value) is int and not key.endswith("_token_id")
-    )
+    found = []
+    for key, value in kind.defaults.items():
+        shown = kind.computed.get(key, str(value)).removeprefix("null: ")
+        sized = type(value) is int or (value is None and key in kind.computed)
+        if sized and key not in file and not key.endswith("_token_id"):
+            found.append(f"{key}: {shown} in {kind.config_class}")
+    return ", ".join(found)
+
+
+def default_of(folder: HfFolder, key: str) -> Any:
+    """What config.json means by leaving a key out, or None if it has it."""
+    file = folder.json(CONFIG)
+    kind = _classes().get(str(file.get("model_type")))
+    return None if kind is None or key in file else kind.defaults.get(key)
 
 
 class _Reader:

@@ -511,7 +511,9 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     Raises saying what there is.
     """
     files = [name for name in names if name.lower().endswith(".gguf")]
-    if wanted is None and not files and any(name.endswith(".safetensors") for name in names):
+    # An index without its shards is a folder, too: loading says what is missing.
+    folder = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    if wanted is None and not files and folder:
         if "config.json" not in names:
             raise PullError(f"{where} holds safetensors, but not their config.json")
         return None

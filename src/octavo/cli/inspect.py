@@ -60,9 +60,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     config = checkpoint.config
     layout = engine.layout_of(config)
     try:
+        layout.dtype.check_served()
         parts = weigh(checkpoint, engine.isa)
         formats = weigh_formats(checkpoint, engine.isa)
-    except ValueError as error:  # no such instruction set here
+    except ValueError as error:  # no such instruction set here, or no kernel for such a cache
         raise SettingsError(str(error)) from None
     parameters, stored, held = (
         sum(part[name] for part in parts.values())

@@ -190,6 +190,8 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.plan import hardware, report
+    from octavo.plan.band import doubt
+    from octavo.plan.capacity import capacity
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -255,7 +257,17 @@ def command(
             f"{first.reason}: {first.detail}"
         )
     notices.append(setup.basis())
-    result = report.figures(simulation, slo, price) | {"notices": notices}
+    with on_stderr() as show:
+        tell = now_and_then(show)
+        result = report.figures(
+            simulation,
+            slo,
+            price,
+            capacity=capacity(simulation, tell) if simulation.series.span else None,
+            doubt=doubt(setup),
+            progress=tell,
+        )
+    result["notices"] = notices
     try:
         show_report(json_text(result) if as_json else report.text(result), as_json=as_json)
     finally:  # also when nobody reads on

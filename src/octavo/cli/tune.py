@@ -170,6 +170,10 @@ def command(
             budget=trials, seconds=math.inf if max_seconds is None else max_seconds, report=show,
         )  # fmt: skip
         tuned = search.search()
+        # The figures do not change: the same with what is known of its capacity.
+        best = simulated.run(tuned.best.choice, asked, thorough=True)
+        assert best is not None
+        tuned = tuned.with_best(best)
         speeds = search.sustained(tuned.best)
     result = as_dict(model, subject, on, promise, search, tuned, speeds, notices)
     if confirm:
@@ -214,7 +218,7 @@ def as_dict(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Figures]],
+    speeds: Sequence[tuple[float, Trial]],
     notices: Sequence[str],
 ) -> dict[str, Any]:
     from octavo.plan.tune_trial import met
@@ -228,6 +232,10 @@ def as_dict(
         "slo": {f"{name}_ms": limit for name, limit in slo.limits.items()}
         | {"attainment": slo.attainment},
         "met": met(best.figures, slo),
+        "saturated": best.saturated,
+        "headroom": best.headroom,
+        "saturation": best.verdict and best.verdict._asdict(),
+        "error_band": best.error_band,
         "serve_command": serve_command(model, best),
         "predicted": best.figures.as_dict(),
         "settings": settings(best),
@@ -245,10 +253,11 @@ def as_dict(
             {
                 "speed": speed,
                 "arriving": speed * search.arrival_rate,
-                "met": met(figures, slo),
-                **figures.as_dict(),
+                "met": met(trial.figures, slo),
+                "saturated": trial.saturated,
+                **trial.figures.as_dict(),
             }
-            for speed, figures in speeds
+            for speed, trial in speeds
         ],
         "short_trials": tuned.short_trials,
         "cost": tuned.cost,
@@ -257,16 +266,16 @@ def as_dict(
     }
 
 
-def sustained(speeds: Sequence[tuple[float, Figures]], slo: Slo) -> float | None:
+def sustained(speeds: Sequence[tuple[float, Trial]], slo: Slo) -> float | None:
     """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
-    from octavo.plan.tune_trial import met
+    from octavo.plan.tune_trial import kept
 
-    kept = None
-    for speed, figures in speeds:
-        if not met(figures, slo):
+    highest = None
+    for speed, trial in speeds:
+        if not kept(trial, slo):
             break
-        kept = speed
-    return kept
+        highest = speed
+    return highest
 
 
 def settings(trial: Trial) -> dict[str, Any]:
@@ -344,7 +353,7 @@ def as_text(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Figures]],
+    speeds: Sequence[tuple[float, Trial]],
     result: Mapping[str, Any],
 ) -> str:
     best = tuned.best
@@ -386,15 +395,18 @@ def as_text(
 
 
 def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
+    from octavo.plan.report import error_band_lines
     from octavo.plan.tune_trial import met
 
     figures = tuned.best.figures
     share = f"{number(100 * figures.attainment)} % of the requests are good"
     asked = f"{100 * slo.attainment:g} % asked for"
     lines = []
+    best = tuned.best
     if met(figures, slo):
+        held = "while these requests last the SLO is kept" if best.saturated else "the SLO is kept"
         lines.append(
-            f"the SLO is kept: {share} ({asked}), {number(figures.goodput)} good requests/s, "
+            f"{held}: {share} ({asked}), {number(figures.goodput)} good requests/s, "
             f"{number(figures.output_throughput)} tokens/s"
         )
     else:
@@ -411,30 +423,37 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
                 )
         if refused := figures.requests - figures.completed:
             lines.append(f"  {plural(refused, 'request')} not served: {tuned.best.refusal}")
-    if all(trial.saturated for trial in tuned.trials):
+    if best.saturated:
+        every = all(trial.saturated for trial in tuned.trials)
+        settings = "every setting that was tried" if every else "the best"
         lines.append(
-            "  the load is beyond saturation with every setting that was tried: requests come "
-            "faster than they can be served"
+            f"  BEYOND SATURATION with {settings}: latencies grow as long as the load goes on"
         )
+    if best.verdict is not None and best.verdict.room:
+        lines.append(f"  headroom {best.verdict.room}")
+    if best.error_band is not None:
+        lines += [f"  {line}" for line in error_band_lines(best.error_band)]
+    if best.near_saturation:
+        lines.append(f"  {best.near_saturation}")
     default = tuned.default
     if default is None:
         lines.append("the engine's default settings do not fit this device")
     elif default.choice == tuned.best.choice:
         lines.append("these are the engine's defaults: no setting that was tried is better")
     else:
-        kept = "keep it, too" if met(default.figures, slo) else "do not keep it"
+        too = "keep it, too" if met(default.figures, slo) else "do not keep it"
         lines.append(
-            f"the engine's defaults {kept}: {number(100 * default.figures.attainment)} % are good, "
+            f"the engine's defaults {too}: {number(100 * default.figures.attainment)} % are good, "
             f"{number(default.figures.goodput)} a second"
         )
     return lines
 
 
-def _sustained_lines(speeds: Sequence[tuple[float, Figures]], rate: float, slo: Slo) -> list[str]:
+def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Slo) -> list[str]:
     if not speeds:
         return ["all requests come at once: there is no rate of arrival to vary"]
     kept = sustained(speeds, slo)
-    if kept is None and len(speeds) == 1:
+    if kept is None and len(speeds) == 1 and not speeds[0][1].saturated:
         return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
         return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import Speculator
 from octavo.words import plural
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +109,6 @@ class LoadedEngine:
                     else ()
                 ),
                 f"stop tokens: {shown or 'none'}",
-                *(f"note: {note}" for note in self.checkpoint.notes),
             )
         )
 
@@ -116,7 +118,7 @@ class LoadedEngine:
             return
         stats = tiers.stats()
         line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if self.config.kv_offload_dir is not None:
+        if tiers.disk is not None:
             line += (
                 f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
                 f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"
@@ -155,6 +157,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+    for note in checkpoint.notes:
+        log.warning("%s: %s", checkpoint.path.name, note)
     speculation = config.speculation
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:

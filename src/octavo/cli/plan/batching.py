@@ -25,6 +25,7 @@ from octavo.plan.defaults import engine_defaults
 from octavo.words import number, plural
 
 if TYPE_CHECKING:
+    from octavo.plan.band import Doubt
     from octavo.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
     from octavo.plan.lengths import Lengths
 
@@ -123,7 +124,7 @@ def command(
     lengths of prompts and answers: what saturates, what runs and waits below that, and static
     batching beside it. Sums, not a simulation: octavo simulate runs the engine itself.
     """
-    from octavo.plan.batching import batching
+    from octavo.plan.batching import batching, slowed
 
     given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
                   "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
@@ -151,12 +152,17 @@ def command(
         )  # fmt: skip
     try:
         found = batching(step, load, limits, static_batch)
+        unsure: Doubt = how.pop("doubt")
+        ends = [
+            batching(slowed(step, times), load, limits, static_batch)
+            for times in (1 / unsure.faster, unsure.slower)
+        ]
     except ValueError as error:
         raise _refused(str(error)) from None
     if as_json:
-        typer.echo(json_text(as_dict(found, how, notices), indent=2))
+        typer.echo(json_text(as_dict(found, ends, unsure, how, notices), indent=2))
     else:
-        show_report("\n".join([*notices, *as_lines(found, how)]))
+        show_report("\n".join([*notices, *as_lines(found, ends, unsure, how)]))
 
 
 def _refused(message: str) -> Exception:
@@ -218,6 +224,7 @@ def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
 
 
 def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]:
+    from octavo.plan.band import OF_GIVEN
     from octavo.plan.batching import LinearStep
 
     values = {flag: value or 0.0 for flag, value in given.items()}
@@ -235,6 +242,7 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
     return LinearStep(constant / 1e3, sequence / 1e3, token / 1e3), {
         "step": " + ".join(words),
         "cache": None,
+        "doubt": OF_GIVEN,
     }
 
 
@@ -255,6 +263,7 @@ def _model(
     from octavo.kv.cache import peak_blocks
     from octavo.plan import hardware
     from octavo.plan import quantization as formats
+    from octavo.plan.band import doubt
     from octavo.plan.batching import ModelStep, held_tokens
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
@@ -313,6 +322,7 @@ def _model(
             "basis": on.assumption or setup.basis(),
             "cache": where,
             "num_blocks": cache,
+            "doubt": doubt(setup),
         },
     )
 
@@ -320,7 +330,14 @@ def _model(
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[str, Any]:
+def as_dict(
+    found: Batching,
+    ends: list[Batching],
+    unsure: Doubt,
+    how: dict[str, Any],
+    notices: list[str],
+) -> dict[str, Any]:
+    """``ends``: the same with the shortest and the longest steps that ``unsure`` leaves."""
     load, saturation, static, spread = found.load, found.saturation, found.static, found.spread
     fixed = found.fixed_point
 
@@ -347,6 +364,14 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
         "request_rate": load.rate,
         "utilisation": found.utilisation,
         "saturated": found.saturated,
+        "headroom": found.headroom,
+        "error_band": {
+            **unsure._asdict(),
+            "headroom": [end.headroom for end in reversed(ends)] if load.rate else None,
+            "ttft_seconds": [finite(end.ttft_seconds) for end in ends],
+            "tpot_seconds": [end.tpot_seconds for end in ends],
+            "output_throughput": [end.tokens_per_second for end in reversed(ends)],
+        },
         "fixed_point": None if fixed is None else fixed.running,
         "step_seconds": found.step_seconds,
         "running": spread.running,
@@ -372,7 +397,9 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
 # --- for people ----------------------------------------------------------------------------------
 
 
-def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
+def as_lines(
+    found: Batching, ends: list[Batching], unsure: Doubt, how: dict[str, Any]
+) -> list[str]:
     load, mix = found.load, found.saturation.mix
     lines = [f"a step: {how['step']}"]
     for key in ("standing", "basis"):
@@ -390,6 +417,7 @@ def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     ]
     if load.rate:
         lines += ["", *(_saturated_lines(found) if found.saturated else _below_lines(found))]
+        lines += _band_lines(ends, unsure)
     return [*lines, "", *_static_lines(found)]
 
 
@@ -404,7 +432,7 @@ def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     }[saturation.limit]
     stays = mix.steps * saturation.step_seconds
     return [
-        "saturated",
+        "when saturated",
         f"  running   {plural(saturation.running, 'sequence')}: {why}",
         f"  a step    {_ms(saturation.step_seconds)}",
         f"  a request {plural(mix.steps, 'step')} × {_ms(saturation.step_seconds)} = {_g(stays)} s",
@@ -417,7 +445,8 @@ def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
 def _below_lines(found: Batching) -> list[str]:
     load, spread, fixed = found.load, found.spread, found.fixed_point
     lines = [
-        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates",
+        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates, "
+        f"headroom {found.headroom:.3g} ×",
     ]
     if fixed is not None:
         seen = fixed.running + 1
@@ -443,12 +472,30 @@ def _saturated_lines(found: Batching) -> list[str]:
     grows = load.rate - most
     return [
         f"SATURATED at {_g(load.rate)} requests/s: {100 * found.utilisation:.4g} % of what can be "
-        "served",
+        f"served, headroom {found.headroom:.3g} ×",
         f"  the queue grows by {_g(load.rate)} - {_g(most)} = {_g(grows)} requests a second as "
         "long as this lasts;",
         f"  who comes after an hour waits {plural(60 * grows / most, 'minute')}. TPOT "
         f"{_ms(found.tpot_seconds)} once it runs",
     ]
+
+
+def _band_lines(ends: list[Batching], unsure: Doubt) -> list[str]:
+    fast, slow = ends
+    lines = [
+        f"  error     steps may take {1 / unsure.faster:.2f} to {unsure.slower:.2f} times as long "
+        f"({unsure.basis}):",
+        f"            headroom {slow.headroom:.3g} to {fast.headroom:.3g} ×, TPOT "
+        f"{_ms(fast.tpot_seconds)} to {_ms(slow.tpot_seconds)}",
+    ]
+    if not fast.saturated:
+        most = "no end" if slow.saturated else _ms(slow.ttft_seconds)
+        lines.append(f"            TTFT {_ms(fast.ttft_seconds)} to {most}")
+    if slow.saturated and not fast.saturated:
+        lines.append(
+            "  !         so near to saturation waits are uncertain: it may lie on either side"
+        )
+    return lines
 
 
 def _static_lines(found: Batching) -> list[str]:

@@ -359,8 +359,8 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 
 def verdict(load: Load, place: Place, need: Need | None) -> str:
     """In a line: whether it fits there, and how many of its sequences would."""
-    take = "takes" if load.users == 1 else "take"
-    what = f"{plural(load.users, 'user')} of {load.context:,} tokens {take}"
+    what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
+    what += " takes" if load.users == 1 else " take"
     if need is None:
         return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"

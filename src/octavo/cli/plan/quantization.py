@@ -48,7 +48,7 @@ def command(
         typer.Option(
             metavar="FORMAT",
             help="Show the sums of one format: of GGUF (q4_0, q4_k, …), gptq, awq, "
-            "compressed-tensors, bf16, f32.",
+            "compressed-tensors, w8a8, fp8, bf16, f32.",
             show_default="all in a table",
         ),
     ] = None,
@@ -102,9 +102,13 @@ def command(
     layout = KvLayout.of(subject.program.config, dtype=kv_dtype)
     skipped: dict[str, str] = {}
     variants = [stored] if (stored := planning.as_stored(subject)) and chosen is None else []
+    gpu = hardware.is_gpu(device)
     for scheme in schemes.survey() if chosen is None else [chosen]:
         try:
-            variants.append(planning.in_scheme(subject, scheme, edges))
+            variant = planning.in_scheme(subject, scheme, edges)
+            if planning.for_gpus(variant) and not gpu:
+                raise ValueError(f"{scheme.name}: CPUs have no fp8 units (--device h100, say)")
+            variants.append(variant)
         except ValueError as error:
             if chosen is not None:
                 raise SettingsError(str(error)) from None

@@ -23,6 +23,7 @@ from octavo.plan.capacity import Capacity, work_of
 from octavo.plan.replay import QUEUE_FULL
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
+from octavo.words import number
 
 GROWN = 0.1  # of the work that came in
 
@@ -46,7 +47,7 @@ class Saturation(NamedTuple):
         if self.headroom is None:
             return ""
         return (
-            f"{self.headroom:.3g} ×: {self.capacity:.4g} requests/s of this mix can be served, "
+            f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this mix can be served, "
             f"{self.offered:.4g} come"
         )
 
@@ -80,7 +81,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
-    left = f"work in the system went from {half:.3g} to {end:.3g} s in the second half of the load"
+    left = f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half of the load"
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second

@@ -336,7 +336,7 @@ def error_band_lines(found: Mapping[str, Any]) -> list[str]:
         *(f"  {', '.join(shown[first : first + 2])} ms" for first in range(0, len(shown), 2)),
     ]
     if (ends := found["headroom"]) is not None:
-        lines.append(f"  headroom {ends[0]:.3g} to {ends[1]:.3g} ×")
+        lines.append(f"  headroom {number(ends[0], 3)} to {number(ends[1], 3)} ×")
     return lines
 
 

@@ -426,7 +426,7 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     result = run(*args, "--trials", 8, "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
     found = strict_json.loads(result.stdout)
-    assert found["serve_command"].startswith(f"octavo serve {config} --max-num-seqs")
+    assert found["serve_command"].startswith(f"octavo serve {config.parent} --max-num-seqs")
     assert found["met"] is True
     assert found["saturated"] is False
     assert found["headroom"] > 1

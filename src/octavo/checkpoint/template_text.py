@@ -57,6 +57,8 @@ class Text(str):
         return (self._part(at, at + 1) for at in range(len(self)))
 
     def __add__(self, other: str) -> Text:
+        if hasattr(other, "__html__"):  # which escapes what is added to it
+            return NotImplemented
         return Text(str.__add__(self, other), self._origin + origin_of(other))
 
     def __radd__(self, other: str) -> Text:
@@ -173,7 +175,7 @@ def written(text: str) -> Text:
 
 def constant(value: Any) -> Any:
     """A constant of the template, with all its strings as the template's own."""
-    if isinstance(value, str):
+    if type(value) is str:  # and not Markup
         return written(value)
     if isinstance(value, (list, tuple)):
         return type(value)(map(constant, value))

@@ -99,7 +99,7 @@ class Generator(CodeGenerator):
 
     def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
         value = node.as_const(frame.eval_ctx)
-        if isinstance(value, (str, list, tuple, dict)):
+        if type(value) in (str, list, tuple, dict):  # Markup is no such string
             self.write(f"environment.constant({value!r})")
         else:
             super().visit_Const(node, frame)

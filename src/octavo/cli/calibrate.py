@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 from octavo.execute.others import MUCH
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -76,9 +78,9 @@ def command(
         if as_json:
             typer.echo(json_text(calibration.as_dict(), indent=2))
         elif refresh:
-            typer.echo(f"{calibration.name}: {calibration.standing}")
+            show_report(f"{calibration.name}: {calibration.standing}")
         else:
-            typer.echo(as_text(calibration))
+            show_report(as_text(calibration))
     finally:  # also when nobody reads on
         typer.echo(f"stored in {calibration.save()}", err=True)
         if disturbed := disturbance(calibration, refresh):

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.fold import show_report
+
 EXAMPLES = (
     "octavo pull smollm2 gemma3-270m",
     "octavo pull --list",
@@ -35,7 +37,7 @@ def command(
     if show and names:
         raise typer.BadParameter("--list lists all; it takes no names")
     if show:
-        typer.echo(known_names())
+        show_report(known_names())
         return
     if not names:
         raise typer.BadParameter("name a model, or ask for --list")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -39,6 +40,7 @@ from octavo.cli.planned import (
 )
 from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -243,7 +245,7 @@ def command(
                 max_concurrency=load.max_concurrency,
                 observers=observers,
                 target=promised(slo),
-                progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
+                progress=lambda count: tell(f"{count} of {plural(len(asked), 'request')} ended"),
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None
@@ -267,7 +269,7 @@ def command(
         )
     result["notices"] = notices
     try:
-        typer.echo(json_text(result) if as_json else report.text(result))
+        show_report(json_text(result) if as_json else report.text(result), as_json=as_json)
     finally:  # also when nobody reads on
         if seen is not None and timeline is not None:
             with writing(timeline) as file:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural, writing
+from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -23,6 +24,7 @@ from octavo.cli.options import (
 )
 from octavo.cli.simulate import with_gpu_defaults, without_effect
 from octavo.plan.defaults import engine_defaults
+from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.plan.hardware import Device
@@ -191,7 +193,7 @@ def command(
         if as_json:
             typer.echo(json_text(result, indent=2))
         else:
-            typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
+            show_report(as_text(model, subject, on, promise, search, tuned, speeds, result))
     finally:  # also when nobody reads on
         if plot is not None:
             title = f"{subject.name} on {on.name}"
@@ -397,20 +399,20 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
     from octavo.plan.tune_trial import met
 
     figures = tuned.best.figures
-    share = f"{100 * figures.attainment:.4g} % of the requests are good"
+    share = f"{number(100 * figures.attainment)} % of the requests are good"
     asked = f"{100 * slo.attainment:g} % asked for"
     lines = []
     best = tuned.best
     if met(figures, slo):
         held = "while these requests last the SLO is kept" if best.saturated else "the SLO is kept"
         lines.append(
-            f"{held}: {share} ({asked}), {figures.goodput:.4g} good requests/s, "
-            f"{figures.output_throughput:.4g} tokens/s"
+            f"{held}: {share} ({asked}), {number(figures.goodput)} good requests/s, "
+            f"{number(figures.output_throughput)} tokens/s"
         )
     else:
         lines.append(
             f"no setting keeps the SLO: with the best {share} ({asked}), "
-            f"{figures.goodput:.4g} good requests/s"
+            f"{number(figures.goodput)} good requests/s"
         )
         for name, limit in slo.limits.items():
             p99 = figures.latencies[name].p99
@@ -441,8 +443,8 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
     else:
         too = "keep it, too" if met(default.figures, slo) else "do not keep it"
         lines.append(
-            f"the engine's defaults {too}: {100 * default.figures.attainment:.4g} % are good, "
-            f"{default.figures.goodput:.4g} a second"
+            f"the engine's defaults {too}: {number(100 * default.figures.attainment)} % are good, "
+            f"{number(default.figures.goodput)} a second"
         )
     return lines
 
@@ -454,13 +456,13 @@ def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Sl
     if kept is None and len(speeds) == 1 and not speeds[0][1].saturated:
         return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
-        return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
+        return [f"not even {number(speeds[0][0], 3)} × this load keeps the SLO"]
     if len(speeds) == 1:
         return ["the load is too short to say what happens when it comes faster"]
     edge = "" if kept < speeds[-1][0] else " at least"
     return [
-        f"with the best the SLO holds up to{edge} {kept:.2g} times this load, "
-        f"{kept * rate:.3g} requests/s"
+        f"with the best the SLO holds up to{edge} {number(kept, 2)} × this load, "
+        f"{number(kept * rate, 3)} requests/s"
     ]
 
 
@@ -490,7 +492,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
             f"{trial.plan.num_blocks:>9}{config.kv_cache_dtype.replace('auto', 'bf16'):>6}"
             f"{config.quantization or 'as is':>9}"
             + (f"{trial.choice.speculation:>12}" if speculates else "")
-            + f"{100 * figures.attainment:>7.4g} %{figures.goodput:>10.4g}"
+            + f"{100 * figures.attainment:>7.4g} %{number(figures.goodput):>10}"
             f"{figures.output_throughput:>10.4g}"
             + "".join(
                 f"{_ms(figures.latencies[n].p50):>11}{_ms(figures.latencies[n].p99):>10}"
@@ -511,7 +513,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
 def _ms(value: float) -> str:
     if math.isinf(value):  # nothing was served
         return "none"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if value >= 1000 else f"{number(value)}"
 
 
 def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[str]:
@@ -543,7 +545,7 @@ def _confirmed_lines(confirmed: Mapping[str, Any]) -> list[str]:
     for name, pair in confirmed["pairs"].items():
         error = confirmed["error"][name]
         shown = "" if error is None else f"{100 * error:+.1f} %"
-        figures = ("none" if value is None else f"{value:.4g}" for value in pair)
+        figures = ("none" if value is None else f"{number(value)}" for value in pair)
         lines.append(
             f"{name.replace('_', ' '):<20}{''.join(f'{each:>11}' for each in figures)}{shown:>9}"
         )

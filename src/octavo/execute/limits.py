@@ -31,6 +31,7 @@ from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.memory import as_size, available_memory
 from octavo.execute.others import Others
+from octavo.words import plural
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
 
 
 def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"
+    return plural(count, "thread")
 
 
 def _thread_counts(most: int) -> list[int]:

@@ -16,6 +16,7 @@ from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import Saturation, saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
+from octavo.words import number, plural
 from octavo.workload.metrics import Record, Totals, by_class, is_good, seconds, spread, totals
 
 INTERVALS = 100
@@ -248,8 +249,8 @@ def text(result: Mapping[str, Any]) -> str:
     if result["classes"]:
         limits += ", or its class's own"
     lines = [
-        f"{result['model']}: {result['parameters'] / 1e9:.3g} G parameters, "
-        f"{result['weight_bytes'] / 1e9:.4g} GB of weights ({result['format']})",
+        f"{result['model']}: {number(result['parameters'] / 1e9, 3)} G parameters, "
+        f"{number(result['weight_bytes'] / 1e9)} GB of weights ({result['format']})",
         f"on {result['device']}: {source}",
         f"KV cache: {as_size(settings['kv_cache_bytes'])} of {settings['kv_cache_dtype']}, "
         f"{settings['kv_blocks']:,} blocks of {settings['block_size']} tokens "
@@ -258,9 +259,10 @@ def text(result: Mapping[str, Any]) -> str:
         f"a step: up to {settings['max_num_seqs']:,} sequences and "
         f"{settings['max_num_batched_tokens']:,} tokens; " + _techniques(settings),
         "",
-        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} "
-        f"tokens in and {mean_out:.0f} out on average; the last arrives after "
-        f"{result['last_arrival']:.0f} s, all is done after {result['duration']:.0f}",
+        f"requests      {completed:,} of {requests:,} served{_refused(result)}, "
+        f"{plural(round(mean_in), 'token')} in and {mean_out:.0f} out on average; "
+        f"the last arrives after {result['last_arrival']:.0f} s, all is done after "
+        f"{result['duration']:.0f}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "
         f"{result['request_throughput']:.3f} requests/s",
@@ -290,7 +292,7 @@ def text(result: Mapping[str, Any]) -> str:
         f"KV cache      {100 * usage['mean']:.1f} % in use on average, {100 * usage['max']:.1f} % "
         f"at most; waste {100 * result['kv_waste']:.2f} % (allocated, not filled)",
         f"prefix cache  {100 * result['prefix_hit_rate']:.1f} % of prompt tokens found; "
-        f"{result['preemptions']:,} preemptions",
+        f"{plural(result['preemptions'], 'preemption')}",
         f"steps         {result['steps']:,} of {result['mean_step_ms']:.2f} ms and "
         f"{result['tokens_per_step']:.1f} tokens on average; busy {100 * result['busy']:.0f} % of "
         "the time",
@@ -305,9 +307,9 @@ def text(result: Mapping[str, Any]) -> str:
         each = cost["per_million_output_tokens"]
         good = cost["per_thousand_good_requests"]
         lines.append(
-            f"cost          {cost['total']:.4g} at {cost['price_per_hour']:g} an hour"
-            + (f"; {each:.4g} a million output tokens" if each is not None else "")
-            + (f", {good:.4g} a thousand good requests" if good is not None else "")
+            f"cost          {number(cost['total'])} at {cost['price_per_hour']:g} an hour"
+            + (f"; {number(each)} a million output tokens" if each is not None else "")
+            + (f", {number(good)} a thousand good requests" if good is not None else "")
         )
     lines += ["", *_table_over_time(result)]
     for reason in result["reasons"]:
@@ -334,7 +336,7 @@ def error_band_lines(found: Mapping[str, Any]) -> list[str]:
         *(f"  {', '.join(shown[first : first + 2])} ms" for first in range(0, len(shown), 2)),
     ]
     if (ends := found["headroom"]) is not None:
-        lines.append(f"  headroom {ends[0]:.3g} to {ends[1]:.3g} ×")
+        lines.append(f"  headroom {number(ends[0], 3)} to {number(ends[1], 3)} ×")
     return lines
 
 

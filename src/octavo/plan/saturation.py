@@ -23,6 +23,7 @@ from octavo.plan.capacity import Capacity, work_of
 from octavo.plan.replay import QUEUE_FULL
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
+from octavo.words import number
 
 GROWN = 0.1  # of the work that came in
 
@@ -43,11 +44,11 @@ class Saturation(NamedTuple):
     @property
     def room(self) -> str:
         """The headroom, and what it is the ratio of; "" where there is none."""
-        if self.headroom is None:
+        if self.headroom is None or self.capacity is None or self.offered is None:
             return ""
         return (
-            f"{self.headroom:.3g} ×: {self.capacity:.4g} requests/s of this mix can be served, "
-            f"{self.offered:.4g} come"
+            f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this "
+            f"mix can be served, {number(self.offered)} come"
         )
 
 
@@ -80,7 +81,10 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
-    left = f"work in the system went from {half:.3g} to {end:.3g} s in the second half of the load"
+    left = (
+        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half "
+        "of the load"
+    )
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second
@@ -88,9 +92,11 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     if grown and 2 * came / span > max(1 + GROWN, load):
         load, when = 2 * came / span, "in the second half "
     if load > 1:
-        why = f"{when}work comes {load:.3g} times as fast as it can be done: {left}"
+        why = f"{when}work comes {number(load, 3)} times as fast as it can be done: {left}"
         return verdict(1 / load, True, why)
-    return verdict(1 / load, False, f"work comes at {100 * load:.3g} % of what can be done; {left}")
+    return verdict(
+        1 / load, False, f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
+    )
 
 
 def _at_once(simulation: Simulation) -> tuple[bool, str]:

@@ -19,7 +19,7 @@ from octavo.model.families import program
 from octavo.plan.calibration import Calibration, CalibrationKey
 from octavo.plan.gpu import RUNTIME_BYTES
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, held
+from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
 from octavo.plan.replay import Replay, replay
 from octavo.plan.schemes import Scheme
 from octavo.plan.series import Series
@@ -153,13 +153,16 @@ def weights_on(
             stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if for_gpus(stored) and not device.gpu:
+        raise SettingsError(
+            f"weights in {stored.name} are for plans of GPUs: CPUs have no fp8 units, and no "
+            "kernel here takes them"
+        )
     if not device.measured:
         return stored
     sizes = held(subject, stored)
     if sizes is None:
-        raise SettingsError(
-            f"the engine cannot hold weights in {stored.name} on this machine: no kernel takes them"
-        )
+        raise SettingsError(f"the engine cannot hold weights in {stored.name} on this machine")
     return stored._replace(sizes=sizes)
 
 

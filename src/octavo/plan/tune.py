@@ -32,6 +32,7 @@ from octavo.plan.frontier import frontier
 from octavo.plan.sustained import arrival_rate, sustained
 from octavo.plan.tune_space import ROUNDS, Choice, Space, describe
 from octavo.plan.tune_trial import Report, Trial, Trials, kept
+from octavo.words import number
 from octavo.workload.datasets import Sample
 
 KEEP = 4  # of so many settings one goes on to a stretch so many times as long
@@ -142,8 +143,8 @@ class Search:
         best = max(self._whole.values(), key=self.merit)
         self.report(
             f"{self._cost:.1f} of {self._budget:g} trials: {describe(choice)}: "
-            f"{self._whole[choice].figures.goodput:.4g} good requests/s; best so far "
-            f"{best.figures.goodput:.4g} ({describe(best.choice)})"
+            f"{number(self._whole[choice].figures.goodput)} good requests/s; best so far "
+            f"{number(best.figures.goodput)} ({describe(best.choice)})"
         )
 
     # The search

@@ -67,6 +67,7 @@ def of_records(records: list[RequestRecord], now: float) -> Facts:
         "outcome": ",".join(sorted(set(outcomes))),
         "finish_reasons": reasons or None,
         "preemptions": sum(record.preemptions for record in records),
+        "pauses": sum(record.pauses for record in records) or None,
         "queue_ms": _since(records, min, lambda record: record.scheduled),
         "ttft_ms": _since(records, min, lambda record: record.first_token),
         "tpot_ms": _ms(sum(tpots) / len(tpots)) if tpots else None,

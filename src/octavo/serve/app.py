@@ -15,6 +15,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import LatencyTarget
 from octavo.serve import chat, completions, routes
 from octavo.serve.body import Bodies
+from octavo.serve.clients import Clients
 from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
@@ -42,8 +43,9 @@ _EXPOSED = (
 class App(Gate):
     """The server as an ASGI application."""
 
-    def __init__(self, bodies: Bodies, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, clients: Clients, bodies: Bodies, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.clients = clients
         self.drain = bodies.drain  # refuse what is still being received, for the engine drains
 
 
@@ -53,10 +55,13 @@ def create_app(
     config: ServeConfig,
     metrics: Metrics | None = None,
     trace: Trace | None = None,
+    clients: Clients | None = None,
 ) -> App:
     """The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
+    clients = Clients() if clients is None else clients
+    metrics.clients(clients, lambda: engine.unsent)
     metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
     engine.observe(metrics)
     bodies = Bodies(config.max_request_bytes)
@@ -110,6 +115,7 @@ def create_app(
         )
     paths = frozenset(route.path for route in table)
     return App(
+        clients,
         bodies,
         Hosts(app, config),
         metrics.http,

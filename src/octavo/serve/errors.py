@@ -14,7 +14,7 @@ import msgspec
 from starlette.exceptions import HTTPException
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.stream import EngineDead
+from octavo.engine.stream import EngineDead, OutputUnread
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import AdmissionError
 
@@ -143,6 +143,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), "messages")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, OutputUnread):
+        return unavailable(str(error))
     if isinstance(error, EngineDead):
         log.error("the engine is dead: %s", error)
         return ApiError(500, "the engine has stopped; nothing can be generated any more")

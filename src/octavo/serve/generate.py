@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 _LARGE = 2000
 DONE = b"data: [DONE]\n\n"
 # What a body has that may have terms of its own; letters may be written as escapes.
-_TERMS = b'"slo"', b'"priority"', rb"\u006", rb"\u007"
+_TERMS = b'"slo"', rb"\u006", rb"\u007"
+_PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,10})')
 
 
 class Prepared(NamedTuple):
@@ -149,12 +151,17 @@ class Generate:
 
     async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> _Read:
         async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
-            # Others have come meanwhile; and who asks for nothing of its own is known by now.
+            # Others have come meanwhile; and who asks for no latency of its own is known by now, at
+            # its most urgent.
             asks = None
-            if not any(term in body for term in _TERMS):
+            priorities = [int(found) for found in _PRIORITY.findall(body)]
+            if not any(term in body for term in _TERMS) and (
+                priorities or b'"priority"' not in body
+            ):
                 asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
                 if key is not None:
-                    asks.client, asks.priority = key.name, key.priority
+                    asks.client, asks.weight, asks.priority = key.name, key.weight, key.priority
+                asks.priority = min([asks.priority, *priorities])
             self._engine.check_room(self._workers.pending, asks)
             return await unless_gone(receive, self._workers.run(partial(self._checked, key), body))
 
@@ -311,9 +318,9 @@ class Generate:
             if self._engine.draining:
                 return draining()
             return ApiError(500, "the request was aborted")
-        if delta.finish_reason is FinishReason.SHED:
-            why = record.error or "the request has waited too long"
-            return TooMany(why, self._engine.forecast().wait, "shed")
+        if delta.finish_reason in (FinishReason.SHED, FinishReason.REPLACED):
+            why = record.error or "the request was dropped from the queue"
+            return TooMany(why, self._engine.forecast().wait, delta.finish_reason.value)
         if delta.finish_reason is FinishReason.ERROR:
             log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")

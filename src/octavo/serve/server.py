@@ -28,12 +28,12 @@ from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
+from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
 from octavo.plan.calibration import Calibration
 from octavo.serve.app import App, create_app
 from octavo.serve.clients import Clients, raise_file_limit
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.gate import Gate
 from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
@@ -91,17 +91,24 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         return 1
     try:
         loaded = load_engine(model, bounded(engine))
+        defaults = sampling_defaults(
+            loaded.checkpoint, serve.generation_config, serve.override_generation_config
+        )
         calibration = Calibration.of_engine(loaded)
         if calibration is not None and loaded.engine.pace is not None:
             loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if said := defaults.report():
+            log.info("%s", said)
         if serve.named_keys and engine.enable_prefix_caching:
             log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
         clients = Clients.of_files(files)
-        return uvloop.run(_serve(loaded, model, serve, listener, clients, calibration, tracer))
+        return uvloop.run(
+            _serve(loaded, model, defaults, serve, listener, clients, calibration, tracer)
+        )
     finally:
         if tracer is not None:
             tracer.close()
@@ -145,6 +152,7 @@ def _predictions(calibration: Calibration | None) -> str:
 async def _serve(
     loaded: LoadedEngine,
     model: str | Path,
+    defaults: SamplingDefaults,
     config: ServeConfig,
     listener: socket.socket,
     clients: Clients,
@@ -158,6 +166,7 @@ async def _serve(
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
         root=utf8(public_name(model)),
+        sampling_defaults=defaults.values,
         control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
@@ -166,7 +175,6 @@ async def _serve(
         admit_within_target=config.admit_within_slo,
     )
     metrics = Metrics(served.name, engine.stats, served.max_model_len)
-    metrics.clients(clients)
     metrics.info("build_info", "The program.", {"version": __version__})
     metrics.info(
         "cache_config_info",
@@ -190,8 +198,8 @@ async def _serve(
     give_way(engine.thread)
     try:
         trace = None if tracer is None else tracer.trace
-        app = create_app(engine, served, config, metrics, trace)
-        await serve(app, engine, config, listener, clients)
+        app = create_app(engine, served, config, metrics, trace, clients)
+        await serve(app, engine, config, listener)
     finally:
         try:
             async with asyncio.timeout(_STOP_TIMEOUT):
@@ -210,13 +218,10 @@ def _try_template(template: ChatTemplate) -> None:
         log.warning("chats will be refused, the chat template cannot be used: %s", error)
 
 
-def http_server(
-    app: ASGIApp, config: ServeConfig, clients: Clients | None = None
-) -> uvicorn.Server:
+def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
-    if clients is None:
-        clients = Clients()
-    refused = app.refused if isinstance(app, Gate) else lambda status: None
+    clients = app.clients if isinstance(app, App) else Clients()
+    refused = app.refused if isinstance(app, App) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
@@ -234,14 +239,10 @@ def http_server(
 
 
 async def serve(
-    app: App,
-    engine: AsyncEngine,
-    config: ServeConfig,
-    listener: socket.socket,
-    clients: Clients,
+    app: App, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
 ) -> None:
     """Answer on ``listener`` until one of `_SIGNALS`, then drain; a second one ends at once."""
-    server = http_server(app, config, clients)
+    server = http_server(app, config)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
@@ -263,7 +264,7 @@ async def serve(
     for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:
-        listener.listen(clients.backlog)  # who reads the next line may connect
+        listener.listen(app.clients.backlog)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr, wrapped
+from octavo.cli.fold import show_report
 from octavo.cli.options import MOST_SEQUENCES, length, naming_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
@@ -21,6 +22,7 @@ from octavo.cli.planned import (
     chosen_scheme,
 )
 from octavo.plan.defaults import engine_defaults
+from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.plan.band import Doubt
@@ -160,7 +162,7 @@ def command(
     if as_json:
         typer.echo(json_text(as_dict(found, ends, unsure, how, notices), indent=2))
     else:
-        typer.echo("\n".join([*notices, *as_lines(found, ends, unsure, how)]))
+        show_report("\n".join([*notices, *as_lines(found, ends, unsure, how)]))
 
 
 def _refused(message: str) -> Exception:
@@ -409,7 +411,7 @@ def as_lines(
         f"  answer    {_mean(load.outputs)}",
         f"  steps     {_g(mix.reads)} to read the prompt, the last of which gives a token, and "
         f"{_g(load.decodes)} for the others",
-        f"  context   {_g(load.context)} tokens in its cache while it decodes, in the mean",
+        f"  context   {plural(load.context, 'token')} in its cache while it decodes, in the mean",
         "",
         *_saturation_lines(found, how),
     ]
@@ -431,12 +433,12 @@ def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     stays = mix.steps * saturation.step_seconds
     return [
         "when saturated",
-        f"  running   {_g(saturation.running)} sequences: {why}",
+        f"  running   {plural(saturation.running, 'sequence')}: {why}",
         f"  a step    {_ms(saturation.step_seconds)}",
-        f"  a request {_g(mix.steps)} steps × {_ms(saturation.step_seconds)} = {_g(stays)} s",
+        f"  a request {plural(mix.steps, 'step')} × {_ms(saturation.step_seconds)} = {_g(stays)} s",
         f"  at most   {_g(saturation.running)} ÷ {_g(stays)} s = "
-        f"{_g(saturation.requests_per_second)} requests/s × {_g(mix.load.outputs.mean)} tokens = "
-        f"{_g(saturation.tokens_per_second)} tokens/s",
+        f"{_g(saturation.requests_per_second)} requests/s × "
+        f"{plural(mix.load.outputs.mean, 'token')} = {_g(saturation.tokens_per_second)} tokens/s",
     ]
 
 
@@ -456,7 +458,7 @@ def _below_lines(found: Batching) -> list[str]:
         ]
     lines += [
         f"  running   {_g(spread.running)} in the mean as arrivals are random, with "
-        f"{_g(found.tokens_in_flight)} tokens in their caches",
+        f"{plural(found.tokens_in_flight, 'token')} in their caches",
         f"            no request {_percent(spread.idle)} of the time, all places taken "
         f"{_percent(spread.full)}; {_g(spread.waiting)} wait",
         f"  gives     {_g(found.requests_per_second)} requests/s, {_g(found.tokens_per_second)} "
@@ -473,7 +475,7 @@ def _saturated_lines(found: Batching) -> list[str]:
         f"served, headroom {found.headroom:.3g} ×",
         f"  the queue grows by {_g(load.rate)} - {_g(most)} = {_g(grows)} requests a second as "
         "long as this lasts;",
-        f"  who comes after an hour waits {_g(60 * grows / most)} minutes. TPOT "
+        f"  who comes after an hour waits {plural(60 * grows / most, 'minute')}. TPOT "
         f"{_ms(found.tpot_seconds)} once it runs",
     ]
 
@@ -500,25 +502,23 @@ def _static_lines(found: Batching) -> list[str]:
     static, load = found.static, found.load
     return [
         f"static batching, {static.size:,} at a time",
-        f"  the longest answer of {static.size:,}: {_g(static.longest)} tokens expected, "
+        f"  the longest answer of {static.size:,}: {plural(static.longest, 'token')} expected, "
         f"{static.longest / load.outputs.mean:.3g} × the mean",
-        f"  a batch   {_g(static.seconds)} s for {static.size:,} × {_g(load.outputs.mean)} tokens "
-        f"= {_g(static.requests_per_second)} requests/s, {_g(static.tokens_per_second)} tokens/s",
+        f"  a batch   {_g(static.seconds)} s for {static.size:,} × "
+        f"{plural(load.outputs.mean, 'token')} = {_g(static.requests_per_second)} requests/s, "
+        f"{_g(static.tokens_per_second)} tokens/s",
         f"continuous ÷ static, both saturated: {found.ratio:.3g} ×",
     ]
 
 
 def _mean(lengths: Lengths) -> str:
     if lengths.cv < 1e-9:
-        return f"{lengths.mean:,.0f} tokens"
-    return f"{_g(lengths.mean)} tokens in the mean, cv {lengths.cv:.3g} ({lengths.text})"
+        return plural(round(lengths.mean), "token")
+    return f"{plural(lengths.mean, 'token')} in the mean, cv {lengths.cv:.3g} ({lengths.text})"
 
 
 def _g(value: float) -> str:
-    """Four digits, and thousands with a comma."""
-    if abs(value) < 1e-6:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "0" if abs(value) < 1e-6 else number(value)
 
 
 def _ms(seconds: float) -> str:

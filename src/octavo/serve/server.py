@@ -26,6 +26,7 @@ from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
+from octavo.extras import install_command
 from octavo.plan.calibration import Calibration
 from octavo.schedule.policies.config import PolicyName
 from octavo.serve.app import create_app
@@ -124,7 +125,7 @@ def _tracer(endpoint: str) -> Tracer:
         from octavo.serve.tracing import Tracer
     except ImportError as error:
         raise SettingsError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'octavo[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from None
     try:
         return Tracer(endpoint)

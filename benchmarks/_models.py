@@ -13,14 +13,23 @@ CACHE = Path(__file__).resolve().parent.parent / "build" / "peers"
 def models(arguments: Sequence[str] | None) -> dict[str, Path]:
     """NAME=PATH arguments as a dict; without any, the known models that have been pulled.
 
-    An argument that is a path alone is named after its file.
+    An argument that is a path alone is named after its file; a path may be whatever
+    `octavo serve` takes.
     """
     if arguments:
         pairs = (a.rpartition("=") for a in arguments)
-        return {name or Path(path).stem: Path(path) for name, _, path in pairs}
+        return {name or Path(path).stem: _file(path) for name, _, path in pairs}
     from octavo.checkpoint import pull  # only here: a reference half runs without octavo
 
     return {name: path for name in NAMES if (path := pull.cached(name))}
+
+
+def _file(path: str) -> Path:
+    if Path(path).exists():
+        return Path(path)
+    from octavo.checkpoint import pull
+
+    return pull.resolve(path)
 
 
 def made(name: str) -> Path:

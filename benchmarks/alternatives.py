@@ -13,6 +13,7 @@ import argparse
 import json
 from dataclasses import asdict, dataclass
 
+from _script import as_script
 from _workloads import workloads
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
@@ -101,4 +102,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

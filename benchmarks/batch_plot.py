@@ -24,6 +24,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
 from _models import models
+from _script import as_script
 
 Rows = list[dict[str, Any]]
 SIZES = "1,2,4,8,16,32,64,128"
@@ -120,4 +121,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

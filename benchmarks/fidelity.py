@@ -33,6 +33,7 @@ ORACLE = Path(__file__).resolve().parent.parent / "tests" / "oracle"
 sys.path.insert(0, str(ORACLE))
 
 from _models import CACHE, models  # noqa: E402
+from _script import as_script  # noqa: E402
 from octavo.quant.distance import Distances, Fidelity, distances  # noqa: E402
 
 Float32 = npt.NDArray[np.float32]
@@ -218,4 +219,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_script(main)

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from _models import models
+from _script import as_script
 from octavo.bench.drive import Drive, Load
 from octavo.engine.config import EngineConfig
 from octavo.execute.batch import Batch
@@ -157,4 +158,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -18,6 +18,7 @@ from typing import Any
 
 import uvloop
 
+from _script import as_script
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
@@ -174,4 +175,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _models import models
+from _script import as_script
 from octavo import checkpoint as checkpoints
 from octavo.checkpoint.base import Checkpoint
 from octavo.execute.native import NativeExecutor
@@ -105,4 +106,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -19,6 +19,8 @@ import sys
 import time
 from threading import Thread
 
+from _script import as_script
+
 STREAMS, RATE, SECONDS = 64, 2000, 6
 TOKENS = RATE * SECONDS // STREAMS
 
@@ -131,4 +133,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

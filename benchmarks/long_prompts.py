@@ -26,6 +26,7 @@ from pathlib import Path
 
 import numpy as np
 
+from _script import as_script
 from octavo import checkpoint
 from octavo.bench.load.client import Client, Target
 from octavo.checkpoint.base import Tokenizer
@@ -222,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

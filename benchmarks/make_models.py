@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import argparse
 import struct
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from _models import made
+from _script import as_script
 
 F32, Q4_0 = 0, 2  # ggml's type numbers, and its file type for "mostly Q4_0", which is 2 as well
 UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9  # GGUF's value types
@@ -293,4 +293,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_script(main)

@@ -18,6 +18,8 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models
 
+from _script import as_script
+
 HIDDEN, FFN, LAYERS, KV, VOCAB, GROUP = 2048, 8192, 16, 512, 32000, 128
 LINEARS = {
     "self_attn.q_proj": (HIDDEN, HIDDEN),
@@ -101,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

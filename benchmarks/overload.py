@@ -37,6 +37,7 @@ from typing import Any
 
 import numpy as np
 
+from _script import as_script
 from octavo.bench.load.benchmark import Settings, benchmark
 from octavo.bench.load.client import Client, Target
 from octavo.bench.load.stream import Answer
@@ -307,4 +308,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -41,7 +41,6 @@ import argparse
 import json
 import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -55,6 +54,7 @@ from _peers.base import Figure, Peer, Settings, Task, Unavailable, Workload, lab
 from _peers.octavo import Octavo
 from _peers.results import OURS, Sample, summarize, table
 from _peers.serving import serve
+from _script import as_script
 from octavo import checkpoint
 
 PEERS = ("llama.cpp", "ik_llama.cpp", "openvino")
@@ -312,4 +312,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_script(main)

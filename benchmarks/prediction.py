@@ -38,6 +38,7 @@ import numpy as np
 
 import octavo.checkpoint
 from _models import models
+from _script import as_script
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine, load_engine
@@ -383,4 +384,4 @@ def show(row: Row) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -18,6 +18,7 @@ import tempfile
 from typing import Any
 
 import octavo.checkpoint
+from _script import as_script
 from octavo.checkpoint.pull import resolve
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
@@ -151,4 +152,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -30,7 +30,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -41,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from _models import models
+from _script import as_script
 
 Float32 = npt.NDArray[np.float32]
 CACHE = Path(__file__).resolve().parent.parent / "build" / "quantizers"
@@ -382,4 +382,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    as_script(main)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import octavo.checkpoint
+from _script import as_script
 from octavo.checkpoint import pull
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.config import DoesNotFit, EngineConfig
@@ -164,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -32,6 +32,8 @@ from typing import Any
 
 import uvloop
 
+from _script import as_script
+
 PROMPT = "A short history of the printing press, and of the books that came out of it: part {}."
 
 
@@ -243,4 +245,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from _script import as_script
 from octavo.engine.config import EngineConfig
 from octavo.plan.hardware import PUBLISHED
 from octavo.plan.simulation import Setup, simulate, weights_on
@@ -86,4 +87,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -44,6 +44,8 @@ from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from _script import as_script
+
 SEED = 11
 EVERY = 5.0  # seconds between samples
 BASELINE = 300.0  # seconds after which memory is taken as what the server needs
@@ -496,4 +498,4 @@ def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -35,6 +35,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from _peers.llama_cpp_speculation import measure
+from _script import as_script
 from _workloads import workloads
 from octavo.checkpoint import load
 from octavo.checkpoint.pull import resolve
@@ -367,4 +368,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

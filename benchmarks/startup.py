@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from _models import models
+from _script import as_script
 
 ALLOWED_S = {"smollm2": 1.5, "gemma3-270m": 3.0}
 REST_S = 5.0
@@ -147,4 +148,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from typing import get_args
 
+from _script import as_script
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
@@ -222,4 +223,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    as_script(main)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
-import typer.main
 
 import octavo
-from octavo.cli import app
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,33 +40,7 @@ def test_make_has(target: str) -> None:
     assert result.returncode == 0, result.stderr
 
 
-def commands(page: str) -> list[str]:
-    """The `octavo …` lines of a page's code blocks."""
-    blocks = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    blocks += re.findall(r"(?:^ {4}.*\n)+", page, re.MULTILINE)
-    lines = (line.strip() for block in blocks for line in block.replace("\\\n", " ").splitlines())
-    return [
-        line.removeprefix("$ ").removeprefix(".venv/bin/")
-        for line in lines
-        if re.match(r"(\$ )?(\.venv/bin/)?octavo ", line)
-    ]
-
-
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_pages_commands_exist(page: Path) -> None:
-    """Every command shown parses: no option or command that is not there."""
-    root = typer.main.get_command(app)
-    for line in commands(page.read_text()):
-        words = shlex.split(line, comments=True)[1:]
-        for end in ("|", ">", "<", "&"):
-            words = words[: words.index(end)] if end in words else words
-        if words == ["--version"]:
-            continue
-        command = root.commands[words[0]]  # type: ignore[attr-defined]
-        command.make_context(words[0], words[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

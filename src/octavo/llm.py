@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.checkpoint.base import require_chat
+from octavo.checkpoint.base import TokenizerError, require_chat
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.sampling_defaults import sampling_defaults
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
@@ -104,6 +105,12 @@ class LLM:
         """Give the memory back. Afterwards the object cannot be used."""
         self._engine.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """With the values of the model's generation_config.json or GGUF file: what requests without
+        sampling_params are drawn by. Raises `CheckpointError` if a value there cannot be honoured.
+        """
+        return SamplingParams(**sampling_defaults(self.loaded.checkpoint).values)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -114,7 +121,8 @@ class LLM:
         """Complete prompts, all in one batch; the outputs are in the prompts' order.
 
         A prompt is text, a list of token ids, or vLLM's ``{"prompt": …}`` or
-        ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt.
+        ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt; None: the
+        model's own (`get_default_sampling_params`).
         ``use_tqdm`` shows a progress bar on standard error. Everything is checked before anything
         runs: `InvalidParameter`, `AdmissionError`. Ctrl-C aborts all requests and raises.
         `GenerationError` if some fail while running.
@@ -145,15 +153,21 @@ class LLM:
         *,
         use_tqdm: bool = True,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        control_tokens_in_content: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several, through the model's chat template.
 
-        A conversation is a list of ``{"role": …, "content": …}``. Raises `ChatTemplateError` with
-        the template's message, and what `generate` raises.
+        A conversation is a list of ``{"role": …, "content": …}``. What spells a control token in
+        it (``<|im_end|>``) is text unless ``control_tokens_in_content``. Raises
+        `ChatTemplateError` with the template's message, and what `generate` raises.
         """
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
-            self.chat_prompt(conversation, **(chat_template_kwargs or {}))  # type: ignore[arg-type]
+            self.chat_prompt(
+                conversation,  # type: ignore[arg-type]
+                control_tokens_in_content=control_tokens_in_content,
+                **(chat_template_kwargs or {}),
+            )
             for conversation in conversations
         ]
         return self.generate(
@@ -176,14 +190,31 @@ class LLM:
         ]
         return self._run(requests)
 
-    def chat_prompt(self, messages: Sequence[Message], **kwargs: Any) -> tuple[str, list[int]]:
-        """A conversation as prompt text and token ids."""
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        *,
+        control_tokens_in_content: bool = False,
+        **kwargs: Any,
+    ) -> tuple[str, list[int]]:
+        """A conversation as prompt text and token ids; ``kwargs`` are the template's."""
         text = require_chat(self.loaded.checkpoint).render(
             [dict(message) for message in messages],
             **{"add_generation_prompt": True} | kwargs,
         )
+        marked = str(text) if control_tokens_in_content else text
         # The template writes the special tokens itself.
-        return text, self._tokenizer.encode(text, add_special_tokens=False)
+        return str(text), self._encode(marked, "messages", add_special_tokens=False)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidParameter(
+                param, f"a prompt is no Unicode text: {error.reason} at {error.start}"
+            ) from None
+        except TokenizerError as error:
+            raise InvalidParameter(param, str(error)) from None
 
     def _requests(
         self,
@@ -192,7 +223,7 @@ class LLM:
     ) -> list[tuple[str | None, Request]]:
         """The prompts as checked requests, with their text where there is one."""
         if params is None:
-            params = SamplingParams()
+            params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):
@@ -221,12 +252,7 @@ class LLM:
         else:
             token_ids = prompt
         if token_ids is None:
-            try:
-                token_ids = self._tokenizer.encode(text or "")
-            except UnicodeEncodeError as error:
-                raise InvalidParameter(
-                    "prompt", f"a prompt is no Unicode text: {error.reason} at {error.start}"
-                ) from None
+            token_ids = self._encode(text or "", "prompt")
         if not token_ids:
             raise InvalidParameter("prompt", "a prompt has no tokens")
         return text, [int(token_id) for token_id in token_ids]

@@ -260,7 +260,11 @@ FOLDERS: dict[str, tuple[str, dict[str, object], str]] = {
     "another number": ("mixtral", {"num_local_experts": 5}, "has no tensor for layers.0.ffn_down_"),
     "fewer": ("mixtral", {"num_local_experts": 3}, "does not use: "),
     "chosen twice": ("mixtral", {"num_experts_per_tok": 5}, "a token goes to 5 of 4 experts"),
-    "no number": ("qwen3moe", {"num_experts": "six"}, "num_experts is 'six', not an integer"),
+    "no number": (
+        "qwen3moe",
+        {"num_local_experts": "six"},
+        "num_local_experts is 'six', not an integer",
+    ),
     "zero": ("qwen3moe", {"num_local_experts": 0}, "num_local_experts is 0, not an integer from 1"),
     "a width": ("qwen3moe", {"moe_intermediate_size": 24}, "[20, 32]"),
     "steps": ("qwen3moe", {"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),

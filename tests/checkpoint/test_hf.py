@@ -46,6 +46,12 @@ def change_weights(path: Path, change: Callable[[dict[str, Any]], object]) -> No
     save_file(weights, path / "model.safetensors")
 
 
+def change_config(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    change(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
 def refused(path: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         load(path)
@@ -121,19 +127,69 @@ def test_a_head_that_is_stored_though_tied(tmp_path: Path) -> None:
     checkpoint = load(path)
     assert checkpoint.config.tied_embeddings
     assert "output" not in checkpoint.weights
+    # Values that differ are no tied head, whatever config.json says: so does transformers.
     change_weights(path, lambda w: w["lm_head.weight"].__setitem__((3, 4), 7.0))
-    assert "tie_word_embeddings is true, but 'lm_head.weight' is not" in refused(path)
+    checkpoint = load(path)
+    assert not checkpoint.config.tied_embeddings
+    assert checkpoint.weights["output"].name == "lm_head.weight"
+    assert "tie_word_embeddings is true, but 'lm_head.weight' is not" in checkpoint.notes[0]
 
 
-def test_without_the_key_a_stored_head_is_one(tmp_path: Path) -> None:
-    path = folder("llama", tmp_path / "m", {"tie_word_embeddings": None})
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "other"])
+def test_a_tied_head_is_compared_by_value(dtype: str, tmp_path: Path) -> None:
+    path = folder("qwen3", tmp_path / "m", bf16=True)
+    wide = load_file(path / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+    head = wide + np.float32(2**-20) if dtype == "other" else wide.astype(np.dtype(dtype))
+    if dtype == "float16":  # holds fewer large numbers, and bfloat16 fewer small ones
+        assert np.array_equal(head.astype(np.float32), wide)
+    change_weights(path, lambda w: w.update({"lm_head.weight": head}))
+    assert load(path).config.tied_embeddings == (dtype != "other")
+
+
+def test_a_tied_embedding_may_be_stored_as_the_head(tmp_path: Path) -> None:
+    path = folder("qwen3", tmp_path / "m")
+    whole = load(path)
+    change_weights(path, lambda w: w.update({"lm_head.weight": w.pop("model.embed_tokens.weight")}))
+    assert same(load(path), whole)
+
+
+def test_without_the_key_the_family_decides_about_the_head(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "llama")
+    change_config(path, lambda c: c.pop("tie_word_embeddings"))
     assert not load(path).config.tied_embeddings
     change_weights(path, lambda w: w.pop("lm_head.weight"))
-    assert load(path).config.tied_embeddings
-    shutil.rmtree(path)
-    path = folder("llama", tmp_path / "m")
-    change_weights(path, lambda w: w.pop("lm_head.weight"))
+    assert "tie_word_embeddings is left out, which means false, but there is no" in refused(path)
+    change_config(path, lambda c: c.update(tie_word_embeddings=False))
     assert "tie_word_embeddings is false, but there is no tensor 'lm_head.weight'" in refused(path)
+    path = folder("gemma2", tmp_path / "gemma2")
+    change_config(path, lambda c: c.pop("tie_word_embeddings", None))
+    assert load(path).config.tied_embeddings
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "mixtral", "gemma3", "qwen3moe"])
+def test_names_with_and_without_the_models_prefix(name: str, tmp_path: Path) -> None:
+    """transformers adds and takes off the prefix of any tensor as it is needed."""
+    whole = load(folder(name, tmp_path / "whole"))
+    for prefix in ("", "model."):
+        path = folder(name, tmp_path / f"m{prefix}")
+        change_weights(
+            path,
+            lambda w, prefix=prefix: [  # type: ignore[misc]
+                w.update({prefix + key.removeprefix("model."): w.pop(key)}) for key in list(w)
+            ],
+        )
+        base = {"Gemma3ForCausalLM": "Gemma3TextModel"}
+        change_config(
+            path,
+            lambda c, base=base: c.update(  # type: ignore[misc]
+                architectures=[
+                    base.get(a, a.replace("ForCausalLM", "Model")) for a in c["architectures"]
+                ]
+            ),
+        )
+        assert same(load(path), whole)
+    change_weights(path, lambda w: w.update({"norm.weight": w["model.norm.weight"]}))
+    assert "has output_norm twice: 'norm.weight' is not the first" in refused(path)
 
 
 def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
@@ -158,7 +214,7 @@ def test_what_does_not_fit_is_named(tmp_path: Path) -> None:
 
     path = folder("phi3", tmp_path / "f")
     change_weights(path, lambda w: w.update({"model.layers.0.mlp.up_proj.weight": extra}))
-    assert "has layers.0.ffn_up both fused and by itself" in refused(path)
+    assert "has layers.0.ffn_up twice" in refused(path)
 
     path = folder("llama", tmp_path / "g")
     change_weights(
@@ -189,7 +245,10 @@ def test_an_index_and_its_shards_must_agree(tmp_path: Path) -> None:
     assert f"'{first}' is not listed by {INDEX}" in index(without)
     for name in ("../m.safetensors", "/etc/m.safetensors", "a/b.safetensors", "x.bin", "", 3, None):
         assert "names no safetensors file here" in index(places | {first: name})
-    assert "No such file" in index(places | {first: "none.safetensors"})
+    message = index(places | {first: "none.safetensors"})
+    assert message.endswith("some of them are not in the folder: none.safetensors")
+    message = index(dict.fromkeys(places, "none.safetensors"))
+    assert message.endswith("none of them is in the folder: none.safetensors")
     for nothing in ({}, [], None, 3):
         assert "has no weight_map" in index(nothing)
     extra = {first: np.zeros(1, np.float32)}
@@ -224,7 +283,7 @@ def test_a_link_to_nothing_is_no_missing_file(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "model type": ("llama", {"model_type": "mamba"}, "model_type 'mamba' is not supported; "),
-    "no model type": ("llama", {"model_type": None}, "model_type '' is not supported"),
+    "no model type": ("llama", {"model_type": None}, "model_type is null"),
     "a picture's": ("gemma3", {"model_type": "gemma3"}, "model_type 'gemma3' is not supported"),
     "architecture": (
         "llama",
@@ -239,14 +298,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("llama", {"hidden_act": "relu"}, "hidden_act 'relu' is not supported"),
     "gemma activation": ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
     "bidirectional": ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_att"),
-    "soft-cap": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping 50.0"),
+    "layers of their own": ("llama", {"per_layer_config": {"0": {}}}, "per_layer_config {'0': {}}"),
+    "no cause": ("llama", {"is_causal": False}, "is_causal False is not supported"),
     "no layers": ("llama", {"num_hidden_layers": 0}, "num_hidden_layers is 0, not an integer"),
     "many layers": ("llama", {"num_hidden_layers": 513}, "num_hidden_layers is 513, above 512"),
     "head size": ("llama", {"head_dim": 1 << 30}, "head_dim is 1073741824, above 1024"),
     "true layers": ("llama", {"num_hidden_layers": True}, "num_hidden_layers is True, not"),
     "heads": ("llama", {"num_key_value_heads": 3}, "num_heads 4 is not a multiple of num_kv"),
-    "hidden": ("qwen2", {"num_attention_heads": 5}, "hidden_size 32 is not a multiple of 5"),
-    "missing": ("llama", {"intermediate_size": None}, "intermediate_size is missing"),
+    "null": ("llama", {"intermediate_size": None}, "intermediate_size is null"),
+    "null that is a default": ("qwen3", {"head_dim": None}, "head_dim is null"),
+    "null base": ("llama", {"rope_parameters": {"rope_theta": None}}, "rope_theta is null"),
     "epsilon": ("llama", {"rms_norm_eps": 2}, "norm_eps is 2.0"),
     "text": ("llama", {"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', not a number"),
     "huge number": ("llama", {"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
@@ -269,13 +330,32 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "rope type": (
         "llama",
         {"rope_scaling": {"rope_type": "mrope"}},
-        "rope type 'mrope' is not supported; supported are default, linear, dynamic, llama3, yarn",
+        "rope type 'mrope' is not supported for LlamaConfig; supported are default, linear, dyn",
     ),
     "rope of numbers": ("llama", {"rope_scaling": [1]}, "rope_scaling is not an object"),
     "rope type list": ("llama", {"rope_scaling": {"type": ["yarn"]}}, "rope type ['yarn'] is not"),
     "no factor": ("llama", {"rope_scaling": {"type": "linear"}}, "factor is missing"),
     "small factor": ("llama", {"rope_scaling": {"type": "linear", "factor": 0.5}}, "0.5, below 1"),
-    "partial": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supp"),
+    "partial": (
+        "llama",
+        {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
+        "partial_rotary_factor 0.5 is not supported for LlamaConfig",
+    ),
+    "odd part": (
+        "phi3",
+        {"rope_parameters": {"partial_rotary_factor": 0.2}},
+        "rotates 3 of 16 dimensions, an odd number",
+    ),
+    "layer types of one rope": (
+        "qwen3",
+        {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
+        "rope_parameters has full_attention, and a section for each layer type is not supported",
+    ),
+    "phi3 is not linear": (
+        "phi3",
+        {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
+        "rope type 'linear' is not supported for Phi3Config",
+    ),
     "llama3 range": (
         "llama",
         {
@@ -331,7 +411,9 @@ def test_rope_of_changing_length_is_fixed_by_the_longest(tmp_path: Path) -> None
     short, long = (program(config, n).config.layers[0].rope for n in (128, 512))
     assert short.theta == 10000.0
     assert long.theta == pytest.approx(10000.0 * 13.0 ** (8 / 6))
-    assert program(config).config.layers[0].rope == long  # the model's whole context
+    # Unless longer sequences are asked for, all are as in training.
+    assert config.default_length == 128
+    assert program(config).config.layers[0].rope == short
 
     factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
     changes = {
@@ -346,6 +428,7 @@ def test_rope_of_changing_length_is_fixed_by_the_longest(tmp_path: Path) -> None
     assert rope.magnitude == pytest.approx((1 + np.log(2) / np.log(64)) ** 0.5)
     assert program(config, 64).config.layers[0].rope.factors == (1.0,) * 8
     assert program(config, 65).config.layers[0].rope.factors == (2.0,) * 8
+    assert program(config).config.layers[0].rope.factors == (1.0,) * 8
 
 
 def test_each_rope_is_scaled_from_the_context_of_training(tmp_path: Path) -> None:
@@ -437,3 +520,84 @@ def test_mutated_files(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_many_mutated_files(tmp_path: Path) -> None:
     mutate(100_000, tmp_path)
+
+
+def test_without_any_word_of_a_stop_token_the_class_decides(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    assert load(path).tokenizer.eos_token_ids == {1}
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    assert load(path).tokenizer.eos_token_ids == {2}  # of LlamaConfig
+    change_config(path, lambda c: c.update(eos_token_id=None))
+    assert not load(path).tokenizer.eos_token_ids
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    (path / "generation_config.json").write_text("{}")
+    assert not load(path).tokenizer.eos_token_ids
+    path = folder("phi3", tmp_path / "phi3")
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    assert not load(path).tokenizer.eos_token_ids  # 32000, beyond this vocabulary
+
+
+def notes_of(path: Path) -> str:
+    return "\n".join(load(path).notes)
+
+
+def test_what_transformers_passes_over_is_noted(tmp_path: Path) -> None:
+    changes: dict[str, tuple[str, dict[str, Any], str]] = {
+        "a": ("llama", {"sliding_window": 16}, "sliding_window is passed over"),
+        "b": ("granite", {"layer_types": ["sliding_attention"] * 2}, "layer_types is passed over"),
+        "c": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is passed over"),
+        "d": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is passed over"),
+        "e": (
+            "llama",
+            {"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 1000.0},
+            "rope_theta 1000.0 is passed over, since rope_parameters has 500.0",
+        ),
+        "f": (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_parameters is passed over, since there is rope_scaling",
+        ),
+        "g": (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 4}},
+            "rope_parameters: beta_fast is passed over by rope type 'linear'",
+        ),
+        "h": (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling's type 'linear' is passed over, as transformers does",
+        ),
+        "i": (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters: rope_type is passed over, being of no layer type",
+        ),
+    }
+    for name, (family, change, reason) in changes.items():
+        assert reason in notes_of(folder(family, tmp_path / name, change))
+    # Falsy values mean nothing anywhere, and empty objects are absent ones.
+    quiet = {"sliding_window": None, "num_experts": 0, "rope_scaling": {}, "layer_types": []}
+    assert not notes_of(folder("llama", tmp_path / "quiet", quiet))
+
+
+def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """As transformers' AutoConfig has it, whatever the types are."""
+    types = ["full_attention", "sliding_attention"]
+    config = load(folder("mistral", tmp_path / "a", {"layer_types": types})).config
+    assert [layer.window for layer in config.layers] == [None, 24]
+    for name in ("mistral", "ministral"):
+        nothing = {"layer_types": None, "model_type": name, "architectures": None}
+        config = load(folder("mistral", tmp_path / name, nothing)).config
+        assert [layer.window for layer in config.layers] == [24, 24]
+    everywhere = {"layer_types": types, "sliding_window": None}
+    message = refused(folder("mistral", tmp_path / "b", everywhere))
+    assert "layer_types has sliding_attention, but sliding_window is null" in message
+
+
+def test_an_error_names_the_sizes_that_were_left_out(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    change_config(path, lambda c: [c.pop(k) for k in ("intermediate_size", "num_key_value_heads")])
+    message = refused(path)
+    assert "intermediate_size: 11008 in LlamaConfig" in message
+    assert "num_key_value_heads: num_attention_heads in LlamaConfig" in message
+    assert "vocab_size" not in message

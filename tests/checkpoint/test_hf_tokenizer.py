@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint.base import CheckpointError
+from octavo.checkpoint.base import ChatTemplateError, CheckpointError
+from octavo.checkpoint.chat_template import JinjaChatTemplate
 from octavo.checkpoint.hf import _chat_template
 from octavo.checkpoint.hf_folder import HfFolder
 from octavo.checkpoint.hf_tokenizer import hf_tokenizer
 from octavo.checkpoint.tokenizer import BpeTokenizer
+from oracle import odd_folders
 
 RECORDED = Path(__file__).parent.parent / "oracle" / "tokenizers"
 KINDS = sorted(path.name for path in RECORDED.iterdir())
@@ -49,7 +51,9 @@ def test_equals_transformers(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_chat_template_is_the_folders(kind: str, tmp_path: Path) -> None:
     chat = cases(kind)["chat"]
-    template = _chat_template(HfFolder(copy(kind, tmp_path)))
+    path = copy(kind, tmp_path)
+    names = load(path, chat["size"]).special_tokens_map
+    template = _chat_template(HfFolder(path), names)
     if chat["text"] is None:
         assert template is None
     else:
@@ -173,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     ),
     "arrays for objects": (
         lambda v: v.update(decoder=["x"]),
-        "decoder or post_processor is not as the library writes it",
+        'decoder ["x"] is not supported',
     ),
     "second text": (
         lambda v: v.update(post_processor=framed(SECOND)),
@@ -226,13 +230,61 @@ def test_special_tokens_that_cannot_be(tmp_path: Path) -> None:
         load(path, size)
 
 
+def test_the_default_of_several_templates(tmp_path: Path) -> None:
+    path = copy("qwen2", tmp_path)
+    config = path / "tokenizer_config.json"
+    several = [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    template = _chat_template(HfFolder(path), {})
+    assert template is not None
+    with pytest.raises(
+        ChatTemplateError, match=r"several chat templates \(rag, tool_use\) and none"
+    ):
+        template.render([{"role": "user", "content": "hi"}])
+    with pytest.raises(ChatTemplateError, match="none called default"):
+        template.check()
+    several.append({"name": "default", "template": "d"})
+    config.write_text(json.dumps({"chat_template": several}))
+    assert source(path) == "d"
+    # Files of their own go before, all of them.
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    template = _chat_template(HfFolder(path), {})
+    assert template is not None
+    with pytest.raises(ChatTemplateError, match=r"\(tool_use\)"):
+        template.check()
+    (path / "chat_template.jinja").write_text("D")
+    assert source(path) == "D"
+
+
+def source(path: Path) -> str:
+    template = _chat_template(HfFolder(path), {})
+    assert isinstance(template, JinjaChatTemplate)
+    return template.source
+
+
 def test_templates_that_are_none(tmp_path: Path) -> None:
     path = copy("qwen2", tmp_path)
     (path / "tokenizer_config.json").write_text('{"chat_template": 3}')
     with pytest.raises(CheckpointError, match="chat_template is a int, not a string"):
-        _chat_template(HfFolder(path))
+        _chat_template(HfFolder(path), {})
     (path / "tokenizer_config.json").write_text('{"chat_template": []}')
-    assert _chat_template(HfFolder(path)) is None
+    assert _chat_template(HfFolder(path), {}) is None
     (path / "chat_template.jinja").write_bytes(b"\xff")
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: is not UTF-8"):
-        _chat_template(HfFolder(path))
+        _chat_template(HfFolder(path), {})
+
+
+ODD = json.loads((RECORDED.parent / "odd_folders.json").read_text())
+
+
+@pytest.mark.parametrize("recorded", ODD, ids=lambda each: f"{each['seed']}-{each['class']}")
+def test_unusual_added_tokens(recorded: dict[str, Any], tmp_path: Path) -> None:
+    """Added by one file or several, with flags, classes and names at random; see odd_folders.py."""
+    texts = odd_folders.build(tmp_path, recorded["seed"])
+    tokenizer = load(tmp_path, 4096)
+    assert tokenizer.special_tokens_map == recorded["names"]
+    for text, (ids, decoded, skipped) in zip(texts, recorded["cases"], strict=True):
+        assert tokenizer.encode(text) == ids, text
+        assert tokenizer.decode(ids, skip_special_tokens=False) == decoded
+        assert tokenizer.decode(ids) == (decoded if skipped is None else skipped)

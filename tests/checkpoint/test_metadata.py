@@ -126,6 +126,64 @@ def test_gemma3_window_pattern(tmp_path: Path) -> None:
     assert windows == [None, 8, 8, 8, 8, None]
 
 
+def test_what_gguf_files_leave_out_is_as_in_llama_cpp(tmp_path: Path) -> None:
+    """Its defaults: hparams of llama.cpp's src/llama-model.cpp and src/models/gemma*.cpp."""
+    # Types of scaling without a factor, and a factor without a type or under its old name.
+    for kind in ("linear", "yarn", "none"):
+        file = tiny_llama().set("llama.rope.scaling.type", STRING, kind)
+        rope = config(file, tmp_path).layers[0].rope
+        assert (rope.scale, set(rope.factors) <= {1.0}, rope.magnitude) == (1.0, True, 1.0)
+    old = tiny_llama().set("llama.rope.scale_linear", FLOAT32, 4.0)
+    assert config(old, tmp_path).layers[0].rope.scale == 0.25
+    both = old.set("llama.rope.scaling.factor", FLOAT32, 2.0)
+    assert config(both, tmp_path).layers[0].rope.scale == 0.5
+    none = both.set("llama.rope.scaling.type", STRING, "none")
+    assert config(none, tmp_path).layers[0].rope.scale == 1.0
+    # A number for each layer, if it is the same.
+    file = tiny_llama()
+    for key, value in (("attention.head_count", 4), ("attention.head_count_kv", 2),
+                       ("feed_forward_length", 64)):  # fmt: skip
+        file.set(f"llama.{key}", ARRAY, UINT32, [value, value])
+    assert config(file, tmp_path) == config(tiny_llama(), tmp_path)
+    # Gemma 3 without windows, and Gemma 2 without their size.
+    file = tiny_gemma3().set("gemma3.attention.sliding_window", UINT32, 0)
+    assert {layer.window for layer in config(file, tmp_path).layers} == {None}
+    assert {layer.rope.theta for layer in config(file, tmp_path).layers} == {1e6}
+    file.drop("gemma3.attention.sliding_window")
+    assert {layer.window for layer in config(file, tmp_path).layers} == {None}
+
+
+def test_a_llama3_file_without_its_factors_is_noted(tmp_path: Path) -> None:
+    def notes(file: Gguf) -> list[str]:
+        opened = GgufFile(file.write(tmp_path / "model.gguf"))
+        assert model_config(opened).layers[0].rope.scale == 1.0
+        return opened.notes
+
+    file = tiny_llama().set("llama.rope.freq_base", FLOAT32, 500000.0)
+    assert not notes(file)
+    file.set("llama.context_length", UINT32, 131072)
+    (note,) = notes(file)
+    assert "positions are not scaled, as in llama.cpp" in note
+    assert "131072 tokens, and rope.freq_base 500000 is that of Llama 3.1" in note
+    factors = np.array([1, 1.5, 4, 8], "<f4")
+    file.tensors.append(Tensor("rope_freqs.weight", (4,), F32, factors.tobytes()))
+    assert not notes(file)
+    file = tiny_llama().set("llama.rope.scaling.original_context_length", UINT32, 32)
+    (note,) = notes(file)
+    assert "128 tokens, and training had 32" in note
+
+
+def test_granite_without_rotary_positions_is_refused(tmp_path: Path) -> None:
+    file = tiny_llama()
+    file.set("general.architecture", STRING, "granite")
+    for key in [key for key in file.metadata if key.startswith("llama.")]:
+        file.metadata[key.replace("llama.", "granite.")] = file.metadata.pop(key)
+    assert config(file, tmp_path).family == "granite"
+    file.set("granite.rope.scaling.finetuned", BOOL, False)
+    with pytest.raises(CheckpointError, match="no rotary positions, and is not supported"):
+        config(file, tmp_path)
+
+
 def test_gemma3_27b_scales_attention_by_hidden_size(tmp_path: Path) -> None:
     wide = {"hidden": 64}  # 32 a head, whose keys are 16 wide
     assert config(tiny_gemma3(layers=62, **wide), tmp_path).attention_scale == 1 / sqrt(32)
@@ -152,8 +210,16 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no heads": (lambda f: f.set("llama.attention.head_count", UINT32, 0), "head_count is 0"),
     "no KV heads": (lambda f: f.set("llama.attention.head_count_kv", UINT32, 0), "kv is 0"),
     "heads a layer": (
-        lambda f: f.set("llama.attention.head_count", ARRAY, UINT32, [4, 4]),
-        "head_count is a ndarray",
+        lambda f: f.set("llama.attention.head_count", ARRAY, UINT32, [4, 2]),
+        "head_count differs from layer to layer, which is not supported",
+    ),
+    "heads of other layers": (
+        lambda f: f.set("llama.attention.head_count", ARRAY, UINT32, [4]),
+        "head_count is not one integer for each of 2 layers",
+    ),
+    "widths a layer": (
+        lambda f: f.set("llama.feed_forward_length", ARRAY, FLOAT32, [64.0, 64.0]),
+        "feed_forward_length is not one integer for each of 2 layers",
     ),
     "uneven heads": (
         lambda f: f.set("llama.attention.head_count_kv", UINT32, 3),
@@ -173,9 +239,13 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda f: f.set("llama.rope.scaling.type", STRING, "axial"),
         "is 'axial', which is not supported; supported are none, linear, yarn, longrope",
     ),
-    "yarn without a factor": (
-        lambda f: f.set("llama.rope.scaling.type", STRING, "yarn"),
-        "rope.scaling.factor is below 1",
+    "small factor": (
+        lambda f: f.set("llama.rope.scaling.factor", FLOAT32, 0.5),
+        "rope.scaling.factor is 0.5, which is below 1",
+    ),
+    "llama3 as a type": (
+        lambda f: f.set("llama.rope.scaling.type", STRING, "llama3"),
+        "is 'llama3', which is not supported; supported are none, linear, yarn, longrope",
     ),
     "half of longrope": (
         lambda f: f.tensors.append(Tensor("rope_factors_long.weight", (4,), F32)),
@@ -235,7 +305,6 @@ def test_refused_by_name(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
-        ("sliding_window", (UINT32, 0), "is 0, which is below 1"),
         ("sliding_window_pattern", (ARRAY, BOOL, [True]), "one bool for each of 6 layers"),
         ("sliding_window_pattern", (UINT32, 0), "is 0, which is below 1"),
     ],

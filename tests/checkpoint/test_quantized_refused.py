@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "2 bits": (GPTQ | {"bits": 2}, "bits is 2, which is not supported; supported are 3, 4, 8"),
     "bits of text": (GPTQ | {"bits": "4"}, "bits is '4', not an integer"),
     "a group beyond": (GPTQ | {"group_size": 10**30}, "group_size is above 2147483647"),
-    "no group": (GPTQ | {"group_size": None}, "group_size is missing"),
+    "no group": (GPTQ | {"group_size": None}, "group_size is null"),
     "group of none": (GPTQ | {"group_size": 0}, "group_size is 0"),
     "negative group": (GPTQ | {"group_size": -2}, "group_size is -2, not an integer from -1"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supp"),

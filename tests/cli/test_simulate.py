@@ -69,7 +69,9 @@ def test_the_fields_that_programs_read(azure: Path) -> None:
     assert 0 < found["kv_waste"] < 0.1
     assert found["saturated"] is False
     assert found["last_arrival"] == 19.0
-    assert found["notices"] == ["trace azure.csv: 20 requests, read as azure"]
+    read, basis = found["notices"]
+    assert read == "trace azure.csv: 20 requests, read as azure"
+    assert basis.startswith("figures of H100 SXM 80 GB, not measured; predictions assume ")
 
 
 def test_goodput_is_said_as_in_bench_serve(azure: Path) -> None:
@@ -98,10 +100,10 @@ def test_windows_and_speed_are_those_of_bench_serve(azure: Path) -> None:
 def test_answers_that_max_tokens_cuts_are_counted(azure: Path) -> None:
     found = figures("--trace", str(azure), "--max-tokens", "20")
     assert found["total_output_tokens"] == sum(min(tokens, 20) for tokens in range(5, 25))
-    assert found["notices"][1:] == [
+    assert found["notices"][1:-1] == [
         "--max-tokens 20 cuts 4 of 20 answers (290 tokens in the load, 280 asked)"
     ]
-    assert len(figures("--trace", str(azure), "--max-tokens", "24")["notices"]) == 1
+    assert len(figures("--trace", str(azure), "--max-tokens", "24")["notices"]) == 2
 
 
 def test_what_bench_serve_wrote_is_a_trace(tmp_path: Path) -> None:
@@ -157,7 +159,8 @@ def test_weights_are_rounded_as_serve_would() -> None:
     stored, rounded = (figures(*load, *more) for more in ((), ("--quantization", "int4")))
     assert rounded["weight_bytes"] == 4_830_445_568
     assert rounded["settings"]["kv_blocks"] > 1.1 * stored["settings"]["kv_blocks"]
-    assert rounded["tpot_ms"]["p50"] < 0.5 * stored["tpot_ms"]["p50"]
+    # As published of Qwen2.5 7B on an A100: 84 tokens/s in bf16, 148 to 154 in 4 bits.
+    assert 0.45 < rounded["tpot_ms"]["p50"] / stored["tpot_ms"]["p50"] < 0.65
     twice = run(*load, "--quantization", "int4", "--format", "q4_0", code=2)
     assert "give one" in " ".join(twice.output.replace("│", " ").split())
 
@@ -174,7 +177,7 @@ def test_people_see_what_was_assumed_and_what_came_of_it(azure: Path) -> None:
 
 
 CLASSES = (
-    "--num-prompts", "120", "--input-len", "100", "--output-len", "30", "--request-rate", "60",
+    "--num-prompts", "120", "--input-len", "100", "--output-len", "30", "--request-rate", "35",
     "--max-num-seqs", "4", "--class", "chat:share=1,ttft=300,tpot=50",
     "--class", "bulk:share=3,priority=5,weight=0.5,slo=none",
 )  # fmt: skip

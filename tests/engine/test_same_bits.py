@@ -379,7 +379,7 @@ def drawn_setting(
         max_num_batched_tokens=max_num_seqs + rng.choice((0, 1, 5, 16, 33, 100, 512)),
         enable_prefix_caching=rng.random() < 0.8,
         max_model_len=longest,
-        kv_dtype=rng.choice(list(KvDtype)),
+        kv_dtype=rng.choice(KvDtype.served()),
         isa=rng.choice((None, None, None, "generic")),
         logits_slice=rng.choice((None, None, 8, 16)),
     )

@@ -302,6 +302,8 @@ class World:
         self.recipe: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
         self.lives: dict[str, Life] = {}
         self.outcomes: list[RequestRecord] = []
+        self.paused: set[str] = set()
+        self.pauses = 0
         self.count = 0
         self.steps = 0
         self.ran: list[Any] = []  # sequences, as the step began
@@ -329,14 +331,14 @@ class World:
             for life in self.lives.values()
             if (state := self.engine._requests.get(life.record.request_id))
             for seq in state.sequences
-            if seq.status not in (Status.FORKING, Status.FETCHING, Status.FINISHED)
+            if seq.status not in (Status.FORKING, Status.FETCHING, Status.HELD, Status.FINISHED)
         ]
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
         if unfinished and not step.scheduled.stale and scheduler.alone is None and not whole:
             rank = scheduler.policy.rank
             # Among those that run: who waits comes to its turn. With a disk, too: whoever was let
-            # in while another waited for it is not sent away again.
-            if scheduler.policy.displaces_any or self.setting.disk:
+            # in while another waited for it, or was paused, is not sent away again.
+            if scheduler.policy.displaces_any or self.setting.disk or self.pauses:
                 unfinished = scheduler.decoding + scheduler.prefilling
             if self.setting.itl_target is not None:
                 # Who is let in by a step, ahead of others by rank, may find no time left in it.
@@ -436,6 +438,18 @@ class World:
         assert not self.engine.abort(request_id)
 
     @action
+    def pause(self, request_id: str) -> None:
+        self.paused.add(request_id)
+        self.pauses += 1
+        self.engine.pause(request_id)
+
+    @action
+    def resume(self, request_id: str) -> None:
+        self.paused.discard(request_id)
+        with self.shot():
+            self.engine.resume(request_id)
+
+    @action
     def abort_during_next_step(self, request_id: str) -> None:
         def during() -> None:
             self.executor.during = lambda: None
@@ -530,8 +544,13 @@ class World:
         self.ran = scheduler.decoding + scheduler.prefilling
         num_blocks = scheduler.kv.loading.num_blocks
         self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
+        held = [] if scheduler._suspects else [*scheduler._paused]
         with self.shot() as shot:
             deltas = self.engine.step()
+        for delta in deltas:  # but for a last word of one that is ended
+            paused = any(state.record.request_id == delta.request_id for state in held)
+            begun = delta.request_id in self.lives and self.lives[delta.request_id].deltas
+            assert not (paused and begun and delta.token_ids), "a paused request went on"
         self.shots += shot is not None and shot.hit is not None
         for delta in deltas:
             self.deliver(delta)
@@ -599,10 +618,15 @@ class World:
         if record.outcome is Outcome.FINISHED:
             assert set(life.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
         elif record.outcome is Outcome.REJECTED:
-            assert set(life.reasons.values()) == {FinishReason.SHED}
             assert record.error
             assert record.completion_tokens == 0
-            assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy
+            if set(life.reasons.values()) == {FinishReason.REPLACED}:
+                assert record.scheduled is None
+                assert self.setting.max_num_queued_reqs is not None
+                assert self.setting.policy["scheduling_policy"] != "fcfs"
+            else:
+                assert set(life.reasons.values()) == {FinishReason.SHED}
+                assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy
         elif record.outcome is Outcome.FAILED:
             assert record.error
             broken = life.params.seed in (BROKEN_SEED, LATE_SEED)
@@ -620,6 +644,8 @@ class World:
         self.executor.fail_transfer = ""
         self.executor.fail_logits = Words.fail = self.raising.fail = False
         self.sampler.fail_after = self.aim = None
+        for name in sorted(self.paused):
+            self.engine.resume(name)
         limit = 100 + sum(
             20 * (len(life.prompt) + (life.record.max_tokens or 0) * life.params.n)
             for life in self.lives.values()
@@ -676,6 +702,10 @@ def random_action(world: World, rng: random.Random) -> None:
             rng.choice((world.abort, world.abort_during_next_step))(name)
     elif roll < 0.282:
         world.crash_next_step()
+    elif roll < 0.31 and world.lives:
+        world.pause(rng.choice([*world.lives]))
+    elif roll < 0.35 and world.paused:
+        world.resume(rng.choice(sorted(world.paused)))
     else:
         world.step()
 

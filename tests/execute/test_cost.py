@@ -222,7 +222,9 @@ def test_every_kind_of_arithmetic_has_its_peak() -> None:
         if isinstance(op, PagedAttention):
             assert cost.ops == 2 * other.ops
             assert cost.kv_bytes < other.kv_bytes / 1.5
-    assert [Rates(1, 3).peak(kind) for kind in Arithmetic] == [3, 3, 3]
+    assert {Rates(1, 3).peak(kind) for kind in Arithmetic} == {3}
+    assert Rates(1, 3, bf16_ops_per_second=5).peak(Arithmetic.FP8) == 5
+    assert Rates(1, 3, bf16_ops_per_second=5, fp8_ops_per_second=7).peak(Arithmetic.FP8) == 7
     with pytest.raises(ValueError, match="positive"):
         Rates(int8_ops_per_second=0)
 

@@ -51,11 +51,35 @@ def system(root: Path, cgroup: str, files: dict[str, str]) -> Path:
             },
             None,
         ),
-        ("0::/\n", {"sys/fs/cgroup/cpu.max": "nonsense\n"}, None),
     ],
 )
-def test_quota(tmp_path: Path, cgroup: str, files: dict[str, str], quota: float | None) -> None:
+def test_quota(
+    tmp_path: Path,
+    cgroup: str,
+    files: dict[str, str],
+    quota: float | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     assert cpu.cpu_quota(system(tmp_path, cgroup, files)) == quota
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    "said", ["nonsense", "", "100000", "100000 0", "-5 100000", "0 100000", "1e5 100000", "1 2 3"]
+)
+def test_a_broken_quota_is_named_once(
+    tmp_path: Path, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = system(tmp_path, "0::/\n", {"sys/fs/cgroup/cpu.max": said + "\n"})
+    for _ in range(3):
+        assert cpu.cpu_quota(root) is None
+    (line,) = caplog.messages
+    assert f"{root}/sys/fs/cgroup/cpu.max is not a CPU quota" in line
+
+
+def test_a_broken_quota_hides_no_other(tmp_path: Path) -> None:
+    files = {"sys/fs/cgroup/a/cpu.max": "200000 100000", "sys/fs/cgroup/a/b/cpu.max": "?"}
+    assert cpu.cpu_quota(system(tmp_path, "0::/a/b\n", files)) == 2.0
 
 
 def test_no_proc(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from octavo.execute.memory import as_size, available_memory
 
 GIB = 1 << 30
@@ -66,3 +68,15 @@ def test_sizes() -> None:
     assert [as_size(size) for size in sizes] == [
         "0 B", "1023 B", "1 KiB", "1000 MiB", "92.7 MiB", "3 GiB", "5 TiB", "-2 MiB"
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("said", ["lots", "", "1 2"])
+def test_a_broken_limit_is_named_once(
+    tmp_path: Path, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = {"sys/fs/cgroup/memory.max": said, "sys/fs/cgroup/memory.current": "5"}
+    root = machine(tmp_path, "0::/", files)
+    for _ in range(3):
+        assert available_memory(root) == 20 * GIB
+    (line,) = caplog.messages
+    assert f"{root}/sys/fs/cgroup/memory.max is not a limit of memory ({said!r})" in line

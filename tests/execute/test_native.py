@@ -168,7 +168,7 @@ def test_slices_of_logits_are_those_of_all_at_once(format: WeightFormat) -> None
             result.logits_from(first)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 def test_copied_blocks_continue_a_fork(kv_dtype: KvDtype) -> None:
     """A fork that copies its half-filled block goes on with the same bits; chains copy in order."""
     config = tiny.config()
@@ -190,7 +190,7 @@ def test_copied_blocks_continue_a_fork(kv_dtype: KvDtype) -> None:
     assert np.array_equal(np.array(parent.logits), expected)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 def test_blocks_leave_and_come_back(kv_dtype: KvDtype) -> None:
     config = tiny.config("gemma3")
     driver = Driver(tiny.checkpoint(config), kv_dtype=kv_dtype)
@@ -213,7 +213,7 @@ def test_blocks_leave_and_come_back(kv_dtype: KvDtype) -> None:
         driver.executor.import_blocks(used[:2].copy(), data[:1])
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 @pytest.mark.parametrize("isa", ISAS)
 def test_what_recycled_blocks_hold_changes_nothing(isa: str, kv_dtype: str) -> None:
     """NaN that recycled blocks hold is never read, at either end of a window."""
@@ -418,7 +418,7 @@ def test_a_closed_executor_says_so() -> None:
         driver.executor.execute(batch)
 
 
-@pytest.mark.parametrize("kv_dtype", KvDtype)
+@pytest.mark.parametrize("kv_dtype", KvDtype.served())
 @pytest.mark.parametrize(("head_dim", "block_size"), [(16, 16), (18, 32), (20, 48), (66, 16)])
 def test_bytes_are_as_planned(head_dim: int, block_size: int, kv_dtype: KvDtype) -> None:
     config = tiny.config("gemma3", head_dim=head_dim)
@@ -464,3 +464,14 @@ def test_what_multiplies_a_format() -> None:
     assert arithmetic_of(WeightFormat.BF16, "avx512_bf16") is Arithmetic.BF16
     assert arithmetic_of(WeightFormat.BF16, "avx512") is Arithmetic.FP32
     assert arithmetic_of(WeightFormat.F16, "avx512_bf16") is Arithmetic.FP32
+
+
+def test_more_threads_than_cpus_are_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = tiny.checkpoint(tiny.config())
+    monkeypatch.setattr("octavo.execute.native.usable_cpus", lambda: (1, "CPU quota of 0.5"))
+    Driver(checkpoint, threads=1)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+    Driver(checkpoint, threads=3)
+    assert "3 threads, but 1 can run at once (CPU quota of 0.5)" in caplog.text

@@ -56,6 +56,11 @@ def test_codes_hold_more_tokens_in_the_same_memory(head_dim: int) -> None:
 def test_names_of_dtypes() -> None:
     assert KvDtype.of("auto") is KvDtype.of("bfloat16") is KvDtype.of("bf16") is KvDtype.BF16
     assert KvDtype.of("float16") is KvDtype.FP16
-    for name in ("fp8", "int", ""):
+    assert KvDtype.of("fp8") is KvDtype.of("fp8_e4m3") is KvDtype.of("fp8_e5m2") is KvDtype.FP8
+    with pytest.raises(ValueError, match="CPUs have no fp8 units"):
+        KvDtype.FP8.check_served()
+    for dtype in KvDtype.served():
+        dtype.check_served()
+    for name in ("fp9", "int", ""):
         with pytest.raises(ValueError, match=r"not supported; auto, bf16, fp16, int8, int4 are"):
             KvDtype.of(name)

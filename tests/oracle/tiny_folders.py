@@ -10,7 +10,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
-from tokenizers import Tokenizer, decoders, models
+
+from oracle.tiny_tokenizer import write_tokenizer
 
 FAMILIES = Path(__file__).parent / "families"
 QUANTIZED = sorted(path.name for path in (FAMILIES.parent / "quantized").iterdir())
@@ -37,14 +38,6 @@ def folder(
     (path / "config.json").write_text(json.dumps(config))
     write_tokenizer(path, config["vocab_size"])
     return path
-
-
-def write_tokenizer(path: Path, size: int) -> None:
-    """Of single characters."""
-    vocab = {chr(0x21 + index): index for index in range(size)}
-    tokenizer = Tokenizer(models.BPE(vocab, []))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(path / "tokenizer.json"))
 
 
 def quantized_folder(name: str, path: Path) -> Path:

@@ -105,7 +105,7 @@ def model_engine(limits: Limits) -> Engine:
 
 def model_step() -> ModelStep:
     layout = KvLayout.of(LLAMA.program.config)
-    return ModelStep(cost_model(LLAMA, BF16, layout), CHIP.rates(BF16.bytes))
+    return ModelStep(cost_model(LLAMA, BF16, layout, CHIP), CHIP.rates(BF16.bytes))
 
 
 def samples(load: Load, count: int, seed: int = 3) -> list[Sample]:

@@ -49,7 +49,7 @@ SAMPLES = [
     [
         ({}, {}),
         ({"max_num_seqs": 4}, {"max_concurrency": 9}),
-        ({"max_model_len": 1024, "memory_utilization": 0.005}, {}),
+        ({"max_model_len": 1024, "kv_cache_memory_bytes": 330 << 20}, {}),
         ({"max_num_seqs": 8}, {"batching": "static"}),
         ({}, {"memory": "reserve", "max_tokens": 120}),
         ({}, {"apart": 1.7}),

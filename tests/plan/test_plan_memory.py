@@ -87,12 +87,12 @@ def test_the_engine_has_the_same_cache() -> None:
         {"max_num_seqs": 2048, "max_num_batched_tokens": 4096},
     ):
         for here in (True, False):
-            device = replace(PUBLISHED["h100"], measured=here)
+            device = replace(PUBLISHED["h100"], measured=here, gpu=not here)
             config, _ = configure(given, TECHNIQUES, device, 8192)
             stored = weights_on(device, subject)
             cache, layout = Setup(subject, stored, device, config).plan()
             assert device.memory_bytes is not None
-            place = Place(device.name, device.memory_bytes, here)
+            place = Place(device.name, device.memory_bytes, here, gpu=not here)
             asked = place.usual(replace(EngineConfig(), **given), given)
             found = need(Load(subject, as_asked(subject), 8192, 1, KvDtype.BF16, asked), place)
             assert found is not None
@@ -102,7 +102,7 @@ def test_the_engine_has_the_same_cache() -> None:
 
 def test_a_device_has_its_own_defaults() -> None:
     facts = planned("llama-3-8b", "--device", "h100", "--context", "8192")
-    assert (facts["memory_utilization"], facts["max_num_batched_tokens"]) == (0.9, 2048)
+    assert (facts["memory_utilization"], facts["max_num_batched_tokens"]) == (0.92, 2048)
     done = CliRunner().invoke(
         app, ["simulate", "llama-3-8b", "--device", "h100", "--num-prompts", "1", "--json"]
     )
@@ -116,7 +116,7 @@ def test_a_device_has_its_own_defaults() -> None:
 
 def test_why_it_does_not_fit() -> None:
     facts = planned("llama-3-8b", "--device", "t4", "--context", "16")
-    assert "weights and work space leave nothing" in facts["verdict"]
+    assert "weights, work space and runtime leave nothing" in facts["verdict"]
     assert "alone" not in facts["verdict"]
     facts = planned("llama-2-7b", "--device", "memory=1,bf16=1,capacity=4")
     assert "weights alone are too much" in facts["verdict"]
@@ -131,7 +131,7 @@ SIZES = st.integers(1, 100)
     head_dim=st.integers(2, 300),
     context=st.integers(1, 1000),
     users=SIZES,
-    dtype=st.sampled_from(KvDtype),
+    dtype=st.sampled_from(KvDtype.served()),
     block_size=st.sampled_from([16, 32]),
 )
 def test_factors_multiply_and_terms_add_up(
@@ -160,7 +160,7 @@ def test_factors_multiply_and_terms_add_up(
     name=st.sampled_from(["llama-3-8b", "gemma-3-270m", "gemma-2-2b", "mistral-7b-v0.1"]),
     context=st.integers(1, 8192),
     users=st.integers(1, 300),
-    dtype=st.sampled_from(KvDtype),
+    dtype=st.sampled_from(KvDtype.served()),
     memory=st.integers(0, 200 << 30),
 )
 def test_whatever_is_said_to_fit_fits(
@@ -179,7 +179,7 @@ def test_whatever_is_said_to_fit_fits(
     if found.fits:
         assert found.bytes <= memory
         return
-    others = alternatives(load, narrower(load), place)
+    others = alternatives(load, narrower(load, place), place)
     for other in others:
         again = need(other.load, place)
         assert again is not None
@@ -241,9 +241,50 @@ def test_a_verdict_for_a_device(device: str, users: int, fits: bool) -> None:
     assert facts["fits"] == asked["fits"] == fits
     assert facts["verdict"].startswith("Fits on" if fits else "Does not fit on")
     assert (facts["alternatives"] == []) == fits
-    assert len(facts["devices"]) == 14
+    assert len(facts["devices"]) == 15
     (here,) = [each["name"] for each in facts["devices"] if each["measured"]]
     assert here.startswith("this machine")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        # 131.4 GiB of weights; 0.92 of 140.4 GiB are 129.2.
+        ("llama-3-70b --device h200 --context 16", False),
+        ("llama-3-70b --device h200 --context 16 --gpu-memory-utilization 0.97", True),
+        ("llama-3-70b --device h200 --format fp8", True),
+        # 12.55 GiB of weights; 0.92 of 15 GiB are 13.8, less 1 GiB of runtime.
+        ("llama-2-7b --device t4 --context 16", False),
+        ("llama-2-7b --device t4 --format fp8", True),
+    ],
+)
+def test_a_runtime_takes_memory_of_a_gpu(arguments: str, fits: bool) -> None:
+    facts = planned(*arguments.split())
+    asked = facts["devices"][0]
+    assert facts["fits"] is fits
+    assert asked["runtime_bytes"] == GIB
+    share = facts["memory_utilization"]
+    held = asked["weight_bytes"] + asked["work_bytes"] + asked["runtime_bytes"]
+    assert asked["kv_budget_bytes"] == int(share * asked["memory_bytes"]) - held
+    (here,) = [each for each in facts["devices"] if each["measured"]]
+    assert here.get("runtime_bytes", 0) == 0
+
+
+def test_fp8_in_the_sums() -> None:
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        facts = planned("llama-3-8b", "--context", "8192", "--kv-dtype", name, "--format", name)
+        assert facts["kv_bytes"] == GIB // 2
+        assert facts["kv_dtype"] == "fp8"
+        assert facts["weights"]["format"] == "fp8"
+        assert not facts["fits"]
+        assert facts["verdict"].endswith("no kernel here takes a cache of fp8.")
+        others = {each["name"]: each["fits"] for each in facts["devices"]}
+        assert others["RTX 4090 24 GB"]
+    (first, *_) = planned("llama-3-8b", "--context", "16", "--kv-dtype", "fp8")["alternatives"]
+    assert (first["kv_dtype"], first["context"]) == ("int8", 16)
+    figures = ("--device", "memory=10,int8=150,capacity=64")
+    verdict = planned("llama-3-8b", "--context", "16", "--format", "fp8", *figures)["verdict"]
+    assert verdict.endswith("no kernel here takes weights in fp8.")
 
 
 def test_formats_of_weights() -> None:
@@ -285,8 +326,7 @@ def test_text_has_the_verdict_in_its_first_lines() -> None:
         (["--device", "h900"], "device 'h900' is not known"),
         (["--device", "memory=3,int8=4"], "says nothing of how much it holds"),
         (["--device", "memory=3,int8=4,capacity=nan"], "capacity=nan is not from"),
-        (["--kv-dtype", "fp8"], "--kv-dtype 'fp8' is not what Octavo's cache can hold"),
-        (["--kv-dtype", "fp32"], "--kv-dtype 'fp32'"),
+        (["--kv-dtype", "fp32"], "--kv-dtype 'fp32' is not what a cache can hold"),
         (["--kv-dtype", ""], "--kv-dtype ''"),
         (["--format", "q9"], "format 'q9' is not one of"),
         (["--format", "gptq", "--bits", "5"], "gptq has 3 or 4 or 8 bits, not 5"),

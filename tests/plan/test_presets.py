@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from octavo.checkpoint.base import CheckpointError
-from octavo.plan.presets import PRESETS, preset
+from octavo.checkpoint.names import HUB_IDS, preset
+from octavo.plan.presets import PRESETS
 from octavo.plan.subject import Subject
 
 # Elements of the weights as published (the totals of their safetensors files). A tied head is not
@@ -62,8 +65,15 @@ PARAMETERS = {
 }
 
 
-def test_every_preset_has_its_published_parameters() -> None:
+def test_every_preset_has_its_published_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))  # else it would be a pulled file that is read
     assert {name: Subject.find(name).parameters for name in PRESETS} == PARAMETERS
+
+
+def test_every_name_of_a_preset_says_where_its_weights_are() -> None:
+    assert list(HUB_IDS) == list(PRESETS)
 
 
 def test_names_are_forgiven_their_spelling() -> None:

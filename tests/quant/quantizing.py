@@ -40,7 +40,7 @@ def random_folder(name: str, path: Path, **changes: Any) -> Path:
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config |= {"tie_word_embeddings": False, "dtype": "bfloat16"} | changes
     folder(name, path, config)
-    shapes = families.program(model_config(HfFolder(path), ["lm_head.weight"]))
+    shapes = families.program(model_config(HfFolder(path)))
     rng = np.random.default_rng(3)
     tensors = {}
     for place in places(shapes.config, list(shapes.weights)):

@@ -64,7 +64,7 @@ async def make_client(engine: FakeEngine) -> AsyncIterator[MakeClient]:
     def make(model: ServedModel | None = None, **config: Any) -> httpx.AsyncClient:
         app = create_app(engine, model or served_model(), ServeConfig(**config))
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)
-        client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        client = httpx.AsyncClient(transport=transport, base_url="http://localhost")
         clients.append(client)
         return client
 

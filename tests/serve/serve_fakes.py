@@ -211,6 +211,7 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     observers: list[Observer] = field(default_factory=list)
     generated: int = 0
+    unsent: int = 0
     prompt_tokens: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sys
 import threading
 from pathlib import Path
@@ -39,8 +40,13 @@ class StartingEngine(serve_fakes.FakeEngine):
 
 
 settings: dict[str, Any] = json.loads(sys.argv[1])
+if files := settings.get("files"):
+    resource.setrlimit(resource.RLIMIT_NOFILE, files)
 checkpoint = SimpleNamespace(
-    tokenizer=serve_fakes.ByteTokenizer(), chat_template=serve_fakes.PlainTemplate()
+    path=Path("tiny.gguf"),
+    tokenizer=serve_fakes.ByteTokenizer(),
+    chat_template=serve_fakes.PlainTemplate(),
+    generation_config={},
 )
 loaded = SimpleNamespace(
     engine=SimpleNamespace(observers=[]),

@@ -24,6 +24,7 @@ from octavo.sample.scripted import ScriptedSampler
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.scheduler import Scheduler
 from octavo.serve.app import create_app
+from octavo.serve.clients import Clients
 from octavo.serve.config import ServeConfig
 from octavo.serve.gate import Trace
 from octavo.serve.metrics import Metrics
@@ -90,12 +91,16 @@ async def started(engine: AsyncEngine) -> AsyncIterator[AsyncEngine]:
 
 @asynccontextmanager
 async def listening(
-    engine: Any, trace: Trace | None = None, metrics: Metrics | None = None, **config: Any
+    engine: Any,
+    trace: Trace | None = None,
+    metrics: Metrics | None = None,
+    clients: Clients | None = None,
+    **config: Any,
 ) -> AsyncIterator[str]:
     """A server for ``engine`` in this loop; gives its URL."""
-    settings = ServeConfig(**({"port": 0} | config))
+    settings = ServeConfig(**({"port": 0, "allowed_hosts": ("*",)} | config))
     listener = bind(settings)
-    app = create_app(engine, served_model(), settings, metrics, trace)
+    app = create_app(engine, served_model(), settings, metrics, trace, clients)
     server = http_server(app, settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

@@ -165,6 +165,8 @@ def test_accepted() -> None:
         ({"prompt": "a", "stream_options": {"foo": 1}}, "stream_options"),
         ({"prompt": "a", "stream_options": True}, "stream_options"),
         ({"prompt": "a", "cache_salt": ""}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "a\0b"}, "cache_salt"),
+        ({"prompt": "a", "cache_salt": "\0\n"}, "cache_salt"),
         ({"prompt": "a", "priority": 2**40}, "priority"),
         ({"prompt": "a", "user": "x" * 600}, "user"),
         ({"prompt": "a", "metadata": {"k": 1}}, "metadata"),

@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import threading
 from typing import Any
 
 import httpx
 import pytest
-from serve_fakes import ByteTokenizer, FakeEngine, events, served_model
+from serve_fakes import EOS, VOCAB, ByteTokenizer, FakeEngine, events, served_model
+from serving import listening, real_engine, started
 
+from octavo.engine.outputs import TokenLogprobs
 from octavo.schedule.request import FinishReason, Outcome
 from octavo.serve.completions import CompletionReply
 from octavo.serve.reply import Output
-from octavo.serve.responses import Usage
+from octavo.serve.responses import CompletionLogprobsWriter, TokenShower, Usage
 from patience import until
 
 
@@ -48,6 +51,30 @@ async def test_whole(client: httpx.AsyncClient) -> None:
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+async def test_what_a_request_leaves_out_is_as_the_model_says(
+    make_client: Any, engine: FakeEngine
+) -> None:
+    client = make_client(
+        model=served_model(sampling_defaults={"temperature": 0.6, "top_k": 20, "max_tokens": 7})
+    )
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/chat/completions", chat)):
+        for asked in ({}, {"temperature": None, "top_k": None}):
+            assert (await client.post(path, json=body | asked)).status_code == 200
+            params = engine.submitted[-1].params
+            assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 7)
+        asked = {"temperature": 0, "top_k": 0, "max_tokens": 9}
+        assert (await client.post(path, json=body | asked)).status_code == 200
+        params = engine.submitted[-1].params
+        assert (params.temperature, params.top_k, params.max_tokens) == (0, 0, 9)
+    # A default is no wish: it gives way to the context.
+    long = {"messages": [{"role": "user", "content": "x" * 490}]}
+    assert (await client.post("/v1/chat/completions", json=long)).status_code == 200
+    assert engine.submitted[-1].params.max_tokens == 512 - len(
+        engine.submitted[-1].prompt_token_ids
+    )
 
 
 async def test_stream_equals_whole(client: httpx.AsyncClient) -> None:
@@ -165,7 +192,7 @@ async def test_echo_and_logprobs(client: httpx.AsyncClient) -> None:
     (choice,) = answer["choices"]
     assert choice["text"] == "néHe"
     logprobs = choice["logprobs"]
-    assert logprobs["tokens"] == ["n", "�", "�", "H", "e"]
+    assert logprobs["tokens"] == ["n", r"bytes:\xc3", r"bytes:\xa9", "H", "e"]
     assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
     assert logprobs["token_logprobs"] == [None, -1.5, -1.5, -1.5, -1.5]
     assert logprobs["top_logprobs"][0] is None
@@ -274,6 +301,112 @@ async def test_bos(make_client: Any, engine: FakeEngine) -> None:
     answer = await complete(client, prompt="a", echo=True, logprobs=0, max_tokens=1)
     assert answer["choices"][0]["text"] == "aH"
     assert answer["choices"][0]["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+class Twins(ByteTokenizer):
+    """Two tokens for each letter: a byte's, and as many above them."""
+
+    vocab_size = 2 * VOCAB
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return super().token_bytes(token_id % VOCAB)
+
+    def token_text(self, token_id: int) -> str:
+        return super().token_text(token_id % VOCAB)
+
+    def is_special(self, token_id: int) -> bool:
+        return super().is_special(token_id % VOCAB)
+
+
+def test_alternatives_can_be_told_apart_and_agree_with_the_token() -> None:
+    """Also where they are parts of a character, or several stand for the same text."""
+    rng = random.Random(19)
+    model = served_model(tokenizer=Twins())
+    for as_ids in (False, True):
+        shower = TokenShower(model, as_ids=as_ids, specials_in_text=False)
+        for _ in range(300):
+            texts = rng.choice((range(0x80, 0x88), range(97, 100), range(EOS + 1)))
+            ids = rng.sample([token + more for token in texts for more in (0, VOCAB)], 6)
+            values = sorted((rng.uniform(-9, 0) for _ in ids), reverse=True)
+            own = rng.randrange(len(ids))
+            top = tuple(zip(ids, values, strict=True))[: rng.randrange(len(ids) + 1)]
+            entry = TokenLogprobs(ids[own], values[own], own + 1, top)
+            taken = CompletionLogprobsWriter(shower).take([entry.token_id], [entry])
+            (found,), (name,) = taken.top_logprobs, taken.tokens
+            assert found is not None
+            assert found[name] == taken.token_logprobs[0] == values[own]
+            assert len(found) == len({entry.token_id, *(token for token, _ in top)})
+            assert [*found.values()][: len(top)] == [value for _, value in top]
+            (chat,) = shower.chat_logprobs([entry])
+            assert (chat.logprob, [each.logprob for each in chat.top_logprobs]) == (
+                values[own],
+                [value for _, value in top],
+            )
+            by_value = {each.logprob: (each.token, str(each.bytes)) for each in chat.top_logprobs}
+            by_value[chat.logprob] = chat.token, str(chat.bytes)
+            assert len({*by_value.values()}) == len(found)
+
+
+def test_offsets_are_those_of_the_text() -> None:
+    """Of whatever bytes: a token's text begins at its offset."""
+    rng = random.Random(20)
+    shower = TokenShower(served_model(), as_ids=False, specials_in_text=False)
+    for _ in range(300):
+        ids = [rng.choice((97, 0xC3, 0xA9, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0x80, EOS))
+               for _ in range(rng.randrange(1, 12))]  # fmt: skip
+        start = rng.randrange(len(ids))
+        joined = b"".join(map(shower.in_text, ids))
+        text = joined.decode(errors="replace")
+        begun = shower.begun(ids[:start])
+        before = len(b"".join(map(shower.in_text, ids[:start])).decode(errors="replace"))
+        writer = CompletionLogprobsWriter(shower, before - bool(begun), begun)
+        offsets = writer.take(ids[start:], [None] * (len(ids) - start)).text_offset
+        read = 0
+        for place, token in enumerate(ids):
+            if place >= start and (data := shower.in_text(token)):
+                rest = joined[read:].decode(errors="replace")
+                own = text[offsets[place - start] :]
+                if data[0] & 0xC0 != 0x80:  # what comes before has no part in the text from here
+                    assert own == rest, ids
+            read += len(shower.in_text(token))
+        assert offsets == sorted(offsets)
+
+
+async def test_an_echo_goes_on_in_the_middle_of_a_character() -> None:
+    """The text is what prompt and answer decode to together, whole and streamed."""
+    rng = random.Random(21)
+    pieces = [0xC3, 0xE2, 0x82, 0xF0, 0x9F, 0x98, 97]
+    engine, _ = real_engine()
+    async with (
+        started(engine),
+        listening(engine) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        for seed in range(25):
+            ids = [rng.choice(pieces) for _ in range(rng.randrange(1, 6))]
+            body = {
+                "prompt": ids,
+                "echo": True,
+                "max_tokens": rng.randrange(1, 6),
+                "logprobs": 0,
+                "n": 2,
+                "seed": seed,
+                "return_token_ids": True,
+                "allowed_token_ids": [0x82, 0x98, 0x80, 0xAC, *rng.sample([97, 0xE2, EOS], 2)],
+            }
+            whole = await complete(client, **body)
+            chunks = await stream(client, **body)
+            for choice in whole["choices"]:
+                joined = [*ids, *choice["token_ids"]]
+                assert choice["text"] == ByteTokenizer().decode(joined)
+                offsets = choice["logprobs"]["text_offset"]
+                assert offsets == sorted(offsets)
+                assert offsets[-1] <= len(choice["text"])
+                mine = [c for e in chunks for c in e["choices"] if c["index"] == choice["index"]]
+                assert "".join(c["text"] for c in mine) == choice["text"]
+                assert [o for c in mine if c["logprobs"] for o in c["logprobs"]["text_offset"]] == (
+                    offsets
+                )
 
 
 @pytest.mark.parametrize("skip", [None, False])

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import socket
 import struct
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from serve_fakes import FakeEngine
-from serving import listening
+from serving import listening, real_engine, started
 
+from octavo.serve.clients import Clients
 from octavo.serve.connection import Connection
 from patience import PATIENCE, until
 
@@ -465,3 +469,45 @@ async def test_transfer_codings(engine: FakeEngine, coding: bytes, status: bytes
         peer = await Peer.of(url, head + CHUNKS + b"0\r\n\r\n")
         assert (await peer.read_until(b"}")).split()[1] == status
         peer.socket.close()
+
+
+async def test_whose_output_is_not_read_is_paused_and_gets_all_of_it(
+    little_room: list[Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many choices with many alternatives, and nobody who reads. What is held of it is bounded and
+    told; the blocks are others'; and who begins to read gets what any other gets.
+    """
+    monkeypatch.setattr("octavo.engine.stream._MOST_UNSENT", 50_000)
+    body = json.dumps(
+        {"prompt": "a", "n": 8, "logprobs": 5, "max_tokens": 400, "ignore_eos": True, "seed": 1}
+        | {"stream": True, "temperature": 1.0}
+    ).encode()
+    engine, _ = real_engine()
+    clients = Clients()
+    async with started(engine), listening(engine, clients=clients) as url:
+        reads = await Peer.of(url, completion(body))
+        expected = texts_of(await reads.read_until(b"0\r\n\r\n"))
+        reads.socket.close()
+        assert {len(text) for text in expected.values()} == {400}
+        peers = [await Peer.of(url, completion(body)) for _ in range(3)]
+        await until(lambda: engine.stats().paused == 24)
+        assert engine.stats().running == engine.stats().kv_blocks_used == 0
+        assert 3 * 50_000 < engine.unsent < 3 * 150_000
+        assert 0 < clients.unsent < 3 * 200_000
+        async with httpx.AsyncClient(base_url=url) as client:
+            metrics = (await client.get("/metrics")).text
+            assert 'num_requests_paused{engine="0",model_name="tiny"} 24.0' in metrics
+        for peer in peers:
+            assert texts_of(await peer.read_until(b"0\r\n\r\n")) == expected
+            peer.socket.close()
+        await until(lambda: not engine.unsent and not clients.unsent)
+
+
+def texts_of(answer: bytes) -> dict[int, list[str]]:
+    """Tokens by choice, of a stream of completions with logprobs."""
+    found: dict[int, list[str]] = {}
+    for line in re.findall(rb"data: (\{.*?\})\n\n", answer):
+        for choice in json.loads(line)["choices"]:
+            if choice["logprobs"]:
+                found.setdefault(choice["index"], []).extend(choice["logprobs"]["tokens"])
+    return found

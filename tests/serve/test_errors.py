@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_fakes import VOCAB, FakeEngine
+from serve_fakes import VOCAB, ByteTokenizer, FakeEngine
 
 from octavo.serve.errors import ApiError
 
@@ -181,6 +181,30 @@ async def test_unexpected_errors_are_not_described(
     response = await client.post("/v1/completions", json={"prompt": "a"})
     error = error_of(response, 500)
     assert "/home" not in error["message"]
+
+
+async def test_a_panic_is_an_error_object(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A panic of a library written in Rust is a `BaseException`."""
+
+    class PanicException(BaseException):
+        pass
+
+    def panic(*_: object, **__: object) -> object:
+        raise PanicException("called `Option::unwrap()` on a `None` value, /home/me/src/lib.rs:1")
+
+    monkeypatch.setattr(ByteTokenizer, "encode", panic)
+    for path in ("/v1/completions", "/tokenize"):
+        response = await client.post(path, json={"prompt": "a"})
+        error = error_of(response, 500)
+        assert "/home" not in error["message"]
+        assert "unwrap" not in error["message"]
+
+
+def test_an_error_does_not_tell_addresses() -> None:
+    error = ApiError(400, "<built-in method of str object at 0x7f00deadbeef> is no text")
+    assert "0x7f" not in json.loads(error.body())["error"]["message"]
 
 
 def test_an_error_body_is_always_json() -> None:

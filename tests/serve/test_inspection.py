@@ -45,7 +45,7 @@ async def asked(
     app = create_app(engine, served_model(), ServeConfig(**config))
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(app), base_url="http://server", headers=headers
+        transport=httpx.ASGITransport(app), base_url="http://localhost", headers=headers
     ) as client:
         yield client
 

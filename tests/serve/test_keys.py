@@ -13,9 +13,10 @@ import httpx
 import pytest
 from serve_fakes import FakeEngine, events
 
+from octavo.schedule.policies.config import PolicyName
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome
 from octavo.serve.config import ServeConfig
-from octavo.serve.keys import ApiKey, read_keys
+from octavo.serve.keys import ApiKey, in_effect, read_keys, unnamed
 from patience import until
 
 SECRET = "sk-very-secret"
@@ -90,6 +91,7 @@ def test_a_file_of_keys(tmp_path: Path) -> None:
         ({"name": "a", "key": SECRET, "slo": {"ttft": 0}}, "keys[0].slo.ttft"),
         ({"name": "a", "key": SECRET, "slo": {"ttl": 1}}, "unknown field ttl"),
         ({"name": "a", "key": 5}, "keys[0].key"),
+        ({"name": "a", "key": SECRET, "cache_salt": "a\0b"}, "a: cache_salt has a NUL"),
     ],
 )
 def test_bad_entries_are_refused_by_name(tmp_path: Path, entry: dict[str, Any], why: str) -> None:
@@ -107,6 +109,58 @@ def test_files_that_are_none(tmp_path: Path, content: str) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=r"keys\.json: "):
         read_keys(file)
+
+
+@pytest.mark.parametrize(
+    ("policy", "told", "kept"),
+    [
+        ("fcfs", ["priority of a ", "weight of a, b "], (0, 1.0)),
+        ("priority", ["weight of a, b "], (5, 1.0)),
+        ("fair", ["priority of a "], (0, 3.0)),
+        ("deadline", ["priority of a ", "weight of a, b "], (0, 1.0)),
+    ],
+)
+def test_what_a_policy_does_not_look_at_is_said_and_left_out(
+    policy: PolicyName, told: list[str], kept: tuple[int, float]
+) -> None:
+    keys = key("a", weight=3.0, priority=5), key("b", weight=2.0), key("c")
+    (a, _, c), said = in_effect(keys, policy, Path("/etc/keys.json"))
+    assert (a.priority, a.weight) == kept
+    assert c == keys[2]
+    assert [
+        line.partition(": ")[2][: len(what)] for line, what in zip(said, told, strict=True)
+    ] == (told)
+    for line in said:
+        assert line.startswith("/etc/keys.json: ")
+        assert f"under --scheduling-policy {policy}; it has one under --scheduling-policy " in line
+
+
+def test_salts_of_keys_and_bodies_do_not_meet() -> None:
+    """Each pair of a key's salt and a body's gives another one, and without named keys nothing
+    changes.
+    """
+    names = ("a", "b", "ab")
+    keys = [key(name) for name in names] + [
+        key(f"{name}.", cache_salt=name + "b") for name in names
+    ]
+    asked = (None, "a", "b", "ab", "b\n", "a:b", "chat")
+    found = {
+        (each.cache_salt or each.name, body): each.salted(body) for each in keys for body in asked
+    }
+    assert len(set(found.values())) == len(found)
+    for open_key in unnamed(["x", "y"]):
+        assert [open_key.salted(body) for body in asked] == list(asked)
+    assert not {*found.values()} & {*asked}
+
+
+def test_a_salt_outlives_the_key_and_the_server() -> None:
+    """What is on disk is found again by who has the same name, or setting, and another key."""
+    assert key("chat", "old").salted("x") == key("chat", "new").salted("x")
+    assert key("a", cache_salt="team").salted(None) == key("b", cache_salt="team").salted(None)
+    shared = ServeConfig(
+        named_keys=(key("a"), key("b", cache_salt="x")), share_prefix_cache=True
+    ).keys
+    assert [each.salted(None) for each in shared] == [None, None]
 
 
 def test_names_and_keys_are_distinct() -> None:

@@ -63,10 +63,15 @@ class Process:
 
 @contextmanager
 def process(
-    *, gate: Path | None = None, hang: bool = False, policy: str | None = None, **config: Any
+    *,
+    gate: Path | None = None,
+    hang: bool = False,
+    policy: str | None = None,
+    files: tuple[int, int] | None = None,
+    **config: Any,
 ) -> Iterator[Process]:
-    """Answers have one token until ``gate`` exists."""
-    settings = {"hang": hang, "policy": policy, "serve": {"port": 0} | config}
+    """Answers have one token until ``gate`` exists. ``files``: soft and hard limit of open ones."""
+    settings = {"hang": hang, "policy": policy, "files": files, "serve": {"port": 0} | config}
     running = Process(settings | {"gate": gate and str(gate)})
     try:
         running.start()
@@ -77,7 +82,7 @@ def process(
             running.child.wait()
 
 
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_streams_finish_and_new_requests_are_refused(which: signal.Signals, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with process(gate=gate) as server, httpx.Client(base_url=server.url) as client:
@@ -130,6 +135,96 @@ def test_a_waiting_answer_ends_with_an_error_too(tmp_path: Path) -> None:
             answer = waiting.result()
         assert answer.status_code == 503
         assert server.wait() == 0
+
+
+def connected(server: Process, sent: bytes = b"") -> socket.socket:
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    connection = socket.create_connection((host, int(port)), PATIENCE)
+    connection.sendall(sent)
+    return connection
+
+
+def read_all(connection: socket.socket) -> bytes:
+    with connection.makefile("rb") as file:
+        return file.read()
+
+
+BODY = b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n{"
+
+
+def test_whoever_is_still_sending_is_told_of_the_end() -> None:
+    """The head, the body, or the body of a route that does not generate."""
+    unfinished = [
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n" + BODY,
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + BODY + b'"messages": [',
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\n" + BODY,
+        b"GET /live HTTP/1.1\r\nhos",
+    ]
+    with process() as server:
+        connections = [connected(server, sent) for sent in unfinished]
+        for route in (b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/live"):
+            # Those before it have been received too, for connections are looked at in turn.
+            with connected(server, b"GET %b HTTP/1.0\r\n\r\n" % route) as connection:
+                read_all(connection)
+        server.child.terminate()
+        for connection in connections:
+            head, _, body = read_all(connection).partition(b"\r\n\r\n")
+            connection.close()
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert b"connection: close" in head.lower()
+            assert b"retry-after: 1" in head.lower()
+            assert json.loads(body)["error"]["type"] == "ServiceUnavailableError"
+        assert server.wait() == 0
+        assert "Traceback" not in server.said
+
+
+def test_who_ignores_the_end_of_the_terminal_goes_on() -> None:
+    """As under nohup."""
+    ignored = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with process() as server:
+            server.child.send_signal(signal.SIGHUP)
+            assert client_ready(server.url)
+            server.child.terminate()
+            assert server.wait() == 0
+            assert "SIGHUP" not in server.said
+    finally:
+        signal.signal(signal.SIGHUP, ignored)
+
+
+def test_idle_connections_make_room(tmp_path: Path) -> None:
+    """More of them than there may be files: nobody else is kept out, and who waits for an answer
+    gets it. The soft limit is raised before.
+    """
+    asks = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    body = b'{"prompt": "a", "max_tokens": 5}'
+    asks += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    gate = tmp_path / "gate"
+    with process(files=(100, 200), gate=gate) as server:
+        waiting = connected(server, asks)
+        running = re.compile(r"requests_running\S* 1.0")
+        held_up_until(
+            lambda: running.search(httpx.get(f"{server.url}/metrics").text), "the request"
+        )
+        idle = []
+        for _ in range(300):
+            idle.append(connected(server))
+            if len(idle) % 50 == 0:
+                assert client_ready(server.url)
+        text = httpx.get(f"{server.url}/metrics").text
+        closed = re.search(r'connections_closed_total\{.*"no_room"\} (\d+)', text)
+        assert closed
+        assert 150 < int(closed[1]) < 290
+        # The last ones are still there.
+        idle[-1].sendall(b"GET /live HTTP/1.0\r\n\r\n")
+        assert read_all(idle[-1]).startswith(b"HTTP/1.1 200 ")
+        gate.touch()
+        assert b'"finish_reason":"length"' in read_all(waiting)
+        for connection in (*idle, waiting):
+            connection.close()
+        server.child.terminate()
+        assert server.wait() == 0
+        assert server.said.count("connections are open, the most there may be") == 1
 
 
 def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:

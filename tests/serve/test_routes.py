@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any, cast
 
 import httpx
@@ -14,6 +15,7 @@ from octavo.schedule.request import Request
 from octavo.serve.app import create_app
 from octavo.serve.config import ServeConfig
 from octavo.serve.gate import PROBES, Gate
+from octavo.serve.model import public_name
 from octavo.serve.protocol import (
     LABELS,
     NEUTRAL_CHAT,
@@ -36,6 +38,18 @@ async def test_models(client: httpx.AsyncClient) -> None:
 async def test_a_model_id_may_have_slashes(make_client: Any) -> None:
     client = make_client(model=served_model(names=("org/name",)))
     assert (await client.get("/v1/models/org/name")).json()["id"] == "org/name"
+
+
+@pytest.mark.parametrize("argument", ["{0}/model.gguf", "{0}/folder", "{0}/folder/."])
+def test_no_path_of_a_model_is_told(tmp_path: Path, argument: str) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "folder").mkdir()
+    assert public_name(argument.format(tmp_path)) in ("model.gguf", "folder")
+
+
+def test_a_name_that_is_no_path_is_told_as_it_is() -> None:
+    for name in ("smollm2", "org/repo", "org/repo:Q4_K_M"):
+        assert public_name(name) == name
 
 
 async def test_version(client: httpx.AsyncClient) -> None:

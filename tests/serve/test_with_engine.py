@@ -21,6 +21,7 @@ from octavo.execute.cost import Rates
 from octavo.plan.prediction import Prediction
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import Request
+from octavo.serve.keys import ApiKey, digest
 from octavo.serve.metrics import Metrics
 from octavo.speculate.speculator import Speculator
 from patience import Leave, until
@@ -104,6 +105,38 @@ async def test_usage_tells_what_was_cached() -> None:
             for salt in ("a", "a", "b")
         ]
         assert cached == [0, 96, 0]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_named_keys_do_not_see_each_others_prompts(shared: bool) -> None:
+    """Unless they say so: by their own salts in the key file, or for all of the server."""
+    salts = {"a": None, "b": None, "team-1": "team", "team-2": "team"}
+    keys = tuple(
+        ApiKey(name=name, digest=digest(name.encode()), cache_salt=salt)
+        for name, salt in salts.items()
+    )
+    engine, _ = real_engine()
+    async with (
+        started(engine),
+        listening(engine, named_keys=keys, api_key=("open",), share_prefix_cache=shared) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+
+        async def cached(name: str, **body: Any) -> int:
+            client.headers["authorization"] = f"Bearer {name}"
+            answer = await complete(client, prompt="x" * 100, **body)
+            tokens: int = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return tokens
+
+        assert await cached("a") == 0
+        assert await cached("a") == 96
+        for other in ("b", "open", "team-1"):
+            assert await cached(other) == (96 if shared else 0)
+        for attempt in ("a", "a\n", "team"):
+            assert await cached("open", cache_salt=attempt) == 0
+        assert await cached("team-2") == 96
+        assert await cached("a", cache_salt="own") == 0
+        assert await cached("b", cache_salt="own") == (96 if shared else 0)
 
 
 async def test_counters_reconcile_with_usage() -> None:

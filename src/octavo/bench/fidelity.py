@@ -52,8 +52,9 @@ def measure(
     where = "the default text" if text is None else str(text)
     other = load(resolve(against))
     checkpoints = [load(resolve(model)) for model in models]
-    lengths = [each.config.context_length for each in (other, *checkpoints)]
-    context = min(context, engine.max_model_len or context, *lengths)
+    configs = [each.config for each in (other, *checkpoints)]
+    lengths = [min(engine.max_model_len or c.default_length, c.context_length) for c in configs]
+    context = min(context, *lengths)
     windows = fidelity.windows(other.tokenizer, content, context, where, tokens)
     for each in checkpoints:
         fidelity.check_vocabulary(each, other, windows)

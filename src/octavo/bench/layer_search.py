@@ -159,10 +159,10 @@ class Answers:
         size, groups = layout.block_size, len(layout.groups)
         each = -(-positions // len(prompts))
         longest = max(map(len, prompts)) + each + DEPTH
-        if longest > checkpoint.config.context_length:
+        if longest > checkpoint.config.default_length:
             raise SettingsError(
                 f"prompts and answers of {longest} tokens are longer than the model's context of "
-                f"{checkpoint.config.context_length}"
+                f"{checkpoint.config.default_length}"
             )
         blocks = -(-longest // size)
         own = DEPTH // size + 2  # blocks of a place, at most
@@ -338,9 +338,9 @@ def search(
     if count < 2:
         raise SettingsError(f"{checkpoint.path}: the model has {count} layer: none can be skipped")
     windows = fidelity.windows(
-        checkpoint.tokenizer, content, min(1024, checkpoint.config.context_length), where
+        checkpoint.tokenizer, content, min(1024, checkpoint.config.default_length), where
     )
-    length = min(_PROMPT, checkpoint.config.context_length // 2)
+    length = min(_PROMPT, checkpoint.config.default_length // 2)
     prompts = fidelity.prompts(windows, 2 * _ANSWERS, length)
     if len(prompts) < 2:
         raise SettingsError(f"{where}: has {len(prompts)} prompt of {length} tokens; 2 are needed")

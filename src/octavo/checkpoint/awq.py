@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Bytes, Quantization, Weight
 from octavo.checkpoint.grouped import Parts
-from octavo.checkpoint.hf_config import Section
 from octavo.checkpoint.hf_folder import HfWeights
 from octavo.checkpoint.layout import FLOATS, Layout, Module, Setting, bits_of, sized, wide
+from octavo.checkpoint.section import Section
 
 # Outputs of the low and the high nibbles of a word's four bytes.
 _LOW, _HIGH = (0, 4, 1, 5), (2, 6, 3, 7)

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from octavo.checkpoint.template_text import CONTENT
 from octavo.model.config import ModelConfig
 
 
@@ -176,7 +177,8 @@ class Tokenizer(Protocol):
     eos_token_ids: frozenset[int]  # every token that ends a turn, resolved once at load
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Special tokens written in the text are recognised; BOS is added if the model wants it."""
+        """Special tokens written in the text are recognised, in a `Rendered` one those only that
+        the chat template wrote; BOS is added if the model wants it. Raises `TokenizerError`."""
         ...
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str: ...
@@ -196,9 +198,44 @@ class Tokenizer(Protocol):
     def is_special(self, token_id: int) -> bool: ...
 
 
+class TokenizerError(ValueError):
+    """The tokenizer cannot encode a text; the message says why, and quotes no path."""
+
+
+class Rendered(str):
+    """A chat as its template rendered it, and who wrote which character of it.
+
+    ``origin`` has a byte for each character: `TEMPLATE`, `CONTENT` (of the messages and whatever
+    else was given), or `UNKNOWN` where the template did something to strings that is not followed.
+    ``given`` is all text that was given, for what is unknown. A slice is a plain `str`, in which
+    every control token is recognised, whoever wrote it.
+    """
+
+    origin: bytes
+    given: str
+
+    def __new__(cls, text: str, origin: bytes, given: str) -> Rendered:
+        self = super().__new__(cls, text)
+        self.origin, self.given = origin, given
+        return self
+
+
+def head(text: str, end: int, more: str) -> str:
+    """The first ``end`` characters of a chat, and ``more``, which the messages' author wrote."""
+    found = text[:end] + more
+    if not isinstance(text, Rendered):
+        return found
+    return Rendered(found, text.origin[:end] + CONTENT * len(more), text.given)
+
+
 class ChatTemplate(Protocol):
     def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
-        """The prompt text. Raises `ChatTemplateError` with the template's own message."""
+        """The prompt text, `Rendered` if it is known who wrote what. Raises `ChatTemplateError`
+        with the template's own message."""
+        ...
+
+    def check(self) -> None:
+        """Raises `ChatTemplateError` for a template that can render nothing, with the reason."""
         ...
 
 
@@ -224,6 +261,9 @@ class Checkpoint:
     release: Callable[[], None] = field(default=lambda: None, repr=False)
     file_bytes: int = 0
     quantization: Quantization | None = None
+    notes: tuple[str, ...] = ()  # what was decided about the files, to be said at load
+    # As generation_config.json has it (engine/sampling_defaults.py).
+    generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 def require_chat(checkpoint: Checkpoint) -> ChatTemplate:

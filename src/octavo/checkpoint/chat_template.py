@@ -1,38 +1,29 @@
 """The chat template a model brings: a Jinja program from a stranger.
 
 Jinja's sandbox keeps a template from reaching outside, but not from taking all time and memory:
-``'a' * 10**10`` is one instruction. So templates run in a process of their own, whose memory is
-limited by the kernel and which is killed when its time is over. A rendering costs a round trip
-over a socket; the process starts with the first one.
+``'a' * 10**10`` is one instruction. So templates run in a process of their own (`Apart`).
 """
 
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
-import sys
-import threading
-import time
-import weakref
-from collections.abc import Mapping
-from pathlib import Path
-from struct import Struct
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from octavo.checkpoint.base import ChatTemplateError
+from octavo.checkpoint.apart import Apart, ApartError
+from octavo.checkpoint.base import ChatTemplateError, Rendered
 
-WORKER = Path(__file__).with_name("template_worker.py")
-LENGTH = Struct("<I")
-START_SECONDS = 20.0  # for the process to start: importing on a machine busy loading weights
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
 
 
 class JinjaChatTemplate:
     """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe; renders one at a time.
 
     ``tokens`` are the checkpoint's special tokens by name (``bos_token``, ``eos_token``, …).
-    ``seconds`` (of wall time), ``memory`` (bytes of address space) and ``characters`` (of output)
-    limit one rendering. Templates see ``messages``, ``tokens``, ``add_generation_prompt`` and
-    whatever else is passed, as JSON values.
+    ``seconds`` (of wall time), ``memory`` (bytes that a rendering may take) and ``characters`` (of
+    output) limit one rendering. Templates see what transformers' `apply_chat_template` gives them:
+    ``messages``, ``tools``, ``documents``, ``add_generation_prompt``, the tokens, and whatever else
+    is passed, as JSON values.
     """
 
     def __init__(
@@ -45,113 +36,71 @@ class JinjaChatTemplate:
         characters: int = 8 << 20,
     ) -> None:
         self.source = source
-        self._tokens = {"bos_token": "", "eos_token": ""} | dict(tokens or {})
-        self._limits = {"seconds": seconds, "memory": memory, "characters": characters}
-        self._seconds = seconds
-        self._worker: _Worker | None = None
-        self._lock = threading.Lock()
+        limits = {"seconds": seconds, "memory": memory, "characters": characters}
+        self._hello = {"source": source, "tokens": dict(tokens or {}), "limits": limits}
+        self._apart = self._process()
 
-    def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
+    def render(self, messages: list[dict[str, object]], **kwargs: object) -> Rendered:
         """``add_generation_prompt`` is True unless given.
 
-        Content that is a list of text parts reaches the template as one string, and a null content
-        without tool calls as an empty one, because templates expect strings.
+        Content that is a list of text parts reaches the template as one string. As in transformers,
+        a field that is null is left out, and reasoning is found under each name that it has had.
         """
-        variables = {
-            "add_generation_prompt": True,
-            **self._tokens,
-            **kwargs,
-            "messages": [_with_text(message) for message in messages],
-        }
+        variables = {"tools": None, "documents": None, "add_generation_prompt": True} | kwargs
+        plain = [_plain(message) for message in messages]
         try:
-            request = json.dumps(variables).encode()
+            request = json.dumps({"variables": variables, "messages": plain}).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages are not JSON: {error}") from None
-        with self._lock:
-            answer = self._exchange(request)
-        if "text" not in answer:
-            raise ChatTemplateError(answer["error"])
-        return answer["text"]
+        answer = self._ask(request, self._apart)
+        origin = b"".join(bytes([kind]) * count for count, kind in answer["origin"])
+        return Rendered(answer["text"], origin, "\0".join(_strings([variables, plain])))
 
-    def _exchange(self, request: bytes) -> dict[str, str]:
-        if self._worker is not None and self._worker.ended:  # while idle: no rendering's fault
-            self._drop_worker()
-        if self._worker is None:
-            self._worker = _Worker(self.source, self._limits)
-            self._stop_worker = weakref.finalize(self, self._worker.stop)
-        worker = self._worker
+    def check(self) -> None:
+        """Raises `ChatTemplateError` for a template that can render nothing, with the reason."""
+        # In a process that goes again: whoever never chats needs none.
+        self._ask(b'{"check": true}', self._process())
+
+    def _process(self) -> Apart:
+        return Apart("octavo.checkpoint.template_worker", self._hello, "template")
+
+    def _ask(self, request: bytes, apart: Apart) -> dict[str, Any]:
         try:
-            worker.wait_until_ready()
-            answer: dict[str, str] = json.loads(worker.call(request, self._seconds))
-        except TimeoutError:
-            error = f"the template ran longer than {self._seconds:g} s"
-        except (OSError, EOFError):
-            error = "the template's process died"
-        else:
-            return answer
-        self._drop_worker()
-        raise ChatTemplateError(error)
-
-    def _drop_worker(self) -> None:
-        self._stop_worker()
-        self._worker = None
+            answer = apart.ask(request)
+        except ApartError as error:
+            raise ChatTemplateError(str(error)) from None
+        if "error" in answer:
+            raise ChatTemplateError(answer["error"])
+        return answer
 
 
-class _Worker:
-    """The process and the socket to it."""
+class NoChatTemplate:
+    """In place of a template that the checkpoint has and that cannot be used: says why."""
 
-    def __init__(self, source: str, limits: dict[str, float]) -> None:
-        self._ready = False
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", str(WORKER)],  # -P: no module of the current folder
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self._hello = json.dumps({"source": source, "limits": limits}).encode()
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
-    @property
-    def ended(self) -> bool:
-        return self._process.poll() is not None
+    def render(self, messages: list[dict[str, object]], **kwargs: object) -> Rendered:
+        raise ChatTemplateError(self.reason)
 
-    def wait_until_ready(self) -> None:
-        if not self._ready:
-            self.call(self._hello, START_SECONDS)
-            self._ready = True
-
-    def call(self, request: bytes, seconds: float) -> bytes:
-        """Raises `TimeoutError`, and `OSError` or `EOFError` when the process is gone."""
-        deadline = time.monotonic() + seconds
-        self._socket.settimeout(seconds)
-        self._socket.sendall(LENGTH.pack(len(request)) + request)
-        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        return self._read(length, deadline)
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        data = bytearray()
-        while len(data) < size:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            self._socket.settimeout(left)
-            piece = self._socket.recv(size - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
-
-    def stop(self) -> None:
-        self._socket.close()
-        self._process.kill()
-        self._process.wait()
+    def check(self) -> None:
+        raise ChatTemplateError(self.reason)
 
 
-def _with_text(message: dict[str, object]) -> dict[str, object]:
+def several_templates(names: Iterable[str]) -> NoChatTemplate:
+    """Of a checkpoint that has templates for several uses, and none by default."""
+    return NoChatTemplate(
+        f"this model has several chat templates ({', '.join(sorted(names))}) and none called "
+        "default: name one of them default, or give it as chat_template.jinja"
+    )
+
+
+def _plain(message: dict[str, object]) -> dict[str, object]:
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning} | message | {"reasoning_content": reasoning}
     content = message.get("content")
-    if content is None and "content" in message and not message.get("tool_calls"):
-        return {**message, "content": ""}
     if not isinstance(content, list):
         return message
     texts = []
@@ -163,3 +112,16 @@ def _with_text(message: dict[str, object]) -> dict[str, object]:
             raise ChatTemplateError("a text part of a message's content has no text")
         texts.append(text)
     return {**message, "content": "\n".join(texts)}  # as vLLM and llama.cpp join them
+
+
+def _strings(value: object) -> Iterator[str]:
+    """Everything in JSON values that is text."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _strings(key)
+            yield from _strings(each)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _strings(each)

@@ -21,7 +21,6 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Quantization, Weight
 from octavo.checkpoint.grouped import Parts, input_order, reorder, stream_bytes
-from octavo.checkpoint.hf_config import Section
 from octavo.checkpoint.hf_folder import HfWeights
 from octavo.checkpoint.layout import (
     FLOATS,
@@ -34,6 +33,7 @@ from octavo.checkpoint.layout import (
     wide,
     words_columns,
 )
+from octavo.checkpoint.section import Section
 
 PACKED = ("pack-quantized",)
 PLAIN = ("int-quantized", "naive-quantized")

@@ -138,6 +138,7 @@ class GgufFile:
         self._data = map_file(path, _HEADER.size, "GGUF")
         self._size = len(self._data)
         self._bytes = np.frombuffer(self._data, dtype=np.uint8)
+        self.notes: list[str] = []  # what loading decided, to be said to whoever loads
         self._arrays = 0  # in arrays, so far
         self._others: list[GgufFile] = []  # of the same model
         self._holders: dict[str, GgufFile] = {}  # of the tensors in those

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +12,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from octavo import _native
 from octavo.checkpoint.gguf import GgufFile, StringArray
+from octavo.checkpoint.pre_tokenizers import CUTS, REGEXES
 from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     SPACE,
     BpeTokenizer,
     byte_level_bytes,
+    pipeline,
     sentencepiece_bytes,
 )
 
@@ -23,37 +26,9 @@ from octavo.checkpoint.tokenizer import (
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 
-class Cut(NamedTuple):
-    """How a kind of byte-level vocabulary cuts text before merging."""
-
-    regex: str | None = None  # None: GPT-2's own
-    digits: bool = False  # every digit by itself, cut before the rest
-    whole_words: bool = False  # a piece that is in the vocabulary is taken without merging
-    bos: bool = False  # BOS goes before a text unless the file says no
-
-
-_LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-CUTS: dict[str, Cut] = {
-    "default": Cut(),
-    "gpt-2": Cut(),
-    "smollm": Cut(digits=True),
-    "llama-bpe": Cut(_LLAMA3, whole_words=True, bos=True),
-    "llama-v3": Cut(_LLAMA3, whole_words=True, bos=True),
-    "llama3": Cut(_LLAMA3, whole_words=True, bos=True),
-    "qwen2": Cut(_QWEN2),
-    "deepseek-r1-qwen": Cut(_QWEN2),
-    "tekken": Cut(_TEKKEN, whole_words=True, bos=True),
-}
-
+# What chat templates call the tokens of which GGUF gives the ids.
+_PARTS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "separator",
+          "mask": "mask"}  # fmt: skip
 MAX_TOKEN = 512  # characters; real vocabularies stay far below
 
 
@@ -74,8 +49,15 @@ class _Reader:
                 f"tokenizer.ggml.tokens has {len(strings)} tokens for a vocabulary of {vocab_size}"
             )
         self.tokens = strings.text()
-        types = self.column("tokenizer.ggml.token_type")
-        self.types = np.full(vocab_size, float(NORMAL)) if types is None else types
+        types = self.column("tokenizer.ggml.token_type", np.integer, "an integer")
+        self.types = np.full(vocab_size, NORMAL) if types is None else types.astype(np.int64)
+        if (wrong := np.flatnonzero((self.types < NORMAL) | (self.types > BYTE))).size:
+            kind = self.types[wrong[0]]
+            self.fail("token_type", f"is {kind} for token {wrong[0]}, not from {NORMAL} to {BYTE}")
+        self.scores = self.column("tokenizer.ggml.scores", np.floating, "a float")
+        if self.scores is not None and not np.isfinite(self.scores).all():
+            first = np.flatnonzero(~np.isfinite(self.scores))[0]
+            self.fail("scores", f"is {self.scores[first]} for token {first}")
 
     def tokenizer(self) -> BpeTokenizer:
         kind = self.file.get("tokenizer.ggml.model", str)
@@ -95,13 +77,20 @@ class _Reader:
             self.fail("merges", "is missing")
         backend = self.backend(_pairs(merges), ignore_merges=cut.whole_words)
         steps: list[pre_tokenizers.PreTokenizer] = []
-        if cut.digits:
-            steps.append(pre_tokenizers.Digits(individual_digits=True))
-        if cut.regex is not None:
-            steps.append(pre_tokenizers.Split(Regex(cut.regex), behavior="isolated"))
-        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.regex is None))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        return self.finish(backend, byte_level_bytes, add_bos=cut.bos)
+        for regex in cut.splits:
+            steps.append(pre_tokenizers.Split(Regex(regex), behavior="isolated"))
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.gpt2))
+        cutting = Tokenizer(models.BPE())
+        cutting.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        bounded = REGEXES.issuperset(cut.splits)
+        if bounded:
+            backend.pre_tokenizer = cutting.pre_tokenizer
+        return self.finish(
+            backend,
+            byte_level_bytes,
+            add_bos=cut.bos,
+            unbounded=None if bounded else pipeline(json.loads(cutting.to_str())),
+        )
 
     def sentencepiece(self) -> BpeTokenizer:
         gemma = self.file.get("general.architecture", str).startswith("gemma")
@@ -131,10 +120,9 @@ class _Reader:
         if by_position:
             ranks = np.arange(self.vocab_size, dtype=np.int32)
         else:
-            scores = self.column("tokenizer.ggml.scores")
-            if scores is None:
+            if self.scores is None:
                 self.fail("scores", "is missing")
-            ranks = np.unique(-scores, return_inverse=True)[1].astype(np.int32)
+            ranks = np.unique(-self.scores, return_inverse=True)[1].astype(np.int32)
         # Added tokens never reach the merges: they are cut out of the text before.
         usable = ~np.isin(self.types, (CONTROL, USER_DEFINED))
         return implied_merges(self.tokens, ranks, usable)
@@ -166,12 +154,12 @@ class _Reader:
         *,
         add_bos: bool,
         leading_space: bool = False,
+        unbounded: dict[str, Any] | None = None,
     ) -> BpeTokenizer:
         control, user_defined = self.of_type(CONTROL), self.of_type(USER_DEFINED)
         # Both are matched whole in the text, before anything else.
-        tokens = self.tokens
-        backend.add_special_tokens([AddedToken(tokens[i], normalized=False) for i in control])
-        backend.add_tokens([AddedToken(tokens[i], normalized=False) for i in user_defined])
+        backend.add_special_tokens([self.added(i) for i in control])
+        backend.add_tokens([self.added(i) for i in user_defined])
         eos = [self.token_id(name) for name in ("eos", "eot", "eom")]
         added = {*control, *user_defined}
         turns = [i for text in END_OF_TURN if (i := backend.token_to_id(text)) in added]
@@ -183,13 +171,30 @@ class _Reader:
             vocab_size=self.vocab_size,
             to_bytes=to_bytes,
             control=[*control, *self.of_type(UNKNOWN)],
-            verbatim=user_defined,
+            verbatim=[*control, *user_defined, *self.of_type(UNKNOWN)],
             bos_token_id=bos,
             before=[bos] if add_bos and bos is not None else [],
             after=[eos[0]] if add_eos and eos[0] is not None else [],
             eos_token_ids=[i for i in (*eos, *turns) if i is not None],
             strip_leading_space=leading_space,
+            unbounded=unbounded,
+            special_tokens_map={
+                f"{name}_token": self.tokens[token_id]
+                for name, key in _PARTS.items()
+                if (token_id := self.token_id(key)) is not None
+            },
         )
+
+    def added(self, token_id: int) -> AddedToken:
+        token = self.tokens[token_id]
+        # Phi-3's tokens take the white space behind them along, which GGUF has no place for; this
+        # is llama.cpp's rule. (Phi-4's are of a byte-level vocabulary.)
+        takes_space = (
+            self.file.get("general.architecture", str) == "phi3"
+            and self.file.get("tokenizer.ggml.model", str) == "llama"
+            and token not in ("<unk>", "<s>", "<|endoftext|>")
+        )
+        return AddedToken(token, normalized=False, rstrip=takes_space)
 
     def of_type(self, kind: int) -> list[int]:
         return [int(index) for index in np.flatnonzero(self.types == kind)]
@@ -201,14 +206,16 @@ class _Reader:
             self.file.fail(f"{key} is {value}, outside the vocabulary of {self.vocab_size}")
         return value
 
-    def column(self, key: str) -> npt.NDArray[np.float64] | None:
-        """One number a token, or None if the file has none."""
+    def column(self, key: str, kind: Any, called: str) -> npt.NDArray[Any] | None:
+        """One number a token, of ``kind``; None if the file has none."""
         values = self.file.numbers(key)
         if values is None:
             return None
         if len(values) != self.vocab_size:
             self.file.fail(f"{key} has {len(values)} entries for {self.vocab_size} tokens")
-        return values.astype(np.float64)
+        if not np.issubdtype(values.dtype, kind):
+            self.file.fail(f"{key} is an array of {values.dtype}, not of {called} a token")
+        return values
 
     def fail(self, key: str, reason: str) -> NoReturn:
         self.file.fail(f"tokenizer.ggml.{key} {reason}")

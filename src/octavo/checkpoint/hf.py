@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
+from octavo.checkpoint.base import (
+    ChatTemplate,
+    Checkpoint,
+    CheckpointError,
+    Weight,
+    WeightFormat,
+)
 from octavo.checkpoint.bind import bind, experts, trim_heap, vector
-from octavo.checkpoint.chat_template import JinjaChatTemplate
+from octavo.checkpoint.chat_template import JinjaChatTemplate, several_templates
 from octavo.checkpoint.files import read_file
-from octavo.checkpoint.hf_config import model_config
+from octavo.checkpoint.hf_config import model_config, sizes_left_out
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
-from octavo.checkpoint.hf_tokenizer import TOKENIZER_CONFIG, hf_tokenizer, special_tokens
+from octavo.checkpoint.hf_special_tokens import TOKENIZER_CONFIG
+from octavo.checkpoint.hf_tokenizer import GENERATION, hf_tokenizer
 from octavo.checkpoint.quantization import ModelTensors
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
 
 TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder
 MAX_TEMPLATE = 1 << 20  # bytes
 
+# Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
+# folders of a base model have none.
+_PREFIX = "model."
 _TOP = {
-    "model.embed_tokens.weight": "token_embd",
-    "model.norm.weight": "output_norm",
+    "embed_tokens.weight": "token_embd",
+    "norm.weight": "output_norm",
     "lm_head.weight": "output",
 }
-_LAYER = re.compile(r"model\.layers\.(\d{1,4})\.([\w.]+)\.(weight|bias)")
+_LAYER = re.compile(r"layers\.(\d{1,4})\.([\w.]+)\.(weight|bias)")
 _PARTS = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -55,7 +70,7 @@ _OF_EXPERT = {
     "up_proj": "ffn_up_exps",
 }
 # All experts' in one tensor, as transformers 5 has them in memory.
-_STACK = re.compile(r"model\.layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
+_STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
 _STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
 # Where it follows attention in truth, as its name says, and is not the feed-forward's own norm.
 _AFTER_ATTENTION = ("gemma2", "gemma3", "olmo2")
@@ -65,7 +80,9 @@ _FUSED = {
     "mlp.gate_up_proj": ("ffn_gate", "ffn_up"),
 }
 # Frequencies that old files carry along; they follow from config.json.
-_COMPUTED = ".rotary_emb.inv_freq"
+_COMPUTED = "rotary_emb.inv_freq"
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
+_CHUNK = 1 << 20  # numbers that are compared at a time
 
 
 def load_folder(path: Path) -> Checkpoint:
@@ -73,8 +90,13 @@ def load_folder(path: Path) -> Checkpoint:
     folder = HfFolder(path)
     stored = HfWeights(folder)
     tensors = ModelTensors(stored)
-    config = model_config(folder, tensors.names)
-    weights = _bind(tensors, config)
+    config = model_config(folder)
+    try:
+        config, weights = _bind(tensors, config)
+    except CheckpointError as error:
+        if not (defaults := sizes_left_out(folder)):
+            raise
+        raise CheckpointError(f"{error} ({CONFIG} leaves out {defaults})") from None
     tokenizer = hf_tokenizer(folder, config.vocab_size)
     trim_heap()
     return Checkpoint(
@@ -82,10 +104,12 @@ def load_folder(path: Path) -> Checkpoint:
         config,
         weights,
         tokenizer,
-        _chat_template(folder),
+        _chat_template(folder, tokenizer.special_tokens_map),
         release=lambda: _release(stored),
         file_bytes=stored.file_bytes,
         quantization=tensors.quantization,
+        notes=tuple(folder.notes),
+        generation_config=folder.json_if_any(GENERATION),
     )
 
 
@@ -94,7 +118,8 @@ def _release(stored: HfWeights) -> None:
     trim_heap()
 
 
-def _bind(tensors: ModelTensors, config: ModelConfig) -> dict[str, Weight]:
+def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict[str, Weight]]:
+    """The weights by role, and the config as they have it."""
     folder = tensors.stored.folder
     shapes = program(config).weights
     weights: dict[str, Weight] = {}
@@ -104,29 +129,48 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> dict[str, Weight]:
         for role, weight in _weights(tensors, name, shapes, config):
             if role in weights:
                 file = tensors.stored.place[tensors.first(name)]
-                folder.fail(file, f"has {role} both fused and by itself: {name!r}")
+                folder.fail(file, f"has {role} twice: {name!r} is not the first")
             weights[role] = weight
-    if config.tied_embeddings and "output" in weights:
-        # Some writers store the head that they share. It is no other, or the file contradicts.
-        head, embedding = weights.pop("output"), weights.get("token_embd")
-        if embedding is None or not _same(head, embedding):
-            folder.fail(
-                CONFIG,
-                f"tie_word_embeddings is true, but {head.name!r} is not the embedding's matrix",
-            )
-    if not config.tied_embeddings and "output" not in weights:
-        folder.fail(CONFIG, "tie_word_embeddings is false, but there is no tensor 'lm_head.weight'")
-    bound = bind(str(folder.path), weights, shapes)
+    config = _tie(folder, config, weights)
+    bound = bind(str(folder.path), weights, program(config).weights)
     if config.family in ("gemma2", "gemma3"):
         bound = {role: _plus_one(w) if role.endswith("norm") else w for role, w in bound.items()}
-    return bound
+    return config, bound
+
+
+def _tie(folder: HfFolder, config: ModelConfig, weights: dict[str, Weight]) -> ModelConfig:
+    """Takes a head that is the embedding out of the weights, as transformers ties them."""
+    head, embedding = weights.get("output"), weights.get("token_embd")
+    key = "tie_word_embeddings"
+    if not config.tied_embeddings:
+        if head is None:
+            what = "is false" if key in folder.json(CONFIG) else "is left out, which means false"
+            folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'")
+        return config
+    if head is None:
+        return config
+    if embedding is None:  # whichever of them is stored is both
+        weights["token_embd"] = weights.pop("output")
+        return config
+    if head.format not in _FLOATS or embedding.format not in _FLOATS:
+        folder.fail(
+            CONFIG, f"{key} is true, but {head.name!r} is quantized apart from the embedding"
+        )
+    if _same(head, embedding):  # some writers store the head that they share
+        del weights["output"]
+        return config
+    folder.note(
+        f"{CONFIG}: {key} is true, but {head.name!r} is not the embedding's matrix: they are not "
+        "tied, as in transformers"
+    )
+    return replace(config, tied_embeddings=False)
 
 
 def _weights(
     tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
 ) -> list[tuple[str, Weight]]:
     """What a tensor is in the Program, by role; by its own name if it is nothing there."""
-    if match := _STACK.fullmatch(name):
+    if match := _STACK.fullmatch(name.removeprefix(_PREFIX)):
         stack = tensors.stored.weight(name)
         try:
             found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
@@ -152,9 +196,10 @@ def _weights(
 
 def _roles(name: str, family: str) -> list[str]:
     """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
-    if name in _TOP:
-        return [_TOP[name]]
-    match = _LAYER.fullmatch(name)
+    plain = name.removeprefix(_PREFIX)
+    if plain in _TOP:
+        return [_TOP[plain]]
+    match = _LAYER.fullmatch(plain)
     if match is None:
         return [name]
     layer, part, kind = int(match[1]), match[2], match[3]
@@ -183,7 +228,27 @@ def _nothing(
 
 
 def _same(a: Weight, b: Weight) -> bool:
-    return a.format is b.format and a.shape == b.shape and bool(np.array_equal(a.data, b.data))
+    """Whether two matrices of floats have the same values, of whichever types."""
+    if a.shape != b.shape:
+        return False
+    if a.format is b.format and np.array_equal(a.data, b.data):
+        return True
+    x, y = _numbers(a), _numbers(b)
+    return all(
+        np.array_equal(_widened(a, x[at : at + _CHUNK]), _widened(b, y[at : at + _CHUNK]))
+        for at in range(0, len(x), _CHUNK)
+    )
+
+
+def _numbers(weight: Weight) -> npt.NDArray[Any]:
+    types = {WeightFormat.F32: "<f4", WeightFormat.F16: "<f2", WeightFormat.BF16: "<u2"}
+    return weight.data.reshape(-1).view(types[weight.format])
+
+
+def _widened(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if weight.format is WeightFormat.BF16:
+        return (values.astype("<u4") << np.uint32(16)).view("<f4")
+    return values.astype("<f4")
 
 
 def _plus_one(weight: Weight) -> Weight:
@@ -193,20 +258,39 @@ def _plus_one(weight: Weight) -> Weight:
     return weight._replace(source=data.view(np.uint8))
 
 
-def _chat_template(folder: HfFolder) -> ChatTemplate | None:
-    """The template in a file of its own, else the one in tokenizer_config.json."""
-    if folder.has(TEMPLATE):
-        try:
-            source: object = read_file(folder.path / TEMPLATE, MAX_TEMPLATE).decode()
-        except UnicodeDecodeError:
-            folder.fail(TEMPLATE, "is not UTF-8")
-    else:
+def _chat_template(folder: HfFolder, tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The template in a file of its own, else the one in tokenizer_config.json; of several, the one
+    called default. ``tokens``: the special ones by name."""
+    found = {name: _template_file(folder, file) for name, file in _template_files(folder)}
+    source: object = found
+    if not found:
         source = folder.json_if_any(TOKENIZER_CONFIG).get("chat_template")
-        if isinstance(source, list):  # several, by name
-            named = [each for each in source if isinstance(each, dict)]
-            source = next((e.get("template") for e in named if e.get("name") == "default"), None)
+    if isinstance(source, list):
+        pairs = [
+            (each.get("name"), each.get("template")) for each in source if isinstance(each, dict)
+        ]
+        source = {name: template for name, template in pairs if isinstance(name, str)}
+    if isinstance(source, dict):
+        if source and "default" not in source:
+            return several_templates(source)
+        source = source.get("default")
     if source is None:
         return None
     if not isinstance(source, str):
         folder.fail(TOKENIZER_CONFIG, f"chat_template is a {type(source).__name__}, not a string")
-    return JinjaChatTemplate(source, special_tokens(folder))
+    return JinjaChatTemplate(source, tokens)
+
+
+def _template_files(folder: HfFolder) -> Iterator[tuple[str, str]]:
+    """(name, file) of each."""
+    if folder.has(TEMPLATE):
+        yield "default", TEMPLATE
+    for path in sorted((folder.path / TEMPLATES).glob("*.jinja")):
+        yield path.stem, f"{TEMPLATES}/{path.name}"
+
+
+def _template_file(folder: HfFolder, name: str) -> str:
+    try:
+        return read_file(folder.path / name, MAX_TEMPLATE).decode()
+    except UnicodeDecodeError:
+        folder.fail(name, "is not UTF-8")

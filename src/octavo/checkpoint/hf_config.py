@@ -1,17 +1,28 @@
 """Hugging Face's config.json to `ModelConfig`: what the keys of each ``model_type`` mean.
 
-The reference is the `transformers` class of the model type: each key that it reads is used here or
-refused by name, and keys that it passes over are passed over.
+The reference is the `transformers` class of the model type: `hf_defaults` says what it makes of the
+file, with nothing missing. Each key that its model then reads is used here or refused by name, and
+keys that it passes over are passed over; those that mean something elsewhere are named in a note.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
-from math import inf, isfinite, sqrt
+from functools import cache
+from math import sqrt
 from typing import Any, NoReturn
 
+from octavo.checkpoint.hf_defaults import (
+    FULL,
+    MAX_LAYERS,
+    SLIDING,
+    ConfigClass,
+    completed,
+    config_classes,
+)
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.checkpoint.section import Section
 from octavo.model import rope as scaling
 from octavo.model.config import (
     Activation,
@@ -23,50 +34,97 @@ from octavo.model.config import (
     Rope,
 )
 
-MAX_LAYERS = 512
 MAX_HEAD_DIM = 1024
+ORIGINAL = "original_max_position_embeddings"
+# Several names of the same function.
 ACTIVATIONS = {
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+    "gelu_fast": Activation.GELU_TANH,
+    "gelu_accurate": Activation.GELU_TANH,
 }
 QKV = frozenset({"attn_q", "attn_k", "attn_v"})
 ATTENTION = QKV | {"attn_output"}
 FFN = frozenset({"ffn_gate", "ffn_up", "ffn_down"})
-KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}  # what files without the key mean
-FULL, SLIDING = "full_attention", "sliding_attention"
+LAYER_TYPES = {FULL: False, SLIDING: True, "attention": False}  # whether it has a window
+# Keys that every model class reads beside its own, and what they must not be.
+REFUSED: dict[str, Callable[[Any], bool]] = {
+    "per_layer_config": lambda value: value is not None,
+    "is_causal": lambda value: value is not None and not value,
+    "use_bidirectional_attention": bool,
+    "configuration_files": bool,  # another file for other versions of transformers
+    "transformers_weights": bool,  # another file for the weights
+}
 
 
-def model_config(folder: HfFolder, tensors: Collection[str]) -> ModelConfig:
-    """The model's shape. ``tensors`` are the names of those stored.
+def model_config(folder: HfFolder) -> ModelConfig:
+    """The model's shape. Raises `CheckpointError` for what is wrong or unsupported."""
+    return _Reader(folder).config()
 
-    Raises `CheckpointError` for what is missing, wrong or unsupported.
-    """
-    return _Reader(folder, tensors).config()
+
+def sizes_left_out(folder: HfFolder) -> str:
+    """The sizes that config.json leaves out, and what they are then: for an error's text."""
+    file = folder.json(CONFIG)
+    kind = kind_of(file)
+    found = []
+    for key, value in kind.defaults.items():
+        shown = kind.computed.get(key, str(value)).removeprefix("null: ")
+        sized = type(value) is int or (value is None and key in kind.computed)
+        if sized and key not in file and not key.endswith("_token_id"):
+            found.append(f"{key}: {shown} in {kind.config_class}")
+    return ", ".join(found)
+
+
+def default_of(folder: HfFolder, key: str) -> Any:
+    """What config.json means by leaving a key out, or None if it has it."""
+    file = folder.json(CONFIG)
+    if key in file or file.get("model_type") not in _classes():
+        return None
+    return kind_of(file).defaults.get(key)
 
 
 class _Reader:
-    def __init__(self, folder: HfFolder, tensors: Collection[str]) -> None:
+    def __init__(self, folder: HfFolder) -> None:
         self.folder = folder
-        self.values = folder.json(CONFIG)
-        self.tensors = tensors
-
-    def config(self) -> ModelConfig:
-        model_type = self.text("model_type", "")
+        file = folder.json(CONFIG)
+        model_type = Section(self.fail, file).text("model_type")
         if model_type not in FAMILIES:
             self.fail(
                 f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
             )
-        architecture, family, specifics = FAMILIES[model_type]
-        architectures = self.values.get("architectures")
-        if architectures is not None and architectures != [architecture]:
-            self.fail(f"architectures {architectures!r} is not supported, only {architecture}")
+        self.kind = kind_of(file)
+        self.family, self.specifics = FAMILIES[self.kind.model_type]
+        architectures = file.get("architectures")
+        named = _classes()[model_type]
+        models = [named.causal_lm, named.base_model]
+        if architectures and architectures not in ([model] for model in models):
+            self.fail(
+                f"architectures {architectures!r} is not supported, only {' and '.join(models)}"
+            )
+        for key, refused in REFUSED.items():
+            if refused(file.get(key)):
+                self.fail(f"{key} {file[key]!r:.80} is not supported")
+        self.values = completed(file, self.kind, self.fail, folder.note)
+        self.section = Section(self.fail, self.values)
+        others = _others(self.kind) & file.keys()
+        if not file.get("use_sliding_window"):
+            others.discard("max_window_layers")  # Qwen's files have it beside
+        for key in sorted(others):
+            if file[key]:
+                folder.note(
+                    f"{CONFIG}: {key} is passed over, as transformers does for "
+                    f"{self.kind.config_class}"
+                )
+
+    def config(self) -> ModelConfig:
         self.hidden = self.count("hidden_size")
         self.heads = self.count("num_attention_heads")
-        default = 128 if model_type == "qwen3" else 256 if model_type.startswith("gemma") else 0
-        if not (self.has("head_dim") or default) and self.hidden % self.heads:
-            self.fail(f"hidden_size {self.hidden} is not a multiple of {self.heads} heads")
-        self.head_dim = self.count("head_dim", default or self.hidden // self.heads)
+        # Some classes have no such key, or leave it null, and their models heed it nevertheless.
+        if self.values.get("head_dim") is None and self.kind.defaults.get("head_dim") is None:
+            self.values["head_dim"] = self.hidden // self.heads
+        self.head_dim = self.count("head_dim")
         self.num_layers = self.count("num_hidden_layers")
         # Bounded before anything is computed for each of them.
         for name, value, most in (
@@ -78,27 +136,23 @@ class _Reader:
         self.positions = self.count("max_position_embeddings")
         self.context = self.positions  # until a rope's scaling lengthens it
         values: dict[str, Any] = {
-            "family": family,
+            "family": self.family,
             "name": self.folder.path.name,
             "vocab_size": self.count("vocab_size"),
             "hidden_size": self.hidden,
             "num_heads": self.heads,
-            "num_kv_heads": self.count("num_key_value_heads", KV_HEADS.get(model_type, self.heads)),
+            "num_kv_heads": self.count("num_key_value_heads"),
             "head_dim": self.head_dim,
             "intermediate_size": self.count("intermediate_size"),
-            "norm_eps": self.real("rms_norm_eps"),
+            "norm_eps": self.section.real("rms_norm_eps"),
             "activation": self.activation(),
             "attention_scale": 1.0 / sqrt(self.head_dim),
-            "tied_embeddings": self.flag("tie_word_embeddings", not self.has_head),
-        } | specifics(self)
+            "tied_embeddings": self.section.flag("tie_word_embeddings"),
+        } | self.specifics(self)
         try:
             return ModelConfig(**{"context_length": self.context} | values)
         except ValueError as error:
             self.fail(str(error))
-
-    @property
-    def has_head(self) -> bool:
-        return "lm_head.weight" in self.tensors
 
     # ── What a model type adds ──────────────────────────────────────────────────────────────────
 
@@ -106,89 +160,81 @@ class _Reader:
         return {"layers": self.same_layers(None), "biases": self.biases(ffn=True)}
 
     def mistral(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(self.window(4096))}
+        return {"layers": self.same_layers(self.window())}
+
+    def ministral(self) -> dict[str, Any]:
+        return {"layers": self.layers_of_types()}
 
     def qwen2(self) -> dict[str, Any]:
-        return {"layers": self.qwen_layers(), "biases": QKV}
+        return {"layers": self.layers_of_types(), "biases": QKV}
 
     def qwen3(self) -> dict[str, Any]:
-        return {"layers": self.qwen_layers(), "biases": self.biases()}
+        return {"layers": self.layers_of_types(), "biases": self.biases()}
 
     def mixtral(self) -> dict[str, Any]:
-        experts = self.experts(8, 2, self.count("intermediate_size"), renormalize=True)
-        layers = self.same_layers(self.window(None), theta=1e6)
+        experts = self.experts(self.count("intermediate_size"), renormalize=True)
+        layers = self.same_layers(self.window())
         return {"layers": tuple(replace(layer, experts=experts) for layer in layers)}
 
     def qwen3_moe(self) -> dict[str, Any]:
-        size = self.count("moe_intermediate_size", 768)
-        experts = self.experts(128, 8, size, self.flag("norm_topk_prob", False))
-        step = self.count("decoder_sparse_step", 1)
-        dense = self.values.get("mlp_only_layers") or []
+        experts = self.experts(
+            self.count("moe_intermediate_size"), self.section.flag("norm_topk_prob")
+        )
+        step = self.count("decoder_sparse_step")
+        dense = self.values["mlp_only_layers"]
         if not isinstance(dense, list) or any(type(index) is not int for index in dense):
             self.fail("mlp_only_layers is not a list of integers")
-        window = self.window(4096) if self.flag("use_sliding_window", False) else None
         layers = [
             layer if index in dense or (index + 1) % step else replace(layer, experts=experts)
-            for index, layer in enumerate(self.same_layers(window))
+            for index, layer in enumerate(self.same_layers(self.window()))
         ]
         return {"layers": tuple(layers), "biases": self.biases()}
 
-    def experts(self, count: int, chosen: int, size: int, renormalize: bool) -> Experts:
-        """The numbers are those of files that do not say."""
-        key = "num_experts" if self.has("num_experts") else "num_local_experts"
+    def experts(self, size: int, renormalize: bool) -> Experts:
         return Experts(
-            self.count(key, count), self.count("num_experts_per_tok", chosen), size, renormalize
+            self.count("num_local_experts"), self.count("num_experts_per_tok"), size, renormalize
         )
 
     def gemma2(self) -> dict[str, Any]:
-        rope = self.rope(self.rope_values())
-        types = self.layer_types([index % 2 == 0 for index in range(self.num_layers)])
-        window = self.window(4096)
-        layers = tuple(Layer(rope, window if sliding else None) for sliding in types)
+        rope = self.rope(self.values["rope_parameters"])
+        window = self.window()
+        layers = tuple(Layer(rope, window if sliding else None) for sliding in self.layer_types())
         return self.gemma() | {
             "layers": layers,
-            "attention_softcap": self.cap("attn_logit_softcapping", 50.0),
-            "logits_softcap": self.cap("final_logit_softcapping", 30.0),
+            "attention_softcap": self.cap("attn_logit_softcapping"),
         }
 
     def gemma3(self) -> dict[str, Any]:
-        # Two ropes: of layers with a window, and of global ones, which alone are ever scaled.
-        if FULL in self.rope_values() or SLIDING in self.rope_values():
-            far, near = (self.nested(self.rope_values(), key) for key in (FULL, SLIDING))
-        else:
-            far = {"rope_theta": 1e6} | self.rope_values()
-            near = {"rope_theta": self.real("rope_local_base_freq", 10000.0)}
-        far, near = {"rope_theta": 1e6} | far, {"rope_theta": 10000.0} | near
-        period = self.count("sliding_window_pattern", 6)
-        types = self.layer_types([(index + 1) % period != 0 for index in range(self.num_layers)])
-        local = Layer(self.rope(near), self.window(4096))
-        everywhere = Layer(self.rope(far))
         # transformers reads attn_logit_softcapping of Gemma 3 and does not apply it.
-        self.refuse("attn_logit_softcapping")
-        return self.gemma() | {
-            "layers": tuple(local if sliding else everywhere for sliding in types),
-            "logits_softcap": self.cap("final_logit_softcapping", 0.0),
-        }
+        if self.values["attn_logit_softcapping"]:
+            self.folder.note(
+                f"{CONFIG}: attn_logit_softcapping is passed over, as transformers does for Gemma 3"
+            )
+        ropes = self.values["rope_parameters"]
+        everywhere = Layer(self.rope(ropes[FULL]))
+        local = Layer(self.rope(ropes[SLIDING]), self.window())
+        layers = tuple(local if sliding else everywhere for sliding in self.layer_types())
+        return self.gemma() | {"layers": layers}
 
     def gemma(self) -> dict[str, Any]:
-        self.refuse("use_bidirectional_attention")
         return {
-            "attention_scale": 1.0 / sqrt(self.positive("query_pre_attn_scalar", 256.0)),
+            "attention_scale": 1.0 / sqrt(self.section.positive("query_pre_attn_scalar")),
             "embedding_scale": sqrt(self.hidden),
+            "logits_softcap": self.cap("final_logit_softcapping"),
             "biases": self.biases(),
         }
 
     def phi3(self) -> dict[str, Any]:
-        return {"layers": self.same_layers(self.window(None))}
+        return {"layers": self.same_layers(self.window())}
 
     def granite(self) -> dict[str, Any]:
         return {
             "layers": self.same_layers(None),
             "biases": self.biases(ffn=True),
-            "embedding_scale": self.positive("embedding_multiplier", 1.0),
-            "attention_scale": self.positive("attention_multiplier", 1.0),
-            "residual_scale": self.positive("residual_multiplier", 1.0),
-            "logits_scale": 1.0 / self.positive("logits_scaling", 1.0),
+            "embedding_scale": self.section.positive("embedding_multiplier"),
+            "attention_scale": self.section.positive("attention_multiplier"),
+            "residual_scale": self.section.positive("residual_multiplier"),
+            "logits_scale": 1.0 / self.section.positive("logits_scaling"),
         }
 
     def olmo2(self) -> dict[str, Any]:
@@ -196,68 +242,64 @@ class _Reader:
 
     # ── Layers ──────────────────────────────────────────────────────────────────────────────────
 
-    def same_layers(self, window: int | None, theta: float = 10000.0) -> tuple[Layer, ...]:
-        rope = self.rope({"rope_theta": theta} | self.rope_values())
-        return (Layer(rope, window),) * self.num_layers
+    def same_layers(self, window: int | None) -> tuple[Layer, ...]:
+        return (Layer(self.rope(self.values["rope_parameters"]), window),) * self.num_layers
 
-    def qwen_layers(self) -> tuple[Layer, ...]:
-        window = self.window(4096) if self.flag("use_sliding_window", False) else None
-        first = self.count("max_window_layers", 28, least=0)
-        default = [window is not None and index >= first for index in range(self.num_layers)]
-        types = self.layer_types(default)
+    def layers_of_types(self) -> tuple[Layer, ...]:
+        window, types = self.window(), self.layer_types()
         if any(types) and window is None:
-            self.fail(f"layer_types has {SLIDING}, but use_sliding_window is false")
-        rope = self.rope(self.rope_values())
+            key = "use_sliding_window"
+            why = f"{key} is false" if key in self.values else "sliding_window is null"
+            self.fail(f"layer_types has {SLIDING}, but {why}")
+        rope = self.rope(self.values["rope_parameters"])
         return tuple(Layer(rope, window if sliding else None) for sliding in types)
 
-    def window(self, default: int | None) -> int | None:
-        """``sliding_window``: null is none; ``default`` is what a file without the key means."""
-        window = self.values.get("sliding_window", default)
-        return None if window is None else self.count("sliding_window", default)
+    def window(self) -> int | None:
+        """``sliding_window``: null is none."""
+        return None if self.values["sliding_window"] is None else self.count("sliding_window")
 
-    def layer_types(self, default: list[bool]) -> list[bool]:
+    def layer_types(self) -> list[bool]:
         """Which layers have a window."""
-        types = self.values.get("layer_types")
-        if types is None:
-            return default
+        types = self.values["layer_types"]
         if not isinstance(types, list) or len(types) != self.num_layers:
             self.fail(f"layer_types is not a list of {self.num_layers} types")
         for kind in types:
-            if kind not in (FULL, SLIDING):
+            if not isinstance(kind, str) or kind not in LAYER_TYPES:
                 self.fail(f"layer type {kind!r} is not supported, only {FULL} and {SLIDING}")
-        return [kind == SLIDING for kind in types]
+        return [LAYER_TYPES[kind] for kind in types]
 
     def biases(self, *, ffn: bool = False) -> frozenset[str]:
         """The projections with a bias; those of the feed-forward layer have a key of their own."""
-        found = ATTENTION if self.flag("attention_bias", False) else frozenset()
-        return found | FFN if ffn and self.flag("mlp_bias", False) else found
+        found = ATTENTION if self.section.flag("attention_bias") else frozenset()
+        return found | FFN if ffn and self.section.flag("mlp_bias") else found
 
     # ── Rotary positions ────────────────────────────────────────────────────────────────────────
 
-    def rope_values(self) -> dict[str, Any]:
-        """The keys of ``rope_scaling``, or of ``rope_parameters`` as it is called of late."""
-        values: dict[str, Any] = {}
-        for key in ("rope_theta", "partial_rotary_factor"):
-            if self.has(key):
-                values[key] = self.values[key]
-        for key in ("rope_scaling", "rope_parameters"):
-            if self.has(key):
-                return values | self.nested(self.values, key)
-        return values
-
     def rope(self, values: dict[str, Any]) -> Rope:
-        """One rotary embedding. Only here are the sections' keys interpreted."""
+        """One rotary embedding. Only here are the section's keys interpreted."""
         section = Section(self.fail, values)
-        theta = section.real("rope_theta", 10000.0)
+        theta = section.real("rope_theta")
+        kind = section.text("rope_type")
         part = section.real("partial_rotary_factor", 1.0)
-        if part != 1.0 and self.values["model_type"] != "phi3":
-            self.fail(f"partial_rotary_factor {part:g} is not supported for this model_type")
+        if part != 1.0 and not self.kind.partial_rotary:
+            if kind != "default":
+                self.fail(
+                    f"partial_rotary_factor {part:g} is not supported for {self.kind.config_class}"
+                )
+            self.folder.note(
+                f"{CONFIG}: partial_rotary_factor is passed over, as transformers does for "
+                f"{self.kind.config_class}"
+            )
+            part = 1.0
         if not 0.0 < part <= 1.0:
             self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
-        plain = {"theta": theta, "dim": int(self.head_dim * part), "interleaved": False}
-        kind = values.get("rope_type", values.get("type", "default")) or "default"
-        if self.values["model_type"] == "phi3" and kind in ("su", "yarn"):
-            kind = "longrope"  # what early Phi-3 files called it
+        dim = int(self.head_dim * part)
+        if part != 1.0 and dim % 2:
+            self.fail(
+                f"partial_rotary_factor {part:g} rotates {dim} of {self.head_dim} dimensions, an "
+                "odd number, which is not supported"
+            )
+        plain = {"theta": theta, "dim": dim, "interleaved": False}
         rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
             "linear": self.linear_rope,
@@ -266,10 +308,6 @@ class _Reader:
             "yarn": self.yarn_rope,
             "longrope": self.longrope,
         }
-        if not isinstance(kind, str) or kind not in rules:
-            self.fail(
-                f"rope type {kind!r} is not supported; supported are {', '.join(map(str, rules))}"
-            )
         try:
             return rules[kind](section, plain)
         except (ValueError, ArithmeticError) as error:
@@ -293,12 +331,12 @@ class _Reader:
             section.at_least_one("factor"),
             low,
             high,
-            self.original(section),
+            section.count(ORIGINAL),
         )
         return Rope(**plain, factors=factors)
 
     def yarn_rope(self, section: Section, plain: dict[str, Any]) -> Rope:
-        original = self.original(section)
+        original = section.count(ORIGINAL)
         factor = section.at_least_one("factor", self.positions / original)
         weight, everywhere = section.real("mscale", 0.0), section.real("mscale_all_dim", 0.0)
         magnitude = scaling.yarn_magnitude(factor)
@@ -312,156 +350,79 @@ class _Reader:
             original,
             section.real("beta_fast", 32.0) or 32.0,
             section.real("beta_slow", 1.0) or 1.0,
-            section.flag("truncate", True),
+            bool(section.values.get("truncate", True)),
         )
         self.context = max(self.context, int(original * factor))
         magnitude = section.real("attention_factor", magnitude)
         return Rope(**plain, factors=factors, magnitude=magnitude)
 
     def longrope(self, section: Section, plain: dict[str, Any]) -> Rope:
-        original = self.original(section)
+        original = section.count(ORIGINAL)
         factor = section.real("factor", self.positions / original)
         magnitude = section.real("attention_factor", scaling.longrope_magnitude(factor, original))
         pairs = plain["dim"] // 2
         short, long = (section.reals(key, pairs) for key in ("short_factor", "long_factor"))
         return Rope(**plain, factors=short, magnitude=magnitude, by_length=LongRope(original, long))
 
-    def original(self, section: Section) -> int:
-        """The context of training. transformers lets a key outside of the section win."""
-        key = "original_max_position_embeddings"
-        return self.count(key) if self.has(key) else section.count(key, self.positions)
-
     # ── Keys ────────────────────────────────────────────────────────────────────────────────────
 
     def fail(self, reason: str) -> NoReturn:
         self.folder.fail(CONFIG, reason)
 
-    def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
-
-    def nested(self, values: dict[str, Any], key: str) -> dict[str, Any]:
-        value = values.get(key) or {}
-        if not isinstance(value, dict):
-            self.fail(f"{key} is not an object")
-        return value
-
-    def refuse(self, *keys: str) -> None:
-        """Keys that would change what is computed, were they set."""
-        for key in keys:
-            if self.values.get(key):
-                self.fail(f"{key} {self.values[key]!r} is not supported for this model_type")
-
     def activation(self) -> Activation:
-        gemma = self.values["model_type"].startswith("gemma")
-        key = "hidden_activation" if gemma else "hidden_act"
-        name = self.text(key, "gelu_pytorch_tanh" if gemma else "silu")
+        key = "hidden_act" if "hidden_act" in self.kind.defaults else "hidden_activation"
+        name = self.section.text(key)
         if name not in ACTIVATIONS:
             self.fail(f"{key} {name!r} is not supported; supported are {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
-    def cap(self, key: str, default: float) -> float:
-        """A soft-cap: null is none."""
-        return 0.0 if key in self.values and self.values[key] is None else self.real(key, default)
+    def cap(self, key: str) -> float:
+        """A soft-cap: null is none, and 0 would make no number of anything."""
+        return 0.0 if self.values[key] is None else self.section.positive(key)
 
-    def positive(self, key: str, default: float) -> float:
-        value = self.real(key, default)
-        if not 0.0 < value < inf:
-            self.fail(f"{key} is {value:g}, not a positive number")
-        return value
-
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        return Section(self.fail, self.values).count(key, default, least)
-
-    def real(self, key: str, default: float | None = None) -> float:
-        return Section(self.fail, self.values).real(key, default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        return Section(self.fail, self.values).flag(key, default)
-
-    def text(self, key: str, default: str) -> str:
-        return Section(self.fail, self.values).text(key, default)
+    def count(self, key: str) -> int:
+        return self.section.count(key)
 
 
-class Section:
-    """Typed access to an object of a file. A null is a missing key.
-
-    ``fail`` raises `CheckpointError` naming the file.
-    """
-
-    def __init__(self, fail: Callable[[str], NoReturn], values: dict[str, Any]) -> None:
-        self.fail = fail
-        self.values = values
-
-    def get(self, key: str, default: Any) -> Any:
-        value = self.values.get(key)
-        if value is not None:
-            return value
-        if default is None:
-            self.fail(f"{key} is missing")
-        return default
-
-    def object(self, key: str) -> Section:
-        """An object inside of it, whose faults are named after ``key``."""
-        value = self.get(key, None)
-        if not isinstance(value, dict):
-            self.fail(f"{key} is not an object")
-
-        def fail(reason: str) -> NoReturn:
-            self.fail(f"{key}: {reason}")
-
-        return Section(fail, value)
-
-    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
-        value = self.get(key, default)
-        if type(value) is int and value >= 1 << 31:
-            self.fail(f"{key} is above {(1 << 31) - 1}")
-        if type(value) is not int or value < least:
-            self.fail(f"{key} is {value!r}, not an integer from {least}")
-        return value
-
-    def real(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if type(value) not in (int, float) or abs(value) > 1e38 or not isfinite(value):
-            self.fail(f"{key} is {value!r}, not a number")
-        return float(value)
-
-    def at_least_one(self, key: str, default: float | None = None) -> float:
-        value = self.real(key, default)
-        if value < 1.0:
-            self.fail(f"rope {key} is {value:g}, below 1")
-        return value
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.get(key, default)
-        if type(value) is not bool:
-            self.fail(f"{key} is {value!r}, not a boolean")
-        return value
-
-    def text(self, key: str, default: str | None = None) -> str:
-        value = self.get(key, default)
-        if not isinstance(value, str):
-            self.fail(f"{key} is {value!r}, not a string")
-        return value
-
-    def reals(self, key: str, length: int) -> tuple[float, ...]:
-        values = self.get(key, None)
-        if not isinstance(values, list) or len(values) != length:
-            self.fail(f"{key} is not a list of {length} numbers")
-        numbers = Section(self.fail, {f"{key}[{i}]": v for i, v in enumerate(values)})
-        return tuple(numbers.real(name) for name in numbers.values)
-
-
-# Of each model_type: the class in transformers, Octavo's family, and what the type adds.
-FAMILIES: dict[str, tuple[str, str, Callable[[_Reader], dict[str, Any]]]] = {
-    "llama": ("LlamaForCausalLM", "llama", _Reader.llama),
-    "mistral": ("MistralForCausalLM", "llama", _Reader.mistral),
-    "qwen2": ("Qwen2ForCausalLM", "qwen2", _Reader.qwen2),
-    "qwen3": ("Qwen3ForCausalLM", "qwen3", _Reader.qwen3),
-    "mixtral": ("MixtralForCausalLM", "mixtral", _Reader.mixtral),
-    "qwen3_moe": ("Qwen3MoeForCausalLM", "qwen3moe", _Reader.qwen3_moe),
-    "gemma2": ("Gemma2ForCausalLM", "gemma2", _Reader.gemma2),
-    "gemma3_text": ("Gemma3ForCausalLM", "gemma3", _Reader.gemma3),
-    "phi3": ("Phi3ForCausalLM", "phi3", _Reader.phi3),
-    "granite": ("GraniteForCausalLM", "granite", _Reader.granite),
-    "olmo2": ("Olmo2ForCausalLM", "olmo2", _Reader.olmo2),
+# Of each model_type: Octavo's family, and what the type adds.
+FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
+    "llama": ("llama", _Reader.llama),
+    "mistral": ("llama", _Reader.mistral),
+    "ministral": ("llama", _Reader.ministral),
+    "qwen2": ("qwen2", _Reader.qwen2),
+    "qwen3": ("qwen3", _Reader.qwen3),
+    "mixtral": ("mixtral", _Reader.mixtral),
+    "qwen3_moe": ("qwen3moe", _Reader.qwen3_moe),
+    "gemma2": ("gemma2", _Reader.gemma2),
+    "gemma3_text": ("gemma3", _Reader.gemma3),
+    "phi3": ("phi3", _Reader.phi3),
+    "granite": ("granite", _Reader.granite),
+    "olmo2": ("olmo2", _Reader.olmo2),
 }
+
+
+def kind_of(file: dict[str, Any]) -> ConfigClass:
+    """The class that transformers takes for a file of a known ``model_type``."""
+    # A Mistral whose layers have types is a Ministral, even if they are null.
+    ministral = file["model_type"] == "mistral" and "layer_types" in file
+    return _classes()["ministral" if ministral else file["model_type"]]
+
+
+@cache
+def _classes() -> dict[str, ConfigClass]:
+    return config_classes()
+
+
+def _others(kind: ConfigClass) -> set[str]:
+    """Keys that mean something for other model types, but not for this one."""
+    known = {key for each in _classes().values() for key in each.defaults}
+    return (
+        known
+        - kind.defaults.keys()
+        - kind.aliases.keys()
+        - set(kind.aliases.values())
+        - {
+            "head_dim",
+            ORIGINAL,
+        }
+    )

@@ -31,6 +31,11 @@ class HfFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.notes: list[str] = []  # what loading decided, to be said to whoever loads
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
 
     def fail(self, name: str, reason: str) -> NoReturn:
         raise CheckpointError(f"{self.path / name}: {reason}")
@@ -101,9 +106,11 @@ class HfWeights:
         return places
 
     def _open_shards(self, places: dict[str, str]) -> None:
-        self.files = {
-            name: SafetensorsFile(self.folder.path / name) for name in sorted(set(places.values()))
-        }
+        names = sorted(set(places.values()))
+        if absent := [name for name in names if not self.folder.has(name)]:
+            here = "none of them is" if absent == names else "some of them are not"
+            self.folder.fail(INDEX, f"lists shards, and {here} in the folder: {listed(absent)}")
+        self.files = {name: SafetensorsFile(self.folder.path / name) for name in names}
         found: dict[str, str] = {}
         for name, file in self.files.items():
             for tensor in file.tensors:

@@ -8,49 +8,45 @@ be one of the two that byte-pair encodings have; any other is refused by name.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
+from octavo.checkpoint.encoder import guarded
 from octavo.checkpoint.files import json_object, read_file
+from octavo.checkpoint.hf_config import default_of
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
+from octavo.checkpoint.hf_special_tokens import (
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    SpecialTokens,
+    control_ids,
+    read_special_tokens,
+    text_of,
+)
+from octavo.checkpoint.hf_tokenizer_class import differs, steps, tokenizer_class
+from octavo.checkpoint.pipeline_cost import unbounded
 from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     BpeTokenizer,
     byte_level_bytes,
+    pipeline,
     sentencepiece_bytes,
 )
 
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
+_CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
+
+log = logging.getLogger(__name__)
 
 
 def hf_tokenizer(folder: HfFolder, vocab_size: int) -> BpeTokenizer:
     """Raises `CheckpointError` when a file is missing, broken or of an unknown kind."""
     return _Reader(folder, vocab_size).tokenizer()
-
-
-def special_tokens(folder: HfFolder) -> dict[str, str]:
-    """The tokens that the folder gives a part: ``bos_token``, ``eos_token``, ``pad_token``, …"""
-    named: dict[str, str] = {}
-    for file in (SPECIAL_TOKENS, TOKENIZER_CONFIG):  # the later one wins
-        for key, value in folder.json_if_any(file).items():
-            if not key.endswith("_token"):
-                continue
-            text = value.get("content") if isinstance(value, dict) else value
-            if isinstance(text, str):
-                try:
-                    text.encode()
-                except UnicodeEncodeError:
-                    folder.fail(file, f"{key} {text!r} has a lone surrogate")
-                named[key] = text
-            elif text is None:
-                named.pop(key, None)
-    return named
 
 
 class _Reader:
@@ -66,6 +62,7 @@ class _Reader:
         path = folder.path / TOKENIZER
         data = read_file(path, MAX_TOKENIZER)
         self.values = json_object(path, data)
+        self.rebuilt = tokenizer_class(folder, self.values)
         # Vocabulary and merges go before the library has its own: they are 20 times the file.
         model = self.values.pop("model", None)
         model = model if isinstance(model, dict) else {}
@@ -75,40 +72,91 @@ class _Reader:
         if prefix := model.get("continuing_subword_prefix"):
             # No decoder takes it off again, and the library aborts where it cuts a character.
             self.fail(f"continuing_subword_prefix {prefix!r} is not supported")
+        if model.get("dropout"):
+            log.warning("%s: dropout %s is left off", path, model["dropout"])
+        self.config = folder.json_if_any(TOKENIZER_CONFIG)
+        if self.config.get("clean_up_tokenization_spaces") and self.config.get(_CORRUPTS):
+            folder.fail(TOKENIZER_CONFIG, f"{_CORRUPTS} is not supported")
+        self.pipeline: dict[str, Any] | None = None
+        self.special, self.backend = self.build(data, model)
+
+    def build(self, data: bytes, model: dict[str, Any]) -> tuple[SpecialTokens, Backend]:
+        """The backend with all added tokens, as the folder's tokenizer class makes it."""
+        rebuilt = self.rebuilt
+        special = read_special_tokens(self.folder, self.values, rebuilt.names if rebuilt else {})
+        text = data.decode()
+        if rebuilt is not None:
+            parts = rebuilt.parts(self.config)
+            added = {token_id: token.content for token_id, token in special.added.items()}
+            if differs(self.values, model, parts) or added != self.added_in_file():
+                values = json.loads(text)
+                kept = {key: values["model"].get(key, []) for key in ("vocab", "merges")}
+                values |= parts | {"model": {"type": "BPE"} | parts["model"] | kept}
+                values["added_tokens"] = []
+                text = json.dumps(values)
+                self.values |= {key: parts[key] for key in parts if key != "model"}
+        self.reason = unbounded(self.values)
+        if self.reason is not None:  # not even the texts of added tokens go through it here
+            self.pipeline = pipeline(self.values)
+            text = json.dumps(json.loads(text) | pipeline({}))
         try:
-            self.backend = Backend.from_str(data.decode())
-        except BaseException as error:  # the library raises Exception, and panics beside it
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+            backend = guarded(Backend.from_str, text)
+            # Settings of a training pipeline. No prompt is cut or filled here.
+            backend.no_truncation()
+            backend.no_padding()
+            if model.get("dropout"):
+                backend.model.dropout = None
+            guarded(special.add_to, backend)
+            if rebuilt is not None and rebuilt.readds:
+                named = (*special.named.values(), *special.extra)
+                tokens = dict.fromkeys(text_of(token) for token in named)
+                guarded(backend.add_tokens, [AddedToken(each, special=True) for each in tokens])
+        except ValueError as error:
             self.fail(f"cannot be read: {error}")
+        return special, backend
+
+    def added_in_file(self) -> dict[int, str]:
+        try:
+            return {each["id"]: each["content"] for each in self.values.get("added_tokens") or []}
+        except (KeyError, TypeError):
+            self.fail("added_tokens are not as the library writes them")
 
     def tokenizer(self) -> BpeTokenizer:
         backend = self.backend
-        # Settings of a training pipeline. No prompt is cut or filled here.
-        backend.no_truncation()
-        backend.no_padding()
         try:
             to_bytes, strip = self.decoder()
             before, after = self.template()
         except (AttributeError, KeyError, TypeError) as error:  # it reads arrays as objects, too
-            self.fail(f"decoder or post_processor is not as the library writes it: {error}")
-        added = backend.get_added_tokens_decoder()
-        named = special_tokens(self.folder)
-        special = {i for i, token in added.items() if token.special}
-        special |= {i for text in named.values() if (i := backend.token_to_id(text)) in added}
+            self.fail(f"post_processor is not as the library writes it: {error}")
+        control = control_ids(backend)
+        if self.config.get("split_special_tokens") is True:
+            backend.encode_special_tokens = True
+        named = self.special.texts
         bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
         self.check_known("bos_token", [] if bos is None else [bos])
-        return BpeTokenizer(
+        tokenizer = BpeTokenizer(
             backend,
             vocab_size=self.vocab_size,
             to_bytes=to_bytes,
-            control=special,
+            control=control,
             bos_token_id=bos if bos is not None else self.configured("bos_token_id", None),
             before=before,
             after=after,
-            eos_token_ids=self.stop_tokens(named, set(added)),
+            eos_token_ids=self.stop_tokens(named, set(backend.get_added_tokens_decoder())),
             strip_leading_space=strip,
+            special_tokens_map=named,
+            unbounded=self.pipeline,
         )
+        if self.pipeline is not None:
+            log.warning(
+                "%s: %s is not known to take bounded time and memory: texts are tokenized in a "
+                "process with limits", self.folder.path / TOKENIZER, self.reason,
+            )  # fmt: skip
+            try:
+                tokenizer.encode("")
+            except ValueError as error:
+                self.fail(f"cannot be used: {error}")
+        return tokenizer
 
     def stop_tokens(self, named: dict[str, str], added: set[int]) -> set[int]:
         """Every token that ends a turn, whichever of the files says so."""
@@ -128,10 +176,14 @@ class _Reader:
             token_id = self.backend.token_to_id(text)
             if token_id is not None and token_id < self.vocab_size and token_id in added:
                 stops.add(token_id)
+        if not stops and not self.folder.has(GENERATION):
+            # Nothing says anything: transformers stops at the default of the model's class.
+            default = default_of(self.folder, "eos_token_id")
+            stops |= {default} if default is not None and default < self.vocab_size else set()
         return stops
 
     def configured(self, key: str, default: int | None) -> int | None:
-        value = self.folder.json(CONFIG).get(key)
+        value = self.folder.json_if_any(CONFIG).get(key)
         if value is None:
             return default
         if type(value) is not int or not 0 <= value < self.vocab_size:
@@ -142,7 +194,7 @@ class _Reader:
 
     def decoder(self) -> tuple[Callable[[str], bytes], bool]:
         """What makes bytes of a token, and whether a text's first space is taken off again."""
-        match self.steps("decoder", "decoders"):
+        match steps(self.values.get("decoder"), "decoders"):
             case [{"type": "ByteLevel"}]:
                 return byte_level_bytes, False
             case [{"type": "Metaspace", "replacement": "▁"} as step]:
@@ -161,7 +213,7 @@ class _Reader:
         """The tokens that the post-processor puts before and after a text."""
         before: list[int] = []
         after: list[int] = []
-        for step in self.steps("post_processor", "processors"):
+        for step in steps(self.values.get("post_processor"), "processors"):
             kind = step.get("type")
             if kind == "ByteLevel":  # moves offsets only
                 continue
@@ -188,20 +240,6 @@ class _Reader:
         """Tokens that every prompt may get must be the model's."""
         if (largest := max(token_ids, default=0)) >= self.vocab_size:
             self.fail(f"{key} has token {largest}, outside 0 to {self.vocab_size - 1}")
-
-    def steps(self, key: str, inner: str) -> list[dict[str, Any]]:
-        """The parts of a sequence, or the only one."""
-        value = self.values.get(key)
-        if value is None:
-            return []
-        steps = value.get(inner) if value.get("type") == "Sequence" else [value]
-        # The library has read the file: what it understood has these types.
-        assert isinstance(steps, list)
-        return [step for part in steps for step in self.flat(part, inner)]
-
-    def flat(self, step: dict[str, Any], inner: str) -> list[dict[str, Any]]:
-        nested = step.get(inner) if step.get("type") == "Sequence" else None
-        return [step] if nested is None else [s for part in nested for s in self.flat(part, inner)]
 
     def fail(self, reason: str) -> NoReturn:
         self.folder.fail(TOKENIZER, reason)

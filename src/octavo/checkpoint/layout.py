@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Bytes, Quantization, Stored, Weight
 from octavo.checkpoint.grouped import FORMATS, Parts, made_rows, unpack
-from octavo.checkpoint.hf_config import Section
 from octavo.checkpoint.hf_folder import HfWeights
+from octavo.checkpoint.section import Section
 
 FLOATS = ("F16", "BF16", "F32")
 _WORD = 32  # numbers that end on a 32-bit word whatever their bits

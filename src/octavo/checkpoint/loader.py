@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
 from octavo.checkpoint.bind import STACKS, bind, experts, listed, trim_heap
-from octavo.checkpoint.chat_template import JinjaChatTemplate
+from octavo.checkpoint.chat_template import JinjaChatTemplate, several_templates
+from octavo.checkpoint.generation_config import of_gguf
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
 from octavo.checkpoint.hf import load_folder
 from octavo.checkpoint.metadata import model_config
+from octavo.checkpoint.pull import known_at
 from octavo.checkpoint.tokenizer import BpeTokenizer
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
@@ -30,7 +33,10 @@ _OLD_EXPERT = re.compile(r"(layers\.\d+\.ffn_(?:gate|up|down))(\.\d+)")
 
 def load(path: Path) -> Checkpoint:
     """Reads a model file or folder. Raises `CheckpointError` naming the file and what is wrong."""
-    return load_folder(path) if path.is_dir() else load_gguf(path)
+    checkpoint = load_folder(path) if path.is_dir() else load_gguf(path)
+    if pulled := known_at(path):  # people know it by this name
+        checkpoint = replace(checkpoint, config=replace(checkpoint.config, name=pulled.name))
+    return checkpoint
 
 
 def load_gguf(path: Path) -> Checkpoint:
@@ -48,22 +54,21 @@ def load_gguf(path: Path) -> Checkpoint:
         _chat_template(file, tokenizer),
         release=lambda: _release(file),
         file_bytes=file.nbytes,
+        notes=tuple(file.notes),
+        generation_config=of_gguf(file),
     )
 
 
 def _chat_template(file: GgufFile, tokenizer: BpeTokenizer) -> ChatTemplate | None:
-    source = file.get("tokenizer.chat_template", str, None)
+    key = "tokenizer.chat_template"
+    source = file.get(key, str, None)
     if source is None:
-        return None
-
-    def text(key: str) -> str:
-        token_id = file.get(key, int, None)
-        return "" if token_id is None else tokenizer.token_text(token_id)
-
-    tokens = {
-        f"{name}_token": text(f"tokenizer.ggml.{key}_token_id")
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-    }
+        names = [
+            each.removeprefix(key + ".") for each in file.metadata if each.startswith(key + ".")
+        ]
+        return several_templates(names) if names else None
+    # As llama.cpp has it, where a file does not name them.
+    tokens = {"bos_token": "", "eos_token": ""} | tokenizer.special_tokens_map
     return JinjaChatTemplate(source, tokens)
 
 

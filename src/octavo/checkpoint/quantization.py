@@ -9,9 +9,9 @@ from octavo.checkpoint.awq import Awq
 from octavo.checkpoint.base import Quantization, Weight
 from octavo.checkpoint.compressed_tensors import CompressedTensors
 from octavo.checkpoint.gptq import Gptq
-from octavo.checkpoint.hf_config import Section
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.checkpoint.layout import Layout, Module
+from octavo.checkpoint.section import Section
 
 # Beside config.json, of writers before they put it there; and what is meant if it does not say.
 _OWN_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}

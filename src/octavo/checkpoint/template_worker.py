@@ -1,99 +1,122 @@
 """The process in which a model's chat template runs; started by `octavo.checkpoint.chat_template`.
 
-It is run as a file and imports nothing of octavo. File descriptor 0 is a socket to the parent.
-Frames both ways are a 4-byte length and JSON: first {"source", "limits"}, answered with {}, then
-the variables of each rendering, answered with {"text"} or {"error"}. The stream's end ends it.
+The hello is {"source", "tokens", "limits"}. A request is {"variables", "messages", "check"} and
+answered with {"text", "origin"} or {"error"}; one with "check" only compiles the template.
 """
 
 from __future__ import annotations
 
 import json
-import resource
-import signal
-import socket
+from collections.abc import Callable, Iterable
 from datetime import datetime
-from struct import Struct
 from typing import Any, NoReturn
 
 import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame, optimizeconst
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.nodes import Node
+from jinja2.filters import FILTERS
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
-LENGTH = Struct("<I")
+from octavo.checkpoint import apart_worker, template_text
+from octavo.checkpoint.template_text import Text
+
+Json = dict[str, Any]
 
 
 def main() -> None:
-    # The terminal's Ctrl-C and a supervisor's SIGTERM are for the parent, whose end ends this too.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = socket.socket(fileno=0).makefile("rwb")
-    hello = receive(channel)
-    if hello is None:
-        return
-    limits = hello["limits"]
-    resource.setrlimit(resource.RLIMIT_AS, (limits["memory"], limits["memory"]))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    send(channel, {})
-    template: jinja2.Template | None = None
-    while (variables := receive(channel)) is not None:
-        # The parent kills what runs too long; should the parent be gone, this does.
-        spent = resource.getrusage(resource.RUSAGE_SELF)
-        cpu = int(spent.ru_utime + spent.ru_stime + limits["seconds"]) + 2
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, resource.RLIM_INFINITY))
+    apart_worker.serve(prepare, "template")
+
+
+def prepare(hello: Json) -> Callable[[Json], Json]:
+    compiled: list[jinja2.Template] = []
+    tokens = {name: template_text.written(text) for name, text in hello["tokens"].items()}
+
+    def answer(request: Json) -> Json:
         try:
-            # Inside the limits: compiling evaluates constant expressions.
-            template = template or environment().from_string(hello["source"])
-            answer = {"text": rendered(template, variables, limits["characters"])}
+            if not compiled:  # inside the limits: compiling evaluates constant expressions
+                compiled.append(environment().from_string(hello["source"]))
+            if request.get("check"):
+                return {}
+            variables = {
+                **tokens,
+                **template_text.content(request["variables"]),
+                "messages": [template_text.message(each) for each in request["messages"]],
+            }
+            text = rendered(compiled[0], variables, hello["limits"]["characters"])
+            return {"text": text, "origin": template_text.runs(template_text.origin_of(text))}
         except jinja2.TemplateSyntaxError as error:
-            answer = {"error": f"line {error.lineno} of the template: {error.message}"}
+            return {"error": f"line {error.lineno} of the template: {error.message}"}
         except jinja2.TemplateError as error:  # also what raise_exception raises
-            answer = {"error": str(error)}
-        except MemoryError:
-            answer = {"error": f"the template needs more than {limits['memory'] >> 20} MB"}
-        except RecursionError:
-            answer = {"error": "the template recurses without end"}
-        except Exception as error:
-            answer = {"error": f"the template failed: {type(error).__name__}: {error}"}
-        send(channel, answer)
+            return {"error": str(error)}
+
+    return answer
 
 
-def receive(channel: Any) -> dict[str, Any] | None:
-    header = channel.read(LENGTH.size)
-    if len(header) < LENGTH.size:
-        return None
-    message: dict[str, Any] = json.loads(channel.read(*LENGTH.unpack(header)))
-    return message
-
-
-def send(channel: Any, message: dict[str, str]) -> None:
-    data = json.dumps(message).encode()
-    channel.write(LENGTH.pack(len(data)) + data)
-    channel.flush()
-
-
-def rendered(template: jinja2.Template, variables: dict[str, Any], limit: int) -> str:
+def rendered(template: jinja2.Template, variables: Json, limit: int) -> str:
     parts, size = [], 0
     for part in template.generate(variables):
         size += len(part)
         if size > limit:
             raise ValueError(f"its text is longer than {limit} characters")
         parts.append(part)
-    text = "".join(parts)
+    text = template_text.joined(parts)
     text.encode()  # lone surrogates, which no tokenizer takes
     return text
 
 
-def environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates are written for."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    return environment
+class Environment(ImmutableSandboxedEnvironment):
+    """The environment of transformers' `apply_chat_template` (utils/chat_template_utils.py of
+    transformers 5.24), with `Text` for the template's own strings."""
+
+    concat = staticmethod(template_text.joined)
+    constant = staticmethod(template_text.constant)
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        )
+        self.code_generator_class = Generator
+        self.filters["tojson"] = tojson
+        self.filters["join"] = join
+        self.globals |= {
+            "raise_exception": raise_exception,
+            "strftime_now": strftime_now,
+            "dict": TemplateDict(),
+            "namespace": TemplateNamespace,
+        }
+
+
+def environment() -> Environment:
+    return Environment()
+
+
+class Generator(CodeGenerator):
+    """Marks the template's own strings in the code that it makes of a template."""
+
+    def visit_Const(self, node: nodes.Const, frame: Frame) -> None:
+        value = node.as_const(frame.eval_ctx)
+        if type(value) in (str, list, tuple, dict):  # Markup is no such string
+            self.write(f"environment.constant({value!r})")
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Frame) -> None:
+        self.write(f"environment.constant({node.data!r})")
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return f"environment.constant({super()._output_const_repr(group)})"
+
+    @optimizeconst
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        self.write("environment.concat((")
+        for each in node.nodes:
+            self.visit(each, frame)
+            self.write(", ")
+        self.write("))")
 
 
 def raise_exception(message: str) -> NoReturn:
@@ -121,15 +144,51 @@ def tojson(
     )
 
 
+@jinja2.pass_eval_context
+def join(context: Any, value: Any, d: str = "", attribute: Any = None) -> Any:
+    """Jinja's own, whose default separator is no `Text`."""
+    return FILTERS["join"](context, value, d if isinstance(d, Text) else Text(str(d)), attribute)
+
+
+class TemplateDict:
+    """`dict` without what leads from a class to Python's insides."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Json:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> Json:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class TemplateNamespace(Namespace):
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        # As Jinja has it, so that a namespace may have a `self`.
+        self, args = args[0], args[1:]
+        values = dict(*args, **kwargs)
+        for name in values:
+            _no_underscore(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _no_underscore(name)
+        super().__setitem__(name, value)
+
+
+def _no_underscore(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace has no attribute {name!r}: it begins with an underscore")
+
+
 class Generation(Extension):
-    """``{% generation %}`` marks text for training and is nothing here."""
+    """``{% generation %}`` marks text for training and is nothing here but a scope of its own."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja's own interface
 
-    def parse(self, parser: Parser) -> list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        call = self.call_method("_as_it_is")
+        return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
-
-if __name__ == "__main__":
-    main()
+    def _as_it_is(self, caller: Callable[[], str]) -> str:
+        return caller()

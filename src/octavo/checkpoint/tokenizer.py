@@ -7,9 +7,15 @@ and ``<0xNN>`` for bytes that no other token covers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from tokenizers import Tokenizer as Backend
+
+from octavo.checkpoint.apart import Apart, ApartError
+from octavo.checkpoint.base import Rendered, TokenizerError
+from octavo.checkpoint.encoder import Encoder
 
 SPACE = "▁"  # U+2581, SentencePiece's space
 
@@ -62,12 +68,22 @@ KINDS: dict[Callable[[str], bytes], str] = {
 }
 
 
+def pipeline(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Of tokenizer.json what a text goes through before it is merged."""
+    return {key: tokenizer.get(key) for key in ("normalizer", "pre_tokenizer")}
+
+
 class BpeTokenizer:
     """A byte-pair-encoding tokenizer; implements `octavo.checkpoint.base.Tokenizer`.
 
     ``verbatim`` are the added tokens whose bytes are their own text, whatever the spelling;
     ``control`` are those that stand for no text at all, and so do ids below ``vocab_size`` (the
     model's) that the backend has no token for. ``before`` and ``after`` frame an encoded text.
+    ``special_tokens_map`` has the texts of tokens that play a part (``bos_token``, …).
+
+    ``unbounded`` is a pipeline (``normalizer``, ``pre_tokenizer`` of tokenizer.json) that may take
+    any time and memory for a text: the backend has none, and texts are encoded in a process with
+    limits (`EncoderApart`).
     """
 
     def __init__(
@@ -83,6 +99,8 @@ class BpeTokenizer:
         after: Iterable[int] = (),
         eos_token_ids: Iterable[int] = (),
         strip_leading_space: bool = False,
+        special_tokens_map: Mapping[str, str] | None = None,
+        unbounded: Mapping[str, Any] | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.kind = KINDS[to_bytes]
@@ -97,6 +115,13 @@ class BpeTokenizer:
         # Added tokens beyond the embedding: of a picture, in a model's files for text only.
         self._beyond = backend.get_vocab_size() > vocab_size
         self.strip_leading_space = strip_leading_space
+        self.special_tokens_map = dict(special_tokens_map or {})
+        self._pipeline = unbounded
+        self._encoder = (
+            Encoder(backend, self._control)
+            if unbounded is None
+            else EncoderApart(self.backend_json(), self._control)
+        )
         self._bytes: dict[int, bytes] = {}  # of the tokens seen: streaming asks for few, often
 
     @property
@@ -106,18 +131,24 @@ class BpeTokenizer:
 
     def backend_json(self) -> str:
         """How texts are cut and merged, as tokenizer.json says it; no decoder and no framing."""
-        return str(self._backend.to_str())
+        text = str(self._backend.to_str())
+        return text if self._pipeline is None else json.dumps(json.loads(text) | self._pipeline)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises `ValueError` for text with lone surrogates, which no token can spell, and for a
-        token that the tokenizer has and the model has not."""
+        """Raises `TokenizerError` for a text that the tokenizer fails on, and for a token that it
+        has and the model has not; `UnicodeEncodeError` for lone surrogates, which no token spells.
+        """
         text.encode()  # refuses lone surrogates, with their position
-        # The batch call is the one that lets go of the GIL.
-        (encoding,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        ids: list[int] = encoding.ids
+        try:
+            if isinstance(text, Rendered):
+                ids = self._encoder.chat_ids(str(text), text.origin, text.given)
+            else:
+                ids = self._encoder.ids(text)
+        except ValueError as error:
+            raise TokenizerError(f"the text cannot be tokenized: {error}") from None
         if self._beyond and max(ids, default=0) >= self.vocab_size:
             token = next(token_id for token_id in ids if token_id >= self.vocab_size)
-            raise ValueError(
+            raise TokenizerError(
                 f"token {self._backend.id_to_token(token)!r} ({token}) is not in the model's "
                 f"vocabulary of {self.vocab_size}"
             )
@@ -132,12 +163,9 @@ class BpeTokenizer:
         parts = []
         first = True  # nothing shown yet: the next one carries the added space
         for token_id in token_ids:
-            if token_id in self._control:
-                if not skip_special_tokens:
-                    parts.append(self.token_text(token_id).encode())
-                    first = False
+            if skip_special_tokens and token_id in self._control:
                 continue
-            data = self.token_bytes(token_id)
+            data = self._spelled(token_id)
             if first and self.strip_leading_space and data.startswith(b" "):
                 data = data[1:]
             first = False
@@ -145,26 +173,57 @@ class BpeTokenizer:
         return b"".join(parts).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        data = self._bytes.get(token_id)
-        if data is None:
-            data = self._bytes[token_id] = self._spelled(token_id)
-        return data
+        return b"" if token_id in self._control else self._spelled(token_id)
 
     def token_text(self, token_id: int) -> str:
-        if token_id in self._control:
-            return self.spelling(token_id)
-        return self.token_bytes(token_id).decode(errors="replace")
+        return self._spelled(token_id).decode(errors="replace")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._control
 
     def _spelled(self, token_id: int) -> bytes:
-        if token_id in self._control:
-            return b""
-        token = self.spelling(token_id)
-        return token.encode() if token_id in self._verbatim else self._to_bytes(token)
+        data = self._bytes.get(token_id)
+        if data is None:
+            token = self.spelling(token_id)
+            data = token.encode() if token_id in self._verbatim else self._to_bytes(token)
+            self._bytes[token_id] = data
+        return data
 
     def spelling(self, token_id: int) -> str:
         if not 0 <= token_id < self.vocab_size:
             raise IndexError(f"token id {token_id} is outside the vocabulary of {self.vocab_size}")
         return self._backend.id_to_token(token_id) or ""
+
+
+class EncoderApart:
+    """An `Encoder` in a process of its own: a text costs at most ``seconds``, and ``memory`` bytes
+    beside the vocabulary."""
+
+    def __init__(
+        self,
+        tokenizer: str,
+        control: Iterable[int],
+        *,
+        seconds: float = 5.0,
+        memory: int = 512 << 20,
+    ) -> None:
+        loading = memory + 100 * len(tokenizer)  # what the library makes of a file
+        limits = {"seconds": seconds, "memory": memory, "loading": loading}
+        hello = {"tokenizer": tokenizer, "control": sorted(control), "limits": limits}
+        self._apart = Apart("octavo.checkpoint.encoder_worker", hello, "tokenizer")
+
+    def ids(self, text: str) -> list[int]:
+        return self._ask({"text": text})
+
+    def chat_ids(self, text: str, origin: bytes, given: str) -> list[int]:
+        return self._ask({"text": text, "origin": origin.decode("latin-1"), "given": given})
+
+    def _ask(self, request: dict[str, str]) -> list[int]:
+        try:
+            answer = self._apart.ask(json.dumps(request).encode())
+        except ApartError as error:
+            raise ValueError(str(error)) from None
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        ids: list[int] = answer["ids"]
+        return ids

@@ -22,10 +22,12 @@ from octavo.cli import (
     fidelity,
     generate,
     inspect,
+    list,
     plan,
     profile,
     pull,
     quantize,
+    rm,
     search,
     serve,
     simulate,
@@ -35,13 +37,15 @@ from octavo.cli import (
     tune,
     verify,
 )
+from octavo.cli.console import tell
 from octavo.cli.options import named_flags
-from octavo.cli.page import Command
+from octavo.cli.page import Command, Group
 from octavo.cli.values import checked
 from octavo.execute.cpu import usable_cpus
 
 app = typer.Typer(
     name="octavo",
+    cls=Group,
     help="Serve language models from the CPU you have.",
     epilog="Start with: octavo chat smollm2, or octavo serve smollm2",
     no_args_is_help=True,
@@ -82,6 +86,8 @@ for _module in (
         generate,
         speculate,
         pull,
+        list,
+        rm,
         inspect,
         calibrate,
         profile,
@@ -94,7 +100,7 @@ for _module in (
 ):
     _add(app, _module)
 for _room in (bench, plan, search, train):
-    _group = typer.Typer(help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)
+    _group = typer.Typer(cls=Group, help=_room.HELP, no_args_is_help=True, rich_markup_mode=None)
     for _module in _room.COMMANDS:
         _add(_group, _module)
     app.add_typer(_group, name=_room.__name__.rpartition(".")[2])
@@ -134,7 +140,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("OCTAVO_DEBUG") == "1":
             raise
-        sys.exit(_explain(error))
+        tell(_explain(error))
+        sys.exit(1)
 
 
 def _explain(error: Exception) -> str:

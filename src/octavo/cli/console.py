@@ -1,4 +1,4 @@
-"""What commands of all kinds say: what a long one is at, on standard error; and counts."""
+"""What commands of all kinds say: what a long one is at, on standard error, and JSON."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import math
 import os
 import shutil
 import sys
+import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,10 @@ def on_stderr() -> Iterator[Callable[[str], None]]:
 
     def show(message: str) -> None:
         if terminal:
+            # A longer line would go on in the next, where it cannot be written over.
+            width = shutil.get_terminal_size().columns - 1
+            if len(message) > width and not message.endswith("\n"):
+                message = f"{message[: width - 1]}…"
             print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
         elif message:
             print(message.rstrip("\n"), file=sys.stderr, flush=True)
@@ -90,6 +95,37 @@ def _finite(facts: Any) -> Any:
     return facts
 
 
-def plural(count: int, what: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{count} {what}{'s' if count != 1 else ''}"
+def tell(text: str) -> None:
+    """Print on standard error, on a terminal wrapped at words."""
+    lines = text.splitlines() or [""]
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [
+            part
+            for line in lines
+            for part in textwrap.wrap(line, width, break_on_hyphens=False) or [""]
+        ]
+    print(*lines, sep="\n", file=sys.stderr, flush=True)
+
+
+def columns(rows: Mapping[str, str]) -> str:
+    """Names and what they mean, in two columns that fit the terminal."""
+    width = shutil.get_terminal_size().columns
+    left = 2 + max(map(len, rows))
+    lines: list[str] = []
+    for name, meaning in rows.items():
+        lines += textwrap.wrap(
+            meaning,
+            max(width, left + 20),
+            initial_indent=f"{name:<{left}}",
+            subsequent_indent=" " * left,
+            break_on_hyphens=False,
+        )
+    return "\n".join(lines)
+
+
+def wrapped(text: str, indent: str = "", width: int = 98) -> list[str]:
+    """Lines of at most so many columns, broken at words."""
+    return textwrap.wrap(
+        text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False
+    )

@@ -21,6 +21,7 @@ from octavo.cli.options import (
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
+    from octavo.engine.outputs import Delta
     from octavo.llm import LLM, Prompt, RequestOutput
     from octavo.sample.params import SamplingParams
 
@@ -116,29 +117,40 @@ def _standard_input() -> str:
 
 def _stream(llm: LLM, inputs: list[Prompt], params: SamplingParams) -> None:
     """Print answers in order; those that run ahead wait until their turn."""
+    from octavo.cli.endings import why_ended
+    from octavo.cli.wrap import answer_writer
+
     keys = [(prompt, choice) for prompt in range(len(inputs)) for choice in range(params.n)]
     ahead: dict[tuple[int, int], list[str]] = {key: [] for key in keys}
-    done = dict.fromkeys(keys, False)
+    tokens = dict.fromkeys(keys, 0)
+    last: dict[tuple[int, int], Delta] = {}
     turn = 0
     failed = False
+    writer = answer_writer(sys.stdout)
     for prompt, delta in llm.stream(inputs, params):
         key = prompt, delta.choice
         ahead[key].append(delta.text)
-        done[key] = delta.finish_reason is not None
+        tokens[key] += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            last[key] = delta
         if delta.record is not None and delta.record.error is not None:
             typer.echo(f"octavo: prompt {prompt + 1} failed: {delta.record.error}", err=True)
             failed = True
         while turn < len(keys):
-            text = "".join(ahead[keys[turn]])
-            ahead[keys[turn]].clear()
-            typer.echo(text, nl=False)
-            sys.stdout.flush()
-            if not done[keys[turn]]:
+            key = keys[turn]
+            writer.feed("".join(ahead[key]))
+            ahead[key].clear()
+            if key not in last:
                 break
             turn += 1
-            typer.echo()
+            writer.feed("\n")
+            limit = llm.loaded.max_model_len
+            if sys.stdout.isatty() and (
+                why := why_ended(last[key], tokens[key], params, limit, "see --max-model-len")
+            ):
+                typer.echo(f"({why})", err=True)
             if turn < len(keys):
-                typer.echo("---")
+                writer.feed("---\n")
     if failed:
         raise typer.Exit(1)
 

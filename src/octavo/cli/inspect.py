@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
 from octavo.execute.memory import as_size
 
@@ -40,7 +41,10 @@ def command(
     from octavo.checkpoint.pull import resolve
 
     facts = describe(load(resolve(model)), engine)
-    typer.echo(json_text(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
+    show_report(
+        json_text(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts),
+        as_json=as_json,
+    )
 
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
@@ -56,9 +60,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     config = checkpoint.config
     layout = engine.layout_of(config)
     try:
+        layout.dtype.check_served()
         parts = weigh(checkpoint, engine.isa)
         formats = weigh_formats(checkpoint, engine.isa)
-    except ValueError as error:  # no such instruction set here
+    except ValueError as error:  # no such instruction set here, or no kernel for such a cache
         raise SettingsError(str(error)) from None
     parameters, stored, held = (
         sum(part[name] for part in parts.values())
@@ -127,8 +132,21 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
             for token_id in sorted(tokenizer.eos_token_ids)
         },
         "chat_template": checkpoint.chat_template is not None,
+        "notes": list(checkpoint.notes),
+        "chat_template_error": _template_error(checkpoint),
         "here": here,
     }
+
+
+def _template_error(checkpoint: Checkpoint) -> str | None:
+    from octavo.checkpoint.base import ChatTemplateError
+
+    try:
+        if checkpoint.chat_template is not None:
+            checkpoint.chat_template.check()
+    except ChatTemplateError as error:
+        return str(error)
+    return None
 
 
 def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str, Any]]:
@@ -228,6 +246,11 @@ def as_text(facts: dict[str, Any]) -> str:
         f"context     {facts['context_length']:,} tokens",
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
+        *(
+            [f"            that cannot be used: {facts['chat_template_error']}"]
+            if facts["chat_template_error"]
+            else []
+        ),
         *([f"quantized   {_scheme(facts['quantization'])}"] if facts["quantization"] else []),
         "",
         f"{'weights':<12}{'parameters':>14}{'stored':>12}{'held':>12}{'bytes a weight':>16}"
@@ -266,6 +289,7 @@ def as_text(facts: dict[str, Any]) -> str:
             f"{as_size(here['kv_cache_bytes'])} holds {here['tokens']:,} tokens, "
             f"{here['sequences']:.1f} sequences of {here['max_model_len']:,}"
         )
+    lines += [f"note        {note}" for note in facts["notes"]]
     return "\n".join(lines)
 
 

@@ -1,4 +1,6 @@
-"""A command's help page: its options by what they are about, in words, in 80 columns."""
+"""A command's help page: its options by what they are about, in words, in 80 columns; and what is
+said to the flags and commands of other servers.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,64 @@ from enum import Enum
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
+
+from octavo.cli.elsewhere import COMMANDS, MODEL, Given, adapted
+
+_HYPHEN = "\ue000"  # in place of a hyphen: lines are not broken there
 
 
-class Command(TyperCommand):
-    """A command whose page has a section for each group of options."""
+class Page:
+    """Help in which no name is broken at a hyphen."""
+
+    def get_help(self, ctx: Any) -> str:
+        formatter = ctx.make_formatter()
+        write_text, write_dl = formatter.write_text, formatter.write_dl
+        formatter.write_text = lambda text: write_text(_unbroken(text))
+        formatter.write_dl = lambda rows: write_dl([(name, _unbroken(is_)) for name, is_ in rows])
+        self.format_help(ctx, formatter)  # type: ignore[attr-defined]
+        text: str = formatter.getvalue()
+        return text.rstrip("\n").replace(_HYPHEN, "-")
+
+
+def _unbroken(text: str) -> str:
+    return text.replace("-", _HYPHEN)
+
+
+class Group(Page, TyperGroup):
+    """Commands. Those of other servers are answered with what stands for them here."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name = args[0] if args else ""
+        if name in COMMANDS and name not in self.commands:
+            ctx.fail(f"No such command '{name}'. Here: {COMMANDS[name]}")
+        return super().resolve_command(ctx, args)
+
+
+class Command(Page, TyperCommand):
+    """A command whose page has a section for each group of options. Flags of other servers are
+    answered with what stands for them here.
+    """
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        parameters: list[Any] = self.get_params(ctx)
+        known = {
+            flag: not parameter.is_flag
+            for parameter in parameters
+            if parameter.param_type_name == "option"
+            for flag in (*parameter.opts, *parameter.secondary_opts)
+        }
+        own: list[str] = []
+        for word in adapted(args, known):
+            if not isinstance(word, Given):
+                own.append(word)
+            elif word.flag is MODEL and word.value and _only_argument(parameters) == "MODEL":
+                own.insert(0, word.value)
+            elif word.value in word.flag.same:
+                typer.echo(f"octavo: {word} changes nothing here: {word.flag.here}", err=True)
+            else:
+                ctx.fail(f"No such option: {word.name}. Here: {word.flag.here}")
+        return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
         arguments = [
@@ -23,17 +78,26 @@ class Command(TyperCommand):
     def format_options(self, ctx: typer.Context, formatter: Any) -> None:  # type: ignore[override]
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": []}
         for parameter in self.get_params(ctx):
+            help = _help(parameter)
             if parameter.param_type_name == "argument":
                 title, name = "Arguments", parameter.metavar or parameter.name.upper()
             else:
                 title = getattr(parameter, "rich_help_panel", None) or "Options"
                 name = _flags(parameter)
-            sections.setdefault(title, []).append((name, _help(parameter)))
+            if parameter.metavar == "MODEL" and _only_argument(self.get_params(ctx)) == "MODEL":
+                help = f"{help}  Also: --model MODEL."
+            sections.setdefault(title, []).append((name, help))
         for title, rows in sections.items():
             if not rows:
                 continue
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _only_argument(parameters: list[Any]) -> str | None:
+    """Its name; None where there are none or several."""
+    names = [each.metavar for each in parameters if each.param_type_name == "argument"]
+    return names[0] if len(names) == 1 else None
 
 
 def _argument(parameter: Any) -> str:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from octavo.execute.cost import Arithmetic
     from octavo.plan.schemes import Scheme
 
 # --- numbers -------------------------------------------------------------------------------------
@@ -15,7 +16,8 @@ LayersFormat = Annotated[
     str | None,
     typer.Option(
         metavar="FORMAT",
-        help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, bf16, f32.",
+        help="Of the layers: a GGUF one (q4_0, q4_k, …), gptq, awq, compressed-tensors, w8a8, fp8, "
+        "bf16, f32.",
         show_default="as the file has them, else bf16",
     ),
 ]
@@ -47,13 +49,13 @@ EmbeddingFormat = Annotated[
     ),
 ]
 
-KV_DTYPE_HELP = "Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4."
+KV_DTYPE_HELP = "Numbers in the KV cache: auto (bf16), bf16, fp16, int8, int4; of GPUs fp8, too."
 KvCacheDtype = Annotated[str, typer.Option(metavar="DTYPE", help=KV_DTYPE_HELP)]
 
 
 def _unit(name: str) -> str:
-    if name not in ("int8", "bf16"):
-        raise typer.BadParameter(f"arithmetic {name!r} is neither int8 nor bf16")
+    if name not in ("auto", "int8", "bf16"):
+        raise typer.BadParameter(f"arithmetic {name!r} is none of auto, int8, bf16")
     return name
 
 
@@ -62,10 +64,17 @@ Unit = Annotated[
     typer.Option(
         metavar="UNIT",
         help="What multiplies quantized weights: int8 (activations are rounded to 8 bits, as "
-        "Octavo does) or bf16 (weights are widened, as weight-only kernels do).",
+        "Octavo does), bf16 (weights are widened, as GPUs' kernels do), or auto, by the device.",
         callback=_unit,
     ),
 ]
+
+
+def unit(name: str) -> Arithmetic | None:
+    """Of a name that `Unit` has let pass; None: by the device."""
+    from octavo.execute.cost import Arithmetic
+
+    return None if name == "auto" else Arithmetic(name)
 
 
 NAMES = ("device", "format", "embedding_format")  # as messages about them begin
@@ -100,8 +109,9 @@ def chosen_scheme(
 
 DEVICE_HELP = (
     "machine: this one's limits, as octavo bench machine stores them. A GPU by its name, such as "
-    "h100. Or figures: memory in GB/s, then peaks in Gop/s (a multiply-add is two), as "
-    "memory=48,int8=940,bf16=470,fp32=235; for what has to fit, capacity in GiB."
+    "h100. Or figures: memory in GB/s, then peaks in Gop/s (a multiply-add is two) of int4, int8, "
+    "fp8, fp16, bf16 or fp32, as memory=48,int8=940,bf16=470,fp32=235; for what has to fit, "
+    "capacity in GiB; kind=gpu where they are a GPU's."
 )
 OnDevice = Annotated[str, typer.Option(metavar="DEVICE", help=DEVICE_HELP)]
 
@@ -110,13 +120,13 @@ ComputeShare = Annotated[
     typer.Option(
         metavar="X",
         help="Of the device's peaks, that predictions assume.",
-        show_default="of a GPU 0.6, else 1",
+        show_default="of a GPU what is fitted to published runs, else 1",
     ),
 ]
 BandwidthShare = Annotated[
     float | None,
     typer.Option(
-        metavar="X", help="Of its bandwidth, the same.", show_default="of a GPU 0.8, else 1"
+        metavar="X", help="Of its bandwidth, the same.", show_default="of a GPU fitted, else 1"
     ),
 ]
 
@@ -127,8 +137,9 @@ MemoryUtilization = Annotated[
         "--memory-utilization",
         "--gpu-memory-utilization",
         metavar="X",
-        help="Share for the KV cache of the memory that the weights leave free, 0 to 1.",
-        show_default="0.5; of a GPU 0.9",
+        help="Of a GPU the share of its memory for weights, activations, runtime and cache, as in "
+        "vLLM; else the cache's share of what weights leave free. 0 to 1.",
+        show_default="0.5; of a GPU 0.92",
     ),
 ]
 

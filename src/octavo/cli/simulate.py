@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -35,9 +36,11 @@ from octavo.cli.planned import (
     Unit,
     chosen_scheme,
     embedding_scheme,
+    unit,
 )
 from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -64,7 +67,7 @@ def _with_gpu_default(parameter: Parameter) -> Parameter:
     """The same option, whose help also says what a GPU has."""
     (given,) = parameter.annotation.__metadata__
     info = copy(given)
-    info.show_default = f"{info.show_default}; of other devices {_ON_GPUS[parameter.name]:g}"
+    info.show_default = f"{info.show_default}; of a GPU {_ON_GPUS[parameter.name]:g}"
     kind = parameter.annotation.__origin__
     return parameter.replace(annotation=Annotated[kind, info])
 
@@ -165,7 +168,7 @@ def command(
     bits: Bits = None,
     group_size: GroupSize = None,
     embedding_format: EmbeddingFormat = None,
-    arithmetic: Unit = "int8",
+    arithmetic: Unit = "auto",
     price: Price = None,
     plot: Annotated[
         Path | None,
@@ -186,8 +189,9 @@ def command(
     cost model says that it takes. Same options, same result, to the last digit.
     """
     from octavo.engine.config import EngineConfig, SettingsError
-    from octavo.execute.cost import Arithmetic
     from octavo.plan import hardware, report
+    from octavo.plan.band import doubt
+    from octavo.plan.capacity import capacity
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -222,7 +226,7 @@ def command(
         weights_on(on, subject, chosen, edges, config.quantization),
         on,
         config,
-        Arithmetic(arithmetic),
+        unit(arithmetic),
         batching=technique["batching"],
         memory=technique["memory"],
         chunked_prefill=technique["enable_chunked_prefill"],
@@ -241,7 +245,7 @@ def command(
                 max_concurrency=load.max_concurrency,
                 observers=observers,
                 target=promised(slo),
-                progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
+                progress=lambda count: tell(f"{count} of {plural(len(asked), 'request')} ended"),
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None
@@ -252,11 +256,20 @@ def command(
             f"none of the {len(records)} requests could be served; request {first.index} was "
             f"{first.reason}: {first.detail}"
         )
-    if on.measured:
-        notices.append(setup.basis())
-    result = report.figures(simulation, slo, price) | {"notices": notices}
+    notices.append(setup.basis())
+    with on_stderr() as show:
+        tell = now_and_then(show)
+        result = report.figures(
+            simulation,
+            slo,
+            price,
+            capacity=capacity(simulation, tell) if simulation.series.span else None,
+            doubt=doubt(setup),
+            progress=tell,
+        )
+    result["notices"] = notices
     try:
-        typer.echo(json_text(result) if as_json else report.text(result))
+        show_report(json_text(result) if as_json else report.text(result), as_json=as_json)
     finally:  # also when nobody reads on
         if seen is not None and timeline is not None:
             with writing(timeline) as file:
@@ -331,7 +344,7 @@ def configure(
     """
     from octavo.engine.config import SettingsError
 
-    values = engine_defaults(device.measured)._asdict() | dict(given)
+    values = engine_defaults(device.measured, device.gpu)._asdict() | dict(given)
     notices = []
     if not technique["enable_chunked_prefill"] and "max_num_batched_tokens" not in given:
         values["max_num_batched_tokens"] = values.get("max_model_len", context)

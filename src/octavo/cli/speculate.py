@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, plural
+from octavo.cli.console import json_text
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
@@ -20,6 +21,7 @@ from octavo.cli.options import (
     takes,
     words,
 )
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -64,7 +66,7 @@ def command(
         bool | None,
         typer.Option(
             "--step/--no-step",
-            help="Wait for Enter after each pass.",
+            help="Wait for a key after each pass.",
             show_default="on a terminal",
         ),
     ] = None,
@@ -135,12 +137,23 @@ def command(
 
 
 def _asked(console: Console) -> str:
-    """ "" for the next pass, "a" for all others, "q" to leave."""
+    """ "" for the next pass, "a" for all others, "q" to leave: a key of a terminal, else a line."""
+    from rich.control import Control
+    from rich.segment import ControlType
+
+    from octavo.top.keys import key_by_key
+
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.strip().lower()[:1] if line else "q"
+    console.print("[dim]any key: the next, a: all, q: quit[/dim]", end="")
     try:
-        answer = console.input("[dim]Enter: next, a: all, q: quit [/dim]").strip().lower()
-    except (EOFError, KeyboardInterrupt):
-        return "q"
-    return answer[:1]
+        with key_by_key() as keys:
+            key = os.read(keys, 64).decode(errors="replace").lower()[:1]
+    except KeyboardInterrupt:
+        key = "q"
+    console.control(Control((ControlType.CARRIAGE_RETURN,), (ControlType.ERASE_IN_LINE, 0)))
+    return key if key not in ("", "\x04") else "q"
 
 
 def _show(console: Console, number: int, each: Pass, name: Callable[[int], str]) -> None:

@@ -70,7 +70,7 @@ def plan_cache(
         raise DoesNotFit(f"kv_offload_memory asks for {as_size(host)} of host memory; {division}")
     if budget > left or left <= 0:
         raise DoesNotFit(f"{asked} asks for {as_size(max(budget, 0))} of KV cache; {division}")
-    wanted = min(config.max_model_len or model.context_length, model.context_length)
+    wanted = config.max_model_len or model.default_length
     if config.max_model_len is not None and config.max_model_len > model.context_length:
         raise DoesNotFit(
             f"max_model_len {config.max_model_len} is more than the model's context of "

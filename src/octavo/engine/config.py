@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-from octavo.checkpoint.rounding import is_known
+from octavo.checkpoint.rounding import PLANNED, is_known
 from octavo.engine.offload import STAGING_BYTES
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
@@ -41,14 +41,17 @@ class EngineConfig:
     shed_late: bool = False
     block_size: int = 16
     kv_cache_memory_bytes: int | None = None  # wins over memory_utilization
-    memory_utilization: float = 0.5  # share of the memory available beside the weights
-    kv_cache_dtype: str = "auto"  # "auto" (bf16), "bf16", "fp16", "int8" or "int4"
+    memory_utilization: float = 0.5  # share of the memory available beside the weights; of GPUs,
+    # for plans, of all their memory
+    # "auto" (bf16), "bf16", "fp16", "int8" or "int4"; of GPUs, for plans, "fp8".
+    kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
     max_logprobs: int = 20
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
-    quantization: str | None = None  # "int8" or "int4": round a float checkpoint while loading
+    # "int8" or "int4": round a float checkpoint while loading; for plans of GPUs also "fp8".
+    quantization: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
     kv_offload_memory: int | None = None  # bytes, for what the KV cache has no room for
     kv_offload_dir: str | None = None  # a folder for them, which outlives the process
@@ -86,7 +89,7 @@ class EngineConfig:
                 "enable_prefix_caching turns off"
             )
         _ = self.policy  # refuses
-        if self.quantization is not None and not is_known(self.quantization):
+        if self.quantization not in (None, *PLANNED) and not is_known(self.quantization):
             raise ValueError(
                 f"quantization {self.quantization!r} is not supported; int8 and int4 round a float "
                 "checkpoint, and a quantized one is recognised by itself"

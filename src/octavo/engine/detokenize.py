@@ -114,6 +114,10 @@ class IncrementalDetokenizer:
         self._state = 0  # of the automaton
         self._held = ""  # text that may become a stop string: as long as the state is deep
 
+    def begin(self, character: bytes) -> None:
+        """The text begins inside a character, with these bytes of it. Before anything is pushed."""
+        self._partial = character
+
     def push(self, token_ids: Sequence[int]) -> Released:
         """The sequence's next tokens. Nothing may be pushed after a result that is finished."""
         released = ""

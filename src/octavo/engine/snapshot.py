@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
     from octavo.schedule.request import RequestRecord
     from octavo.schedule.sequence import RequestState
 
-State = Literal["waiting", "prefill", "decode"]
+State = Literal["waiting", "prefill", "decode", "paused"]
 
 
 @dataclass(slots=True)  # not frozen, for then each field would cost a call
@@ -114,7 +114,7 @@ def _states(engine: Engine) -> Iterator[RequestState]:
     scheduler = engine.scheduler
     seen: set[int] = set()
     waiting = chain(scheduler.policy.in_turn(), scheduler.waiting.fetching)
-    for seq in chain(scheduler.decoding, scheduler.prefilling, waiting):
+    for seq in chain(scheduler.decoding, scheduler.prefilling, waiting, scheduler.held):
         if id(seq.owner) not in seen:
             seen.add(id(seq.owner))
             yield seq.owner
@@ -129,6 +129,8 @@ def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot
         if seq.status is Status.DECODING:
             shown, done = "decode", record.prompt_tokens
             break
+        if seq.status is Status.HELD:
+            shown, done = "paused", record.prompt_tokens
         if seq.status is Status.PREFILLING:
             shown, done = "prefill", 0
             if not kv.loading.num_blocks(seq.slot):

@@ -23,6 +23,7 @@ class EngineStats:
     waiting: int = 0  # sequences queued, preempted ones included
     waiting_deferred: int = 0  # of these, for blocks that are being read from disk
     waiting_tokens: int = 0
+    paused: int = 0  # sequences whose output is not read
     kv_blocks: int = 0
     kv_blocks_used: int = 0  # referenced by a sequence
     kv_blocks_cached: int = 0  # free, and of use if a prompt begins with what they hold
@@ -129,6 +130,7 @@ class EngineStats:
             waiting=len(scheduler.waiting),
             waiting_deferred=len(scheduler.waiting.fetching),
             waiting_tokens=scheduler.waiting.tokens,
+            paused=len(scheduler.held),
             kv_blocks_used=pool.num_used,
             kv_blocks_cached=pool.num_cached,
             kv_evictions=pool.evictions,

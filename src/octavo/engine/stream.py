@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -12,19 +13,29 @@ from typing import NamedTuple
 from octavo.engine.outputs import Delta
 from octavo.schedule.request import RequestRecord
 
+logger = logging.getLogger(__name__)
+
 _SLICE = 0.001  # seconds that deliveries may hold up a loop's other work
+_MOST_UNSENT = 256 << 10  # bytes that wait for a stream's consumer, before its request is paused
+_MOST_UNSENT_TOTAL = 64 << 20  # of all streams, before those are ended that have paused longest
 
 
 class EngineDead(RuntimeError):
     """The engine thread has stopped or hangs; nothing will be generated any more."""
 
 
+class OutputUnread(RuntimeError):
+    """The request was ended because its output, and that of others, was not taken."""
+
+
 class Stream(AsyncIterator[Delta]):
     """A request's deltas. Deltas that pile up while the consumer is away are joined into one per
-    choice, so a slow consumer holds its output once and never slows the engine.
+    choice. When they are too many the request is paused until most of them have been taken, so that
+    a slow consumer holds little and never slows the engine.
 
-    Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first.
-    Leaving the iteration early does not abort: call `abort`.
+    Ends after the delta that carries ``record``. Raises `EngineDead` if the engine dies first, and
+    `OutputUnread` where what all consumers have not taken is too much, and this one has been paused
+    for the longest time. Leaving the iteration early does not abort: call `abort`.
 
     A consumer that waits need not be woken for every token: ``at_once`` is offered each delta but
     the last as it comes, on the stream's loop, and says whether it took it. What it raises comes
@@ -33,11 +44,20 @@ class Stream(AsyncIterator[Delta]):
 
     at_once: Callable[[Delta], bool] | None = None
 
-    def __init__(self, record: RequestRecord, mailbox: Mailbox, abort: Callable[[str], None]):
+    def __init__(
+        self,
+        record: RequestRecord,
+        mailbox: Mailbox,
+        abort: Callable[[str], None],
+        pause: Callable[[str, bool], None],
+    ):
         self.request_id = record.request_id
         self.record = record  # the live record; complete when record.outcome is set
         self.mailbox = mailbox
+        self.unsent = 0  # bytes, about, of what has not been taken
         self._abort = abort
+        self._pause = pause
+        self._paused = False
         self._arrived: list[Delta] = []
         self._ready: deque[Delta] = deque()
         self._wakeup: asyncio.Future[None] | None = None
@@ -52,6 +72,7 @@ class Stream(AsyncIterator[Delta]):
             if self._arrived:
                 self._ready.extend(joined(self._arrived))
                 self._arrived = []
+                self._hold(sum(map(_size, self._ready)))
             elif self._error is not None:
                 raise self._error
             elif self._over:
@@ -62,14 +83,48 @@ class Stream(AsyncIterator[Delta]):
                     await self._wakeup
                 finally:
                     self._wakeup = None
-        return self._ready.popleft()
+        delta = self._ready.popleft()
+        self._hold(self.unsent - _size(delta) if self._ready else 0)
+        return delta
 
     def abort(self) -> None:
-        """Ask the engine to end the request; returns at once. No-op when it has ended."""
+        """Ask the engine to end the request, and drop what has come of it and was not taken;
+        returns at once.
+        """
+        self._arrived.clear()
+        self._ready.clear()
+        self._hold(0)
         if not self._over:
             self._abort(self.request_id)
 
     # On the stream's own loop
+
+    def _hold(self, unsent: int) -> None:
+        """So many bytes have not been taken now."""
+        self.mailbox.unsent += unsent - self.unsent
+        self.unsent = unsent
+        if self._paused:
+            if unsent <= _MOST_UNSENT // 4:
+                self._paused = False
+                self.mailbox.paused.pop(self, None)
+                self._pause(self.request_id, False)
+        elif unsent > _MOST_UNSENT and not self._over:
+            self._paused = True
+            self.mailbox.paused[self] = None
+            self._pause(self.request_id, True)
+
+    def _give_up(self) -> None:
+        """What is unsent is dropped, and the consumer told so."""
+        logger.warning(
+            "request %s is ended: of its output %d bytes are not read, and %d of all requests'",
+            self.request_id,
+            self.unsent,
+            self.mailbox.unsent,
+        )
+        self.abort()
+        self._over = True
+        self._error = OutputUnread("the output was not read in time, and others need the memory")
+        self._wake()
 
     def push(self, deltas: list[Delta]) -> None:
         """Take what has come, in its order."""
@@ -81,7 +136,10 @@ class Stream(AsyncIterator[Delta]):
                 return
             if self.at_once is None or not self._take_at_once(delta):
                 self._arrived.append(delta)
+                self._hold(self.unsent + _size(delta))
                 self._wake()
+        while self.mailbox.unsent > _MOST_UNSENT_TOTAL:
+            next(iter(self.mailbox.paused), self)._give_up()
 
     def fail(self, error: EngineDead) -> None:
         if not self._over:
@@ -129,6 +187,8 @@ class Mailbox:
         self._called = False  # the loop will take what is posted
         # On the loop: what is to be pushed, those who have waited longest first
         self._due: dict[Stream, list[Delta]] = {}
+        self.unsent = 0  # bytes, about, that its streams' consumers have not taken
+        self.paused: dict[Stream, None] = {}  # the longest first
 
     def post(self, deliveries: Iterable[Delivery]) -> None:
         """From any thread. Raises `RuntimeError` when the loop is closed."""
@@ -161,6 +221,15 @@ class Mailbox:
                 self._called = bool(self._due or self._posted)
             if self._called:
                 self.loop.call_soon(self._take)
+
+
+def _size(delta: Delta) -> int:
+    """Bytes in memory, about."""
+    size = 500 + len(delta.text) + 40 * len(delta.token_ids)
+    for entries in (delta.logprobs, delta.prompt_logprobs):
+        if entries:
+            size += len(entries) * (100 + 130 * len(entries[-1].top if entries[-1] else ()))
+    return size
 
 
 def joined(deltas: list[Delta]) -> list[Delta]:

@@ -12,6 +12,10 @@ from octavo.sample.params import SamplingParams
 class Text(Protocol):
     """A sequence's text as it grows, and where a stop token or string ends it."""
 
+    def begin(self, character: bytes) -> None:
+        """The text begins inside a character, with these bytes of it. Before anything is pushed."""
+        ...
+
     def push(self, token_ids: Sequence[int]) -> Released: ...
 
     def finish(self) -> str:
@@ -28,6 +32,9 @@ class NoText:
     def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
         self._ending_ids = ending_ids
         self._own = frozenset(params.stop_token_ids)
+
+    def begin(self, character: bytes) -> None:
+        pass
 
     def push(self, token_ids: Sequence[int]) -> Released:
         for count, token_id in enumerate(token_ids, 1):

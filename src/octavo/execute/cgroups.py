@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path, PurePosixPath
+
+logger = logging.getLogger(__name__)
 
 
 def cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
@@ -28,3 +32,13 @@ def cgroups(controller: str, root: Path = Path("/")) -> Iterator[Path]:
         path = PurePosixPath(name)
         for part in (path, *path.parents):
             yield mount / str(part).lstrip("/")
+
+
+@cache
+def ignored(file: Path, what: str) -> None:
+    """Say that ``file`` is not ``what`` it should be: once, for limits are asked for often."""
+    try:
+        said = repr(file.read_text(errors="replace").strip()[:50])
+    except OSError as error:
+        said = str(error.strerror)
+    logger.warning("%s is not %s (%s) and is ignored", file, what, said)

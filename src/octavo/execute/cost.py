@@ -49,6 +49,7 @@ class Arithmetic(StrEnum):
     """The units that an op's multiplications run on, each with its own peak."""
 
     INT8 = "int8"
+    FP8 = "fp8"
     BF16 = "bf16"
     FP32 = "fp32"
 
@@ -85,6 +86,7 @@ class Rates:
     batch_overhead: float = 0.0  # seconds of a step with more than one token
     row_overhead: float = 0.0  # seconds a row that wants logits: sampling, text, delivery
     chunk_overhead: float = 0.0  # seconds a chunk of a prompt, of two tokens or more
+    fp8_ops_per_second: float | None = None  # None: as bf16
 
     def __post_init__(self) -> None:
         rates = [self.bytes_per_second, *(self.peak(arithmetic) for arithmetic in Arithmetic)]
@@ -101,12 +103,20 @@ class Rates:
         ):
             raise ValueError(f"a knee is neither infinite nor from 1 to {SHARPEST}: {self}")
 
+    @property
+    def units(self) -> tuple[Arithmetic, ...]:
+        """Those to show: CPUs have no fp8."""
+        fp8 = self.fp8_ops_per_second is not None
+        return tuple(unit for unit in Arithmetic if fp8 or unit is not Arithmetic.FP8)
+
     def peak(self, arithmetic: Arithmetic) -> float:
         """Operations a second."""
         own = None
         if arithmetic is Arithmetic.INT8:
             own = self.int8_ops_per_second
-        elif arithmetic is Arithmetic.BF16:
+        elif arithmetic is Arithmetic.FP8 and self.fp8_ops_per_second is not None:
+            own = self.fp8_ops_per_second
+        elif arithmetic in (Arithmetic.BF16, Arithmetic.FP8):
             own = self.bf16_ops_per_second
         return self.ops_per_second if own is None else own
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from octavo.execute.cgroups import cgroups
+from octavo.execute.cgroups import cgroups, ignored
+from octavo.words import plural
 
 
 def usable_cpus() -> tuple[int, str]:
@@ -18,7 +19,7 @@ def usable_cpus() -> tuple[int, str]:
     quota = cpu_quota()
     if quota is not None and quota < allowed:
         return max(1, -int(-quota // 1)), f"CPU quota of {quota:g}"
-    return allowed, f"{allowed} CPUs in the affinity mask"
+    return allowed, f"{plural(allowed, 'CPU')} in the affinity mask"
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
@@ -29,13 +30,23 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 def _quota(group: Path) -> float | None:
     """``cpu.max`` of version 2: "max 100000" or "<quota> <period>" in microseconds; of version 1
-    ``cpu.cfs_quota_us`` (-1: none) over ``cpu.cfs_period_us``.
+    ``cpu.cfs_quota_us`` (-1: none) over ``cpu.cfs_period_us``. A file that says something else is
+    named in the log and counts as no quota.
     """
+    file = group / "cpu.max"
     try:
-        if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
-            return None if quota == "max" else int(quota) / int(period)
-        micros = int((group / "cpu.cfs_quota_us").read_text())
-        return micros / int((group / "cpu.cfs_period_us").read_text()) if micros > 0 else None
+        if file.exists():
+            quota, period = file.read_text().split()
+        elif (file := group / "cpu.cfs_quota_us").exists():
+            quota, period = file.read_text(), (group / "cpu.cfs_period_us").read_text()
+        else:
+            return None
+        if quota.strip() in ("max", "-1"):
+            return None
+        cpus = int(quota) / int(period)
+        if cpus > 0:
+            return cpus
     except (OSError, ValueError, ZeroDivisionError):
-        return None
+        pass
+    ignored(file, "a CPU quota")
+    return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from octavo.execute.cgroups import cgroups
+from octavo.execute.cgroups import cgroups, ignored
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
 
@@ -37,6 +37,8 @@ def _room(group: Path) -> int | None:
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ):
+        if not (group / limit).exists():
+            continue
         try:
             text = (group / limit).read_text().strip()
             if text == "max" or int(text) >= _UNLIMITED:
@@ -44,7 +46,7 @@ def _room(group: Path) -> int | None:
             used = int((group / usage).read_text())
             return int(text) - max(0, used - _stat(group, droppable))
         except (OSError, ValueError):
-            continue
+            ignored(group / limit, "a limit of memory")
     return None
 
 

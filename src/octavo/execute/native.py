@@ -21,6 +21,7 @@ from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
 from octavo.model.program import Embed, PagedAttention, Program, RmsNorm, RopeAndStoreKv
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -153,12 +154,22 @@ class NativeExecutor:
         keep_hidden: bool = False,
         digest: bool = False,
     ) -> None:
+        layout.dtype.check_served()
         self.layout = layout
         self.num_blocks = num_blocks
         self.max_tokens = max_tokens
         self.max_logits_rows = max_logits_rows
         if pool is None:
             count, source = usable_cpus() if threads is None else (threads, "as asked")
+            usable, why = usable_cpus()
+            if count > usable:
+                logger.warning(
+                    "%d threads, but %d can run at once (%s): steps take longer than with %d",
+                    count,
+                    usable,
+                    why,
+                    usable,
+                )
             pool = _native.ThreadPool(count)
         elif threads is None:
             source = "shared"
@@ -185,7 +196,7 @@ class NativeExecutor:
             kv_kind=_KV_KINDS[layout.dtype],
         )
         self.isa: str = runtime.isa
-        logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
+        logger.info("%s (%s), instruction set %s", plural(self.threads, "thread"), source, self.isa)
         self._keep_hidden = [keep_hidden]  # of each program
         self._attention = _attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)

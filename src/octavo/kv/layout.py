@@ -17,25 +17,41 @@ from octavo.model.config import ModelConfig
 
 class KvDtype(StrEnum):
     """The numbers of keys and values. int8 and int4 are codes with scales of their own for each
-    token and head, in the same block (kernels/kernels.h).
+    token and head, in the same block (kernels/kernels.h). fp8 is for plans of GPUs: no kernel here
+    computes with it (`served`).
     """
 
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
     INT4 = "int4"
+    FP8 = "fp8"  # one scale for all: e4m3 and e5m2 take the same bytes
 
     @classmethod
     def of(cls, name: str) -> KvDtype:
-        """``name`` may also be "auto" (bf16), or vLLM's "bfloat16" or "float16". Raises
-        `ValueError`.
+        """``name`` may also be "auto" (bf16), or vLLM's "bfloat16", "float16", "fp8_e4m3" or
+        "fp8_e5m2". Raises `ValueError`.
         """
         try:
-            return cls({"auto": "bf16", "bfloat16": "bf16", "float16": "fp16"}.get(name, name))
+            return cls(_KV_NAMES.get(name, name))
         except ValueError:
             raise ValueError(
-                f"kv_cache_dtype {name!r} is not supported; auto, {', '.join(cls)} are"
+                f"kv_cache_dtype {name!r} is not supported; auto, {', '.join(cls.served())} are, "
+                "and in plans of GPUs fp8"
             ) from None
+
+    @classmethod
+    def served(cls) -> tuple[KvDtype, ...]:
+        """What the engine's cache can hold."""
+        return tuple(dtype for dtype in cls if dtype is not cls.FP8)
+
+    def check_served(self) -> None:
+        """Raises `ValueError` for what no kernel here computes with."""
+        if self not in KvDtype.served():
+            raise ValueError(
+                f"kv_cache_dtype {self} is for plans of GPUs: CPUs have no fp8 units, and no "
+                "kernel here computes with it; int8 takes about as many bytes"
+            )
 
     def token_bytes(self, head_dim: int) -> int:
         """A token's key and value on one head, with their scales."""
@@ -44,7 +60,18 @@ class KvDtype(StrEnum):
                 return -(-head_dim // 4) * 4 + head_dim + 4
             case KvDtype.INT4:  # keys in whole words of eight; two scales and two least values
                 return -(-head_dim // 8) * 4 + head_dim // 2 + 8
+            case KvDtype.FP8:
+                return 2 * head_dim
         return 4 * head_dim
+
+
+_KV_NAMES = {
+    "auto": "bf16",
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "fp8_e4m3": "fp8",
+    "fp8_e5m2": "fp8",
+}
 
 
 @dataclass(frozen=True, slots=True)

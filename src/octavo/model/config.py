@@ -120,6 +120,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
+    fixed_from: int | None = None  # the `default_length` of the model that `for_length` fixed
 
     @property
     def head(self) -> str:
@@ -202,6 +203,30 @@ class ModelConfig:
                     )
 
     @property
+    def default_length(self) -> int:
+        """The longest sequence if nobody asks for longer ones: the context of training where the
+        rotary positions of longer sequences are others for all sequences, else the whole context.
+        """
+        if self.fixed_from is not None:
+            return self.fixed_from
+        rules = (layer.rope.by_length for layer in self.layers)
+        return min([self.context_length, *(rule.original for rule in rules if rule is not None)])
+
+    def rope_of_length(self, length: int) -> str | None:
+        """Which rotary positions sequences of up to ``length`` tokens get, where that depends."""
+        rule = next((each.rope.by_length for each in self.layers if each.rope.by_length), None)
+        if rule is None:
+            return None
+        name = "LongRoPE" if isinstance(rule, LongRope) else "dynamic NTK"
+        if length <= rule.original:
+            longer = "" if rule.original >= self.context_length else "; longer ones need others"
+            return f"{name}, positions of sequences of up to {rule.original} tokens{longer}"
+        return (
+            f"{name}, positions of sequences of {length} tokens for all, although training had "
+            f"{rule.original}: short ones lose by it"
+        )
+
+    @property
     def experts(self) -> Experts | None:
         """Of the layers that have any."""
         return next((layer.experts for layer in self.layers if layer.experts is not None), None)
@@ -211,4 +236,4 @@ class ModelConfig:
         if all(layer.rope.by_length is None for layer in self.layers):
             return self
         layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(layers), fixed_from=self.default_length)

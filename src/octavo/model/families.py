@@ -23,7 +23,8 @@ FAMILIES: dict[str, Callable[[ModelConfig], Program]] = {
 
 
 def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
-    """The Program of a model, for sequences of up to ``max_model_len`` tokens (None: its context).
+    """The Program of a model, for sequences of up to ``max_model_len`` tokens (None: as many as
+    it admits by default).
 
     The length matters only to rotary positions that depend on it (`Rope.for_length`). Raises
     `ValueError` when the family is not supported.
@@ -33,4 +34,4 @@ def program(config: ModelConfig, max_model_len: int | None = None) -> Program:
         raise ValueError(
             f"model family {config.family!r} is not supported; supported are {supported}"
         )
-    return FAMILIES[config.family](config.for_length(max_model_len or config.context_length))
+    return FAMILIES[config.family](config.for_length(max_model_len or config.default_length))

@@ -8,19 +8,23 @@ from typing import NamedTuple
 class Defaults(NamedTuple):
     """Of `EngineConfig`, those that differ by device."""
 
-    memory_utilization: float  # of what weights and work space leave free, for the cache
+    # On a GPU of all its memory, for all that a server holds (vLLM's gpu_memory_utilization);
+    # else for the cache, of what weights and work space leave free.
+    memory_utilization: float
     max_num_batched_tokens: int  # of a step
 
 
 # EngineConfig's are for a machine whose cores and memory do other things, too. A GPU is the
-# engine's alone, and its steps are short enough for more tokens.
-GPU = Defaults(0.9, 2048)
+# engine's alone, and its steps are short enough for more tokens; its share is vLLM's.
+GPU = Defaults(0.92, 2048)
+OTHER = Defaults(0.9, 2048)  # of a CPU that is known by figures
 
 
-def engine_defaults(measured: bool) -> Defaults:
+def engine_defaults(measured: bool, gpu: bool = False) -> Defaults:
     """Of this machine, which is ``measured``, or of another device."""
     from octavo.engine.config import EngineConfig
 
+    if not measured:
+        return GPU if gpu else OTHER
     usual = EngineConfig()
-    machine = Defaults(usual.memory_utilization, usual.max_num_batched_tokens)
-    return machine if measured else GPU
+    return Defaults(usual.memory_utilization, usual.max_num_batched_tokens)

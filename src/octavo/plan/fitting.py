@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +26,7 @@ from octavo.execute.batch import Batch
 from octavo.execute.cost import SHARPEST, Arithmetic, CostModel, OpCost, Rates, chunks_of
 
 Array = npt.NDArray[np.float64]
+T_contra = TypeVar("T_contra", contravariant=True)
 
 FEWEST = 20  # steps to fit to
 LONG = 350  # tokens of context from which a decode step is one of long contexts
@@ -83,7 +84,7 @@ def fit(
     limits = replace(limits, threads=threads)
     parameters = _parameters(limits, attention)
     steps = _Steps.of(costs, observations)
-    found, deviations = _solve(steps, parameters, partial(_rates, limits=limits))
+    found, deviations = solve(steps, parameters, partial(_rates, limits=limits))
     names = [parameter.name for parameter in parameters]
     kinds, errors = _validated(observations, steps, parameters, limits)
     rates = _rates(found, limits)
@@ -122,7 +123,7 @@ def slowness(
         return swift.slowed(*np.exp(found).tolist())
 
     same = [Parameter(name, 1.0, 0.2) for name in Slowness._fields]
-    found, _ = _solve(_Steps.of(costs, observations), same, slowed)
+    found, _ = solve(_Steps.of(costs, observations), same, slowed)
     return Slowness(*np.exp(believed * found).tolist())
 
 
@@ -226,8 +227,21 @@ def _cost(numbers: Array, like: OpCost) -> OpCost:
     return OpCost(weight_bytes, kv_bytes, ops, like.arithmetic, rows, like.attention)
 
 
-def _solve(
-    steps: _Steps, parameters: list[Parameter], rates: Callable[[Array], Rates]
+class Observed(Protocol[T_contra]):
+    """What is fitted to: seconds, and what rates of some kind predict of them."""
+
+    @property
+    def seconds(self) -> Array: ...
+
+    @property
+    def weights(self) -> Array:
+        """Of each in the sum."""
+
+    def predicted(self, rates: T_contra) -> Array: ...
+
+
+def solve(
+    steps: Observed[T_contra], parameters: list[Parameter], rates: Callable[[Array], T_contra]
 ) -> tuple[Array, Array]:
     """The parameters' logarithms, and their standard errors."""
     usual = np.log([parameter.usual for parameter in parameters])
@@ -283,7 +297,7 @@ def _validated(
     ratios = np.empty(count)
     for left_out in range(folds):
         chosen = fold == left_out
-        found, _ = _solve(steps.only(~chosen), parameters, partial(_rates, limits=limits))
+        found, _ = solve(steps.only(~chosen), parameters, partial(_rates, limits=limits))
         held_out = steps.only(chosen)
         ratios[chosen] = held_out.predicted(_rates(found, limits)) / held_out.seconds
     kinds = [kind_of(observation.batch) for observation in observations]

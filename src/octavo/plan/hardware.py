@@ -1,7 +1,8 @@
 """What models run on: this machine as measured, GPUs as published, or figures given by hand.
 
-Of GPUs two things are kept apart: the roof, which is what the vendor publishes, and the shares of
-it that predictions of speed assume. No kernel runs at a published peak.
+Of GPUs two things are kept apart: the roof, which is what the vendor publishes, and what
+predictions of speed assume: shares of it, and time for each step and launch (plan/gpu.py). No
+kernel runs at a published peak.
 """
 
 from __future__ import annotations
@@ -11,14 +12,26 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.limits import Limits
 from octavo.execute.memory import available_memory
+from octavo.kv.layout import KvDtype
+from octavo.plan.gpu import FITTED, LARGE_ERROR, RUNTIME_BYTES, TYPICAL_ERROR, Shares
 
 LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e9  # of a device: GB/s, Gop/s, GiB
 LEAST_SHARE = 1e-6
-COMPUTE_SHARE, BANDWIDTH_SHARE = 0.6, 0.8  # of what is published, assumed where nobody measured
+UNITS = ("int4", "int8", "fp8", "fp16", "bf16", "fp32")  # whose peaks figures may give
 EXAMPLE = "memory=48,int8=940,bf16=470,fp32=235,capacity=64"  # GB/s, Gop/s, GiB
+# What a unit that is not given runs on: 16 bits of either kind are one, and 8 bits are widened to
+# them.
+_INSTEAD = {
+    "bf16": ("fp16", "fp32", "fp8", "int8", "int4"),
+    "fp16": ("bf16",),
+    "fp32": ("bf16",),
+    "fp8": ("bf16",),
+    "int8": ("bf16",),
+}
 
 Progress = Callable[[], AbstractContextManager[Callable[[str], None]]]
 
@@ -37,22 +50,39 @@ class Device:
     memory_bytes: int | None = None
     measured: bool = False  # else published, or given
     source: str = ""  # of the figures
-    compute_share: float = 1.0  # of the peaks, that predictions assume
-    bandwidth_share: float = 1.0
-    half: Arithmetic = Arithmetic.FP32  # what multiplies fp16: on GPUs what multiplies bf16
-    fp8_ops_per_second: float | None = None  # None: no such unit
+    shares: Shares | None = None  # what predictions assume; None: all of the roof
+    # Weights of few bits are widened to 16 bits and a runtime takes memory of its own. Else it is a
+    # CPU that computes as this engine does: quantized weights are multiplied in int8.
+    gpu: bool = False
+    half: Arithmetic = Arithmetic.FP32  # what multiplies fp16: mostly what multiplies bf16
+    taken: str = ""  # which units run at the peak of another, because their own is not given
+    int4_ops_per_second: float | None = None  # shown only: no scheme multiplies in 4 bits
 
-    def predicted(self, working_set: int) -> Rates:
-        """The roof times the assumed shares."""
-        roof = self.rates(working_set)
-        share = self.compute_share
+    def predicted(self, working_set: int, launches: int = 0) -> Rates:
+        """The roof times the assumed shares, with the time of a step of so many operations."""
+        roof, shares = self.rates(working_set), self.shares
+        if shares is None:
+            return roof
+        half = roof.peak(Arithmetic.BF16)
+
+        def narrow(unit: Arithmetic) -> float:
+            peak = roof.peak(unit)  # where it is no higher, 16 bits are what runs
+            return peak * (shares.narrow if peak > half else shares.compute)
+
         return replace(
             roof,
-            bytes_per_second=roof.bytes_per_second * self.bandwidth_share,
-            ops_per_second=roof.ops_per_second * share,
-            int8_ops_per_second=roof.peak(Arithmetic.INT8) * share,
-            bf16_ops_per_second=roof.peak(Arithmetic.BF16) * share,
+            bytes_per_second=roof.bytes_per_second * shares.bandwidth,
+            ops_per_second=roof.ops_per_second * shares.compute,
+            bf16_ops_per_second=half * shares.compute,
+            int8_ops_per_second=narrow(Arithmetic.INT8),
+            fp8_ops_per_second=narrow(Arithmetic.FP8),
+            knee=shares.knee,
+            step_overhead=shares.step_seconds + launches * shares.launch_seconds,
         )
+
+    @property
+    def has_fp8(self) -> bool:
+        return self.gpu and self.rates(0).fp8_ops_per_second is not None
 
     def peaks(self, working_set: int = 0) -> Mapping[str, float]:
         """Operations a second by the numbers that are multiplied."""
@@ -63,37 +93,80 @@ class Device:
             "bf16": roof.peak(Arithmetic.BF16),
             "int8": roof.peak(Arithmetic.INT8),
         }
-        return (
-            found if self.fp8_ops_per_second is None else found | {"fp8": self.fp8_ops_per_second}
-        )
+        if roof.fp8_ops_per_second is not None:
+            found["fp8"] = roof.fp8_ops_per_second
+        if self.int4_ops_per_second is not None:
+            found["int4"] = self.int4_ops_per_second
+        return found
 
     def assuming(self, compute: float | None = None, bandwidth: float | None = None) -> Device:
         """With other shares; None: as they are. Raises `ValueError` outside."""
         for flag, share in (("--compute-share", compute), ("--bandwidth-share", bandwidth)):
             if share is not None and not LEAST_SHARE <= share <= 1.0:  # nan neither
                 raise ValueError(f"{flag} is {share:g}, outside {LEAST_SHARE:g} to 1")
-        return replace(
-            self,
-            compute_share=self.compute_share if compute is None else compute,
-            bandwidth_share=self.bandwidth_share if bandwidth is None else bandwidth,
-        )
+        if compute is None and bandwidth is None:
+            return self
+        shares = self.shares or _WHOLE
+        if compute is not None:
+            shares = shares._replace(compute=compute, narrow=compute)
+        if bandwidth is not None:
+            shares = shares._replace(bandwidth=bandwidth)
+        return replace(self, shares=shares)
 
     @property
     def assumption(self) -> str:
-        """The shares that predictions assume, in words; empty where they take all of the roof."""
-        if self.compute_share == self.bandwidth_share == 1.0:
+        """What predictions assume, in words; empty where they take all of the roof."""
+        if self.shares is None or self.shares == _WHOLE:
             return ""
-        return (
-            f"predictions assume {100 * self.compute_share:g} % of the peak operations and "
-            f"{100 * self.bandwidth_share:g} % of the bandwidth"
-        )
+        shares = self.shares
+        text = f"predictions assume {100 * shares.compute:.3g} % of the peak operations"
+        if shares.narrow != shares.compute:
+            text += f" ({100 * shares.narrow:.3g} % in 8 bits)"
+        text += f" and {100 * shares.bandwidth:.3g} % of the bandwidth"
+        if shares.step_seconds or shares.launch_seconds:
+            step, launch = 1e3 * shares.step_seconds, 1e6 * shares.launch_seconds
+            text += f", {step:.2g} ms a step and {launch:.2g} µs an operation"
+        if shares == FITTED:
+            text += (
+                f": fitted to published runs, half of which are within {100 * TYPICAL_ERROR:.0f} % "
+                f"and nine tenths within {100 * LARGE_ERROR:.0f} % (docs/planning.md)"
+            )
+        return text
 
     @property
     def standing(self) -> str:
         """Whose figures these are, for output."""
         if self.measured:
             return "measured"
-        return f"published, not measured ({self.source})" if self.source else "given, not measured"
+        if self.source:
+            return f"published, not measured ({self.source})"
+        kind = "a GPU's" if self.gpu else "a CPU's"
+        return f"given as {kind}, not measured" + (f"; {self.taken}" if self.taken else "")
+
+    def usable_bytes(self, utilization: float) -> int | None:
+        """What weights, activations and cache may take. Of a GPU the share of all its memory that
+        vLLM's ``gpu_memory_utilization`` is, without what the runtime holds; else all that is free.
+        """
+        if self.memory_bytes is None or not self.gpu:
+            return self.memory_bytes
+        return int(self.memory_bytes * utilization) - RUNTIME_BYTES
+
+    def attention(self, dtype: KvDtype, quantized: Arithmetic | None = None) -> Arithmetic:
+        """What multiplies keys and values. As this engine's kernels do: codes are multiplied as
+        they are where quantized weights are; GPUs widen them to 16 bits. Raises `SettingsError` for
+        what only GPUs have.
+        """
+        if not self.gpu:
+            try:
+                dtype.check_served()
+            except ValueError as error:
+                raise SettingsError(str(error)) from None
+        if dtype not in (KvDtype.INT8, KvDtype.INT4):
+            return Arithmetic.BF16
+        return quantized or (Arithmetic.BF16 if self.gpu else Arithmetic.INT8)
+
+
+_WHOLE = Shares(1.0, 1.0, 1.0, float("inf"), 0.0, 0.0)
 
 
 def device(text: str, progress: Progress) -> Device:
@@ -120,6 +193,11 @@ def check(text: str) -> None:
         _named(text)
 
 
+def is_gpu(text: str) -> bool:
+    """Whether a device of this name is a GPU. Raises `ValueError` as `check`."""
+    return text != "machine" and _named(text).gpu
+
+
 def _named(text: str) -> Device:
     return _figures(text) if "=" in text else published(text)
 
@@ -135,37 +213,65 @@ def published(text: str) -> Device:
 
 
 def _figures(text: str) -> Device:
-    units = {"memory": "GB/s", "capacity": "GiB"} | dict.fromkeys(("int8", "bf16", "fp32"), "Gop/s")
+    units = {"memory": "GB/s", "capacity": "GiB"} | dict.fromkeys(UNITS, "Gop/s")
     figures: dict[str, float] = {}
+    kind = ""
     for item in text.split(","):
-        key, equals, value = item.partition("=")
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if key == "kind" and not kind and value in ("cpu", "gpu"):
+            kind = value
+            continue
+        if key == "kind":
+            raise ValueError(f"--device: {item} is neither kind=cpu nor kind=gpu, given once")
         try:
-            figures[key] = float(value)
+            number = float(value)
         except ValueError:
             equals = ""
         if not equals or key not in units:
             raise ValueError(
                 f"device {text!r} is neither machine nor figures such as {EXAMPLE} "
-                "(GB/s, Gop/s, and GiB of capacity)"
+                f"(GB/s; Gop/s of {', '.join(UNITS)}; GiB of capacity; kind=gpu)"
             )
-        if not LEAST_FIGURE <= figures[key] <= MOST_FIGURE or not isfinite(figures[key]):
+        if key in figures:
+            raise ValueError(f"--device: {key} is given twice")
+        if not LEAST_FIGURE <= number <= MOST_FIGURE or not isfinite(number):
             raise ValueError(
                 f"--device: {item} is not from {LEAST_FIGURE:g} to {MOST_FIGURE:g} {units[key]}"
             )
-    given = [figures[key] for key in ("fp32", "bf16", "int8") if key in figures]
-    if "memory" not in figures or not given:
-        raise ValueError(f"device {text!r}: memory and at least one of int8, bf16, fp32 are needed")
-    # A unit that is not given runs on the next wider one.
-    fp32 = figures.get("fp32", given[0])
-    bf16 = figures.get("bf16", fp32)
+        figures[key] = number
+    if "memory" not in figures or not any(unit in figures for unit in UNITS):
+        raise ValueError(
+            f"device {text!r}: memory and at least one of {', '.join(UNITS)} are needed"
+        )
+    peaks, source = dict(figures), {unit: unit for unit in figures}  # and whose figure each is
+    for unit, others in _INSTEAD.items():
+        if unit not in figures:
+            other = next(name for name in others if name in peaks)
+            peaks[unit], source[unit] = peaks[other], source[other]
+    # CPUs as this engine knows them have peaks in int8, bf16 and fp32.
+    gpu = kind == "gpu" or (not kind and any(unit in figures for unit in ("int4", "fp8", "fp16")))
     rates = Rates(
         1e9 * figures["memory"],
-        1e9 * fp32,
-        int8_ops_per_second=1e9 * figures.get("int8", bf16),
-        bf16_ops_per_second=1e9 * bf16,
+        1e9 * peaks["fp32"],
+        int8_ops_per_second=1e9 * peaks["int8"],
+        bf16_ops_per_second=1e9 * peaks["bf16"],
+        fp8_ops_per_second=1e9 * figures["fp8"] if "fp8" in figures else None,
     )
     capacity = int(figures["capacity"] * (1 << 30)) if "capacity" in figures else None
-    return Device(text, lambda _: rates, capacity)
+    return Device(
+        text,
+        lambda _: rates,
+        capacity,
+        shares=FITTED if gpu else None,
+        gpu=gpu,
+        half=Arithmetic.BF16,
+        taken=", ".join(
+            f"{unit} as {own}"
+            for unit, own in source.items()
+            if unit != own and (gpu or unit != "fp8")
+        ),
+        int4_ops_per_second=1e9 * figures["int4"] if "int4" in figures else None,
+    )
 
 
 def _published(
@@ -188,16 +294,16 @@ def _published(
         1e12 * fp32,
         int8_ops_per_second=1e12 * int8,
         bf16_ops_per_second=1e12 * bf16,
+        fp8_ops_per_second=None if fp8 is None else 1e12 * fp8,
     )
     return Device(
         name,
         lambda _: rates,
         mib << 20,
         source=source,
-        compute_share=COMPUTE_SHARE,
-        bandwidth_share=BANDWIDTH_SHARE,
+        shares=FITTED,
+        gpu=True,
         half=Arithmetic.BF16,
-        fp8_ops_per_second=None if fp8 is None else 1e12 * fp8,
     )
 
 
@@ -246,9 +352,13 @@ PUBLISHED = {
         "H200 SXM 141 GB", "NVIDIA H200 data sheet, half of its figures with sparsity",
         mib=143771, gb_per_second=4800, bf16=989, int8=1979, fp32=67, fp8=1979,
     ),
+    "h20": _published(
+        "H20 SXM 96 GB", "as resellers publish them: NVIDIA has no public data sheet of it",
+        mib=97871, gb_per_second=4000, bf16=148, int8=296, fp32=44, fp8=296,
+    ),
     "b200": _published(
-        "B200 SXM 180 GB", "NVIDIA DGX B200 data sheet, an eighth, half of it with sparsity",
-        mib=183359, gb_per_second=8000, bf16=2250, int8=4500, fp32=75, fp8=4500,
+        "B200 SXM 180 GB", "NVIDIA HGX B200 data sheet, half of its figures with sparsity",
+        mib=183359, gb_per_second=7700, bf16=2250, int8=4500, fp32=75, fp8=4500,
     ),
     "mi300x": _published(
         "MI300X 192 GB", "AMD Instinct MI300X data sheet",

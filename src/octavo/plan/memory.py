@@ -28,7 +28,8 @@ from octavo.kv.cache import peak_blocks, peak_of_window
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
 from octavo.plan.defaults import engine_defaults
-from octavo.plan.quantization import Stored, as_rounded, held, in_scheme
+from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.plan.quantization import Stored, as_rounded, for_gpus, held, in_scheme
 from octavo.plan.schemes import GGUF, scheme
 from octavo.plan.subject import Subject, part
 from octavo.speculate.draft_model import needed_blocks
@@ -39,6 +40,7 @@ _NUMBER_BYTES = {
     KvDtype.FP16: Fraction(2),
     KvDtype.INT8: Fraction(1),
     KvDtype.INT4: Fraction(1, 2),
+    KvDtype.FP8: Fraction(1),
 }
 # Of a token on a head: a scale for its key and one for its value, of two bytes each; int4 has a
 # least value beside each.
@@ -357,17 +359,21 @@ def active_parameters(subject: Subject) -> int:
 
 
 class Place(NamedTuple):
-    """Some memory, in bytes. ``here``: of this machine, where the engine holds weights packed."""
+    """Some memory, in bytes. ``here``: of this machine, where the engine holds weights packed;
+    ``gpu``: a runtime takes some of it, too; ``fp8``: a GPU that computes in fp8.
+    """
 
     name: str
     memory_bytes: int
     here: bool = False
+    gpu: bool = False
+    fp8: bool = False
 
     def usual(self, config: EngineConfig, given: Collection[str] = ()) -> EngineConfig:
         """With the defaults of such a device, but for the settings that are ``given``. A step has a
         token for each sequence that runs.
         """
-        values = engine_defaults(self.here)._asdict()
+        values = engine_defaults(self.here, self.gpu)._asdict()
         values["max_num_batched_tokens"] = max(
             values["max_num_batched_tokens"], config.max_num_seqs
         )
@@ -423,8 +429,12 @@ class Load:
         return all_work_bytes(self.config, self.subject.program, draft)
 
     def weight_bytes(self, place: Place) -> int | None:
-        """The draft model's too; None: the engine cannot hold such a format (here)."""
+        """The draft model's too; None: the engine cannot hold such a format, or such a cache
+        (here).
+        """
         total = 0
+        if not place.gpu and (self.dtype not in KvDtype.served() or for_gpus(self.stored)):
+            return None
         for subject, stored in ((self.subject, self.stored), *([self.draft] if self.draft else [])):
             sizes = held(subject, stored, self.config.isa) if place.here else stored.sizes
             if sizes is None:
@@ -453,14 +463,15 @@ class Need(NamedTuple):
     place: Place
     weight_bytes: int
     work_bytes: int
+    runtime_bytes: int  # of a GPU: its context, workspaces, graphs
     kv_bytes: int  # in whole blocks
-    budget: int  # for the cache: a share of what the others leave free; may be negative
+    budget: int  # for the cache, beside the others; may be negative
     sequences: int  # of the load's context that fit at once
     context: int  # the longest, in tokens, at which all users fit; 0: not even one token
 
     @property
     def bytes(self) -> int:
-        return self.weight_bytes + self.work_bytes + self.kv_bytes
+        return self.weight_bytes + self.work_bytes + self.runtime_bytes + self.kv_bytes
 
     @property
     def fits(self) -> bool:
@@ -474,13 +485,19 @@ def need(load: Load, place: Place) -> Need | None:
 
 
 def _need(load: Load, place: Place, weights: int) -> Need:
-    left = place.memory_bytes - weights - load.work_bytes
-    budget = int(left * load.config.memory_utilization) if left > 0 else left
+    share = load.config.memory_utilization
+    runtime = RUNTIME_BYTES if place.gpu else 0
+    if place.gpu:  # as vLLM's gpu_memory_utilization: of all there is, for all that is held
+        budget = int(place.memory_bytes * share) - runtime - weights - load.work_bytes
+    else:
+        left = place.memory_bytes - weights - load.work_bytes
+        budget = int(left * share) if left > 0 else left
     each, once = load.sequence_bytes()
     return Need(
         place,
         weights,
         load.work_bytes,
+        runtime,
         each * load.users + once,
         budget,
         max(0, budget - once) // each,
@@ -511,16 +528,17 @@ class Alternative(NamedTuple):
     changed: tuple[str, ...]  # "weights", "kv_dtype", "context", "users"
 
 
-def narrower(load: Load) -> list[Stored]:
+def narrower(load: Load, place: Place) -> list[Stored]:
     """The weights in formats that take less, the widest first: rounded while loading where they are
-    floats, else in other GGUF formats.
+    floats, on a GPU to fp8 before 4 bits; else in other GGUF formats.
     """
     subject = load.subject
     floats = all(
         load.stored.formats[role] in FLOATS for role, shape in subject.program.weights.items()
     )
     found = [load.stored]
-    for name in QUANTIZATIONS if floats else ("q8_0", "q4_k", "q3_k", "q2_k"):
+    rounded = ("fp8", "int4") if place.fp8 else tuple(QUANTIZATIONS)
+    for name in rounded if floats else ("q8_0", "q4_k", "q3_k", "q2_k"):
         try:
             less = (
                 as_rounded(subject, name)
@@ -542,8 +560,13 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
     ``variants``: the weights in narrower formats, the widest first.
     """
     weights = [load.stored, *variants]
-    dtypes = [load.dtype, *(d for d in (KvDtype.INT8, KvDtype.INT4) if _narrower(d, load.dtype))]
-    sizes = [replace(load, stored=stored).weight_bytes(place) for stored in weights]
+    codes = (KvDtype.FP8,) if place.fp8 else (KvDtype.INT8, KvDtype.INT4)
+    served = place.gpu or load.dtype in KvDtype.served()
+    dtypes = [load.dtype] if served else [KvDtype.INT8]
+    dtypes += [dtype for dtype in codes if _narrower(dtype, dtypes[0])]
+    sizes = [
+        replace(load, stored=stored, dtype=dtypes[0]).weight_bytes(place) for stored in weights
+    ]
 
     def fit(other: Load, w: int) -> Need | None:
         size = sizes[w]
@@ -551,8 +574,11 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
 
     found: list[Alternative] = []
     kept: list[tuple[int, int]] = []
-    pairs = [(w, k) for w in range(len(weights)) for k in range(len(dtypes)) if w or k]
-    for w, k in sorted(pairs, key=lambda pair: (sum(pair), pair)):
+    pairs = sorted(
+        ((w, k) for w in range(len(weights)) for k in range(len(dtypes))),
+        key=lambda pair: (sum(pair), pair),
+    )
+    for w, k in pairs[served:]:  # the first is what was asked for
         if any(w >= other_w and k >= other_k for other_w, other_k in kept):
             continue
         other = replace(load, stored=weights[w], dtype=dtypes[k])

@@ -132,9 +132,11 @@ def decode_batch(sequences: int, context: int) -> Batch:
     return mixed_batch(sequences, context, 0)
 
 
-def prefill_batch(tokens: int) -> Batch:
-    """A prompt, of which the last row wants logits."""
-    return mixed_batch(0, 0, tokens)
+def prefill_batch(tokens: int, prompts: int = 1) -> Batch:
+    """Prompts of so many tokens each, of which the last rows want logits."""
+    positions = np.tile(np.arange(tokens), prompts)
+    offsets = tokens * np.arange(prompts + 1)
+    return _batch(positions, offsets, offsets[1:] - 1)
 
 
 def mixed_batch(sequences: int, context: int, tokens: int, start: int = 0) -> Batch:

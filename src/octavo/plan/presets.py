@@ -245,23 +245,6 @@ PRESETS: dict[str, Config] = {
 }
 
 
-def preset(name: str) -> str | None:
-    """The preset that a name means: case, separators, and endings such as -instruct, -chat, -it,
-    -base and -hf do not matter. None: no preset.
-    """
-    plain = name.lower()
-    for ending in ("-hf", "-chat", "-instruct", "-it", "-base"):
-        plain = plain.removesuffix(ending)
-    return _PLAIN.get(_bare(plain))
-
-
-def _bare(name: str) -> str:
-    return name.replace("-", "").replace("_", "").replace(" ", "")
-
-
-_PLAIN = {_bare(name): name for name in PRESETS}
-
-
 class Preset(HfFolder):
     """Reads like the folder of a model that is not there."""
 

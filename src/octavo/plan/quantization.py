@@ -16,16 +16,16 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.checkpoint.base import Weight, WeightFormat
-from octavo.checkpoint.rounding import BLOCK, FLOATS, QUANTIZATIONS
+from octavo.checkpoint.rounding import BLOCK, FLOATS, PLANNED, QUANTIZATIONS
 from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, CostModel, Rates
-from octavo.kv.layout import KvDtype, KvLayout
+from octavo.kv.layout import KvLayout
 from octavo.model.program import (
     ExpertLinear,
 )
 from octavo.plan.hardware import Device
 from octavo.plan.phase import Phase, crossing, decode_batch, phase, prefill_batch
-from octavo.plan.schemes import GGUF, Scheme
+from octavo.plan.schemes import GGUF, PlannedFormat, Scheme, scheme
 from octavo.plan.subject import Subject, part
 
 
@@ -33,7 +33,7 @@ class Stored(NamedTuple):
     """A model's weights in some formats: each weight's format and bytes, by role."""
 
     name: str
-    formats: dict[str, WeightFormat]
+    formats: dict[str, WeightFormat | PlannedFormat]
     sizes: dict[str, int]
     scheme: Scheme | None  # of the layers; None: as a file has them
     groups: dict[str, int]  # of grouped formats
@@ -109,16 +109,24 @@ def as_asked(subject: Subject, scheme: Scheme | None = None, edges: Scheme | Non
 
 def as_rounded(subject: Subject, name: str) -> Stored:
     """As ``--quantization`` int8 or int4 leaves a float checkpoint (checkpoint/rounding.py), its
-    scales in 16 bits. Raises `ValueError` for weights that are quantized already.
+    scales in 16 bits; fp8 as GPUs' engines do, the layers only. Raises `ValueError` for weights
+    that are quantized already.
     """
-    layers, heads = QUANTIZATIONS[name]
     before = as_asked(subject)
+    for role, shape in subject.program.weights.items():
+        if len(shape) > 1 and before.formats[role] not in FLOATS:
+            raise ValueError(
+                f"{name} is for float weights, and {role} is {before.formats[role].name}"
+            )
+    if name in PLANNED:
+        return in_scheme(subject, scheme(name), GGUF[WeightFormat.BF16])._replace(
+            name=f"{name}, rounded"
+        )
+    layers, heads = QUANTIZATIONS[name]
     formats, sizes, groups = dict(before.formats), dict(before.sizes), dict(before.groups)
     for role, shape in subject.program.weights.items():
         if len(shape) < 2:
             continue
-        if formats[role] not in FLOATS:
-            raise ValueError(f"{name} is for float weights, and {role} is {formats[role].name}")
         rows, columns = prod(shape[:-1]), shape[-1]
         if columns % BLOCK or role.endswith("ffn_gate_inp"):
             continue
@@ -129,6 +137,11 @@ def as_rounded(subject: Subject, name: str) -> Stored:
         formats[role], groups[role] = rounding.format, group
         sizes[role] = -(-rows * (columns * bits + -(-columns // group) * of_group) // 8)
     return Stored(f"{name}, rounded", formats, sizes, None, groups)
+
+
+def for_gpus(stored: Stored) -> bool:
+    """Whether there are weights in it that only GPUs' engines hold."""
+    return any(isinstance(format, PlannedFormat) for format in stored.formats.values())
 
 
 def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
@@ -145,7 +158,10 @@ def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, 
     sizes = {}
     try:
         for role, shape in subject.program.weights.items():
-            weight = Weight(role, stored.formats[role], shape, nothing, group=stored.groups[role])
+            format = stored.formats[role]
+            if isinstance(format, PlannedFormat):
+                return None
+            weight = Weight(role, format, shape, nothing, group=stored.groups[role])
             sizes[role] = held_bytes(weight, tier) if len(shape) > 1 else 4 * prod(shape)
             sizes[role] += scaled.get(role, 0)
     except ValueError:
@@ -175,37 +191,38 @@ class Plan:
 
 
 def arithmetic(
-    stored: Stored, quantized: Arithmetic, half: Arithmetic = Arithmetic.FP32
+    stored: Stored, device: Device, quantized: Arithmetic | None = None
 ) -> dict[str, Arithmetic]:
-    """What multiplies each matrix: ``half`` for F16 (`Device.half`), ``quantized`` for all that is
-    not a float format.
+    """What multiplies each matrix on a device. ``quantized`` multiplies all that is not a float
+    format; None: as engines do there. This engine's kernels round activations to 8 bits beside
+    quantized weights. GPUs' widen weights of few bits to 16 (W4A16, W8A16), but for the schemes
+    whose activations have 8 bits, too (`Scheme.narrow`): fp8 where there are units for it.
     """
-    floats = {
+    narrow = stored.scheme is not None and stored.scheme.narrow
+    usual = Arithmetic.INT8 if narrow or not device.gpu else Arithmetic.BF16
+    units: dict[WeightFormat | PlannedFormat, Arithmetic] = {
         WeightFormat.F32: Arithmetic.FP32,
-        WeightFormat.F16: half,
+        WeightFormat.F16: device.half,
         WeightFormat.BF16: Arithmetic.BF16,
+        PlannedFormat.FP8: quantized or (Arithmetic.FP8 if device.has_fp8 else Arithmetic.BF16),
     }
-    return {role: floats.get(format, quantized) for role, format in stored.formats.items()}
+    return {role: units.get(format, quantized or usual) for role, format in stored.formats.items()}
 
 
 def cost_model(
     subject: Subject,
     stored: Stored,
     layout: KvLayout,
-    quantized: Arithmetic = Arithmetic.INT8,
-    half: Arithmetic = Arithmetic.FP32,
+    device: Device,
+    quantized: Arithmetic | None = None,
 ) -> CostModel:
-    """What counts for a model in these formats; ``quantized`` multiplies quantized weights, and
-    ``half`` those in F16.
-    """
-    # As the engine's kernels: codes are multiplied as they are where quantized weights are.
-    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
+    """What counts for a model in these formats on a device; ``quantized`` as of `arithmetic`."""
     return CostModel(
         subject.program,
         layout,
         weight_bytes=stored.sizes,
-        arithmetic=arithmetic(stored, quantized, half),
-        attention=quantized if codes else Arithmetic.BF16,
+        arithmetic=arithmetic(stored, device, quantized),
+        attention=device.attention(layout.dtype, quantized),
     )
 
 
@@ -217,16 +234,16 @@ def plan(
     layout: KvLayout | None = None,
     context: int,
     prompt: int,
-    quantized: Arithmetic = Arithmetic.INT8,
+    quantized: Arithmetic | None = None,
     isa: str | None = None,
 ) -> Plan:
     """``context``: tokens in the cache of each sequence that decodes; ``prompt``: tokens read at
-    once in prefill; ``quantized``: what multiplies quantized weights; ``layout``: of the cache
-    (None: in bf16).
+    once in prefill; ``quantized``: as of `arithmetic`; ``layout``: of the cache (None: in bf16).
     """
     layout = layout or KvLayout.of(subject.program.config)
-    units = arithmetic(stored, quantized, device.half)
-    model = cost_model(subject, stored, layout, quantized, device.half)
+    context = min(context, subject.program.config.context_length - 1)  # the last has one fewer
+    units = arithmetic(stored, device, quantized)
+    model = cost_model(subject, stored, layout, device, quantized)
     rates = device.rates(stored.bytes)
     matrices = subject.matrices()
     weights = sum(map(prod, matrices.values()))
@@ -237,7 +254,7 @@ def plan(
         held_per_weight = sum(own[role] for role in matrices) / weights
         own_rates = device.rates(sum(own.values()))
         repacked = stored._replace(sizes=own)
-        packed = cost_model(subject, repacked, layout, quantized, device.half)
+        packed = cost_model(subject, repacked, layout, device, quantized)
         held_rate = phase(packed, [decode_batch(1, context)], own_rates).tokens_per_second
     layers_crossing = None
     if not any(isinstance(op, ExpertLinear) for op in subject.program.ops):

@@ -22,6 +22,7 @@ from octavo.execute.batch import Batch
 from octavo.execute.cost import Arithmetic, CostModel, Rates
 from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
+from octavo.plan.defaults import GPU
 from octavo.plan.hardware import Device
 from octavo.plan.phase import MOST_SEQUENCES, Phase, chunked, crossing, decode_batch, phase
 from octavo.plan.quantization import Stored, cost_model
@@ -46,7 +47,7 @@ class Point:
     seconds: float  # predicted, of the step or of the prompt's steps, with their overhead
     seconds_at_roof: float  # what nothing can be faster than
     bytes_held: int  # weights, and the cache of these sequences
-    fits: bool | None  # in the device's memory; None: not known
+    fits: bool | None  # in the device's memory, of a GPU in what an engine uses; None: not known
 
     @property
     def tokens_per_second(self) -> float:
@@ -99,29 +100,31 @@ def roofline(
     prompts: Sequence[int],
     sequences: Sequence[int],
     chunk: int | None = None,
-    quantized: Arithmetic = Arithmetic.INT8,
+    quantized: Arithmetic | None = None,
     expected: Rates | None = None,
 ) -> Roofline:
     """Decode at each of ``contexts`` (tokens in the cache of each sequence) and batches of
     ``sequences``, and the prefill of a prompt alone of each of ``prompts`` tokens, ``chunk`` of
-    them a step (None: all at once). ``quantized`` multiplies quantized weights; ``expected`` are
-    the rates of predictions (None: the device's).
+    them a step (None: all at once). ``quantized`` multiplies quantized weights (None: as engines do
+    on the device); ``expected`` are the rates of predictions (None: the device's).
     """
-    model = cost_model(subject, stored, layout, quantized, device.half)
+    model = cost_model(subject, stored, layout, device, quantized)
     rates = device.rates(stored.bytes)
-    expected = expected or device.predicted(stored.bytes)
+    # The last token of a full context has one fewer in the cache.
+    last = subject.program.config.context_length - 1
+    expected = expected or device.predicted(stored.bytes, len(subject.program.ops))
 
     def point(batches: list[Batch], count: int, context: int, held: int) -> Point:
         predicted, least = (
             sum(model.seconds(batch, each) for batch in batches) for each in (expected, rates)
         )
         whole = stored.bytes + count * peak_blocks(layout, held) * layout.block_bytes
-        memory = device.memory_bytes
+        memory = device.usable_bytes(GPU.memory_utilization)
         fits = None if memory is None else whole <= memory
         return Point(count, context, phase(model, batches, rates), predicted, least, whole, fits)
 
     decode = tuple(
-        point([decode_batch(count, context)], count, context, context + 1)
+        point([decode_batch(count, min(context, last))], count, context, min(context, last) + 1)
         for context in contexts
         for count in sequences
     )
@@ -147,8 +150,9 @@ def roofline(
         decode,
         prefill,
         tuple(
-            Context(context, crossing(model, context, rates), _limit(model, context, rates))
+            Context(context, crossing(model, at, rates), _limit(model, at, rates))
             for context in contexts
+            for at in (min(context, last),)
         ),
     )
 

@@ -78,7 +78,7 @@ def draw(found: Roofline, path: Path) -> None:
     figure.suptitle(
         f"{found.subject.name}, {found.stored.name} weights, {found.layout.dtype} cache, on "
         f"{device.name} ({device.standing.partition(' (')[0]})"
-        + (f"; {device.assumption}" if device.assumption else ""),
+        + (f"; {device.assumption.partition(',')[0]}" if device.assumption else ""),
         fontsize=10,
         color=_GREY,
     )

@@ -7,17 +7,30 @@ A scheme is a sum of terms, each so many bits for so many inputs of a row, or of
 The terms of the GGUF formats are their blocks' fields (ggml's block structures; K formats keep
 6-bit or 4-bit scales of small groups under 16-bit scales of 256); those of GPTQ (AutoGPTQ's
 qweight, qzeros, scales, g_idx), AWQ (its GEMM layout) and compressed-tensors (pack-quantized,
-int-quantized) are their tensors.
+int-quantized) are their tensors. w8a8 and fp8 are vLLM's INT8 W8A8 and FP8 W8A8: a scale a row, and
+activations that are rounded to 8 bits, too.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from fractions import Fraction
 from math import ceil
 from typing import NamedTuple
 
 from octavo.checkpoint.base import WeightFormat
+
+
+class PlannedFormat(Enum):
+    """Formats of plans for GPUs, which the engine cannot hold."""
+
+    FP8 = "fp8"  # e4m3 or e5m2: the same bytes
+
+    @property
+    def grouped(self) -> bool:
+        """As of `WeightFormat`."""
+        return False
 
 
 class Term(NamedTuple):
@@ -55,10 +68,11 @@ class Scheme:
     """How the matrices of a model might be stored."""
 
     name: str
-    format: WeightFormat  # in which the engine holds it
+    format: WeightFormat | PlannedFormat  # in which the engine holds it
     terms: tuple[Term, ...]
     group: int = 0  # of a grouped format, as `Weight` has it; 0: all inputs
     whole_groups: bool = True  # rows must be whole groups
+    narrow: bool = False  # activations are rounded to the weights' 8 bits, too, on GPUs
 
     def problem(self, inputs: int) -> str | None:
         """Why rows of so many inputs cannot be stored so; None if they can."""
@@ -127,7 +141,17 @@ GGUF = {
 _LARGEST_GROUP = 1 << 31
 GROUPED = {3: WeightFormat.I3, 4: WeightFormat.I4, 8: WeightFormat.I8}
 BITS = {"gptq": (3, 4, 8), "awq": (4,), "compressed-tensors": (4, 8)}
-NAMES = (*(format.name.lower() for format in GGUF), *BITS)
+# By vLLM's names: 8 bits for weights and activations. e4m3 and e5m2 take the same bytes.
+EIGHT_BITS = {
+    name: Scheme(name.partition("_")[0], format, (Term(8, ""), Term(16, "scale", 0)), narrow=True)
+    for name, format in (
+        ("w8a8", WeightFormat.I8),
+        ("fp8", PlannedFormat.FP8),
+        ("fp8_e4m3", PlannedFormat.FP8),
+        ("fp8_e5m2", PlannedFormat.FP8),
+    )
+}
+NAMES = (*(format.name.lower() for format in GGUF), *BITS, *EIGHT_BITS)
 
 
 def scheme(
@@ -143,7 +167,7 @@ def scheme(
     if name not in NAMES:
         raise ValueError(f"format {name!r} is not one of {', '.join(NAMES)}")
     if name not in BITS:
-        found = GGUF[WeightFormat[name.upper()]]
+        found = EIGHT_BITS.get(name) or GGUF[WeightFormat[name.upper()]]
         if bits is not None or group is not None:
             raise ValueError(
                 f"{found.name} has bits and groups of its own: {found.sum(1, 256)}; "
@@ -189,4 +213,4 @@ def survey() -> list[Scheme]:
         )
         for group in groups
     ]
-    return [*GGUF.values(), *grouped]
+    return [*GGUF.values(), EIGHT_BITS["w8a8"], EIGHT_BITS["fp8"], *grouped]

@@ -6,17 +6,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from octavo.checkpoint.base import WeightFormat
 from octavo.engine.cache_plan import CachePlan, plan_cache
 from octavo.engine.clock import VirtualClock
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.pace import Pace
 from octavo.execute.cost import Arithmetic, CostExecutor, Rates
-from octavo.kv.layout import KvDtype, KvLayout
+from octavo.execute.memory import as_size
+from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.plan.calibration import Calibration, CalibrationKey
+from octavo.plan.gpu import RUNTIME_BYTES
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, held
+from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
 from octavo.plan.replay import Replay, replay
 from octavo.plan.schemes import Scheme
 from octavo.plan.series import Series
@@ -42,7 +45,7 @@ class Setup:
     stored: Stored  # the weights' formats and bytes
     device: Device
     config: EngineConfig = field(default_factory=EngineConfig)
-    quantized: Arithmetic = Arithmetic.INT8  # what multiplies quantized weights
+    quantized: Arithmetic | None = None  # what multiplies quantized weights; None: as usual there
     # As of SchedulerConfig; reserved memory has no prefix caching.
     batching: Literal["continuous", "static"] = "continuous"
     memory: Literal["paged", "reserve"] = "paged"
@@ -51,6 +54,7 @@ class Setup:
     acceptance: float | None = None
     # What is taken on this machine where nobody has calibrated; None: the machine's limits.
     uncalibrated: Rates | None = None
+    slowness: float = 1.0  # times as long as predicted that everything takes
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) is not (self.config.speculation is None):
@@ -60,18 +64,37 @@ class Setup:
     def plan(self) -> tuple[CachePlan, KvLayout]:
         """How the device's memory is divided. Raises `DoesNotFit` with the arithmetic."""
         layout = self.config.layout_of(self.subject.program.config)
-        memory = self.device.memory_bytes
-        if memory is None:
-            raise DoesNotFit(f"the memory of {self.device.name} is not known")
-        compute = self.subject.program
-        return plan_cache(self.config, compute, layout, self.stored.bytes, memory), layout
+        device, config = self.device, self.config
+        # As in vLLM, a size of the cache wins over a share of the memory.
+        share = 1.0 if config.kv_cache_memory_bytes is not None else config.memory_utilization
+        memory = device.usable_bytes(share)
+        if memory is None or device.memory_bytes is None:
+            raise DoesNotFit(f"the memory of {device.name} is not known")
+        if not device.gpu:
+            plan = plan_cache(config, self.subject.program, layout, self.stored.bytes, memory)
+            return plan, layout
+        config = replace(config, memory_utilization=1.0)  # of what is left of that share
+        try:
+            return plan_cache(
+                config, self.subject.program, layout, self.stored.bytes, memory
+            ), layout
+        except DoesNotFit as error:
+            raise DoesNotFit(
+                f"{error}. Available is {share:g} of {as_size(device.memory_bytes)} "
+                f"(--gpu-memory-utilization) without {as_size(RUNTIME_BYTES)} of the GPU's runtime"
+            ) from None
 
     def calibration(self) -> Calibration | None:
         """What `octavo calibrate` has stored for this model, these settings and this machine."""
         if not self.device.measured:
             return None
         layout = self.config.layout_of(self.subject.program.config)
-        formats, groups = self.stored.formats, self.stored.groups
+        formats = {
+            role: format
+            for role, format in self.stored.formats.items()
+            if isinstance(format, WeightFormat)  # no other is held here
+        }
+        groups = self.stored.groups
         return Calibration.load(
             CalibrationKey.of(self.subject.program, formats, groups, layout, self.config)
         )
@@ -80,20 +103,26 @@ class Setup:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
         if stored is not None:
-            return stored.current
-        return self.uncalibrated or self.device.predicted(self.stored.bytes)
+            found = stored.current
+        else:
+            launches = len(self.subject.program.ops)
+            predicted = self.device.predicted(self.stored.bytes, launches)
+            found = self.uncalibrated or predicted
+        return found if self.slowness == 1 else found.slowed(self.slowness)
 
     def basis(self) -> str:
         """What the predictions rest on."""
         if not self.device.measured:
             assumption = self.device.assumption or "predictions take all of the roof"
-            return f"figures of {self.device.name}, not measured; {assumption}"
+            taken = f" ({self.device.taken})" if self.device.taken else ""
+            return f"figures of {self.device.name}, not measured{taken}; {assumption}"
         stored = self.calibration()
         if stored is None and self.uncalibrated is not None:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        return stored.standing
+        unfit = stored.misfit(self.device.rates(self.stored.bytes))
+        return f"{stored.standing}; {unfit}" if unfit else stored.standing
 
 
 def check_simulated(speculation: SpeculativeConfig | None) -> None:
@@ -124,6 +153,11 @@ def weights_on(
             stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if for_gpus(stored) and not device.gpu:
+        raise SettingsError(
+            f"weights in {stored.name} are for plans of GPUs: CPUs have no fp8 units, and no "
+            "kernel here takes them"
+        )
     if not device.measured:
         return stored
     sizes = held(subject, stored)
@@ -162,8 +196,6 @@ def simulated_engine(setup: Setup) -> Engine:
         chunked_prefill=setup.chunked_prefill,
     )
     compute = program(setup.subject.program.config, plan.max_model_len)
-    # As the engine's kernels: a cache of codes is multiplied as quantized weights are.
-    codes = layout.dtype in (KvDtype.INT8, KvDtype.INT4)
     executor = CostExecutor(
         compute,
         layout,
@@ -172,8 +204,8 @@ def simulated_engine(setup: Setup) -> Engine:
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
         weight_bytes=setup.stored.sizes,
-        arithmetic=arithmetic(setup.stored, setup.quantized, setup.device.half),
-        attention=setup.quantized if codes else Arithmetic.BF16,
+        arithmetic=arithmetic(setup.stored, setup.device, setup.quantized),
+        attention=setup.device.attention(layout.dtype, setup.quantized),
     )
     pace: Pace | None = None
     if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn
@@ -213,6 +245,9 @@ class Simulation:
     samples: Sequence[Sample]
     replay: Replay
     series: Series
+    seed: int = 0
+    max_concurrency: int | None = None
+    target: LatencyTarget | None = None
 
 
 def simulate(
@@ -255,4 +290,4 @@ def simulate(
         target=target,
     )
     series.finish(engine)
-    return Simulation(setup, engine, samples, done, series)
+    return Simulation(setup, engine, samples, done, series, seed, max_concurrency, target)

@@ -12,10 +12,11 @@ import octavo.checkpoint
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
-from octavo.checkpoint.pull import KNOWN, hub_config, resolve
+from octavo.checkpoint.names import preset
+from octavo.checkpoint.pull import KNOWN, cached, hub_config, known, resolve
 from octavo.model.families import program
 from octavo.model.program import Program
-from octavo.plan.presets import PRESETS, Preset, preset
+from octavo.plan.presets import PRESETS, Preset
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +41,25 @@ class Subject:
     @classmethod
     def of_folder(cls, folder: HfFolder) -> Subject:
         """From what the folder's config.json says."""
-        # Where the key is missing, transformers' classes tie Gemma's head and no other's.
-        gemma = str(folder.json(CONFIG).get("model_type", "")).startswith("gemma")
-        config = model_config(folder, () if gemma else ("lm_head.weight",))
+        config = model_config(folder)
         return cls(config.name, program(config), quantized=_quantized(folder))
 
     @classmethod
     def find(cls, model: str) -> Subject:
         """Of whatever names a model: a preset, a config.json, a folder with one, a file, a short
         name that `octavo pull` knows, a Hugging Face id, of which the config.json is enough.
-        Weights are not read.
+        Weights are not read, and none are fetched: of a model that can be pulled and is not here
+        the preset's shape is taken.
 
         Raises `CheckpointError`.
         """
         path = Path(model).expanduser()
-        if model not in KNOWN and not (model and path.exists()) and (name := preset(model)):
-            return cls.of_folder(Preset(name))
+        if model in KNOWN or not (model and path.exists()):
+            pulled = known(model)
+            if pulled and (here := cached(pulled.name)):
+                return cls.of(octavo.checkpoint.load(here))
+            if name := preset(pulled.also[0] if pulled and pulled.also else model):
+                return cls.of_folder(Preset(name))
         if path.suffix == ".json" and path.name != CONFIG:
             raise CheckpointError(f"{path}: give a model's {CONFIG}")
         if path.name == CONFIG:

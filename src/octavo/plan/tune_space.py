@@ -6,13 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
 
-from octavo.checkpoint.rounding import FLOATS, QUANTIZATIONS
+from octavo.checkpoint.rounding import FLOATS, PLANNED, QUANTIZATIONS
 from octavo.plan.hardware import Device
 from octavo.plan.subject import Subject
 
 AS_IT_PAYS = "as it pays"
 ROUNDS = ("kv_cache_dtype", "quantization")  # the settings that round numbers
-_ROUNDING = {"auto": 0, "bf16": 0, "fp16": 0, None: 0, "int8": 1, "int4": 2}
+_ROUNDING: Mapping[str | None, int] = dict.fromkeys(("auto", "bf16", "fp16", None), 0) | {
+    "fp8": 1,
+    "int8": 1,
+    "int4": 2,
+}
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -126,9 +130,10 @@ def space(
     axes: dict[str, tuple[int | float | str, ...]] = {
         "max_num_seqs": seqs,
         "max_num_batched_tokens": budgets,
-        "memory": (0.25, 0.5, 0.9),
-        "kv_cache_dtype": ("auto", "int8", "int4"),
-        "quantization": quantizations(subject),
+        "memory": (0.5, 0.75, memory) if device.gpu else (0.25, 0.5, 0.9),
+        # GPUs' engines have fp8 and no integers there.
+        "kv_cache_dtype": ("auto", "fp8") if device.gpu else ("auto", "int8", "int4"),
+        "quantization": quantizations(subject, device.has_fp8),
         "speculation": ("off",),
     }
     if acceptance is not None:
@@ -149,7 +154,7 @@ def space(
         if axis not in axes:
             continue
         assert isinstance(value, int | float | str)
-        if axis == "quantization" and value not in quantizations(subject):
+        if axis == "quantization" and value not in quantizations(subject, fp8=True):
             raise ValueError(
                 f"--quantization {value} is for float weights, and these are quantized already"
             )
@@ -172,12 +177,10 @@ def _powers(low: int, high: int) -> tuple[int, ...]:
     return tuple(1 << bit for bit in range(low.bit_length() - 1, high.bit_length()))
 
 
-def quantizations(subject: Subject) -> tuple[str, ...]:
-    """What `octavo serve --quantization` takes for it: a file of rounded numbers is served as it
-    is.
-    """
+def quantizations(subject: Subject, fp8: bool) -> tuple[str, ...]:
+    """What ``--quantization`` takes for it: a file of rounded numbers is served as it is."""
     stored = subject.stored
     matrices = subject.matrices()
     if stored is not None and any(stored[role].format not in FLOATS for role in matrices):
         return ("none",)
-    return ("none", *QUANTIZATIONS)
+    return ("none", *(PLANNED if fp8 else ()), *QUANTIZATIONS)

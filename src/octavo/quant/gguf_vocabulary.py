@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.gguf_tokenizer import BYTE, CONTROL, CUTS, NORMAL, UNUSED, USER_DEFINED, Cut
-from octavo.checkpoint.hf_folder import HfFolder
-from octavo.checkpoint.hf_tokenizer import special_tokens
+from octavo.checkpoint.gguf_tokenizer import BYTE, CONTROL, NORMAL, UNUSED, USER_DEFINED
+from octavo.checkpoint.pre_tokenizers import CUTS, DIGIT, Cut
 from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     KINDS,
@@ -92,7 +91,7 @@ class _Vocabulary:
             raise _refusal(checkpoint, "it is no byte-pair encoding")
         self.tokenizer = tokenizer
         self.size = checkpoint.config.vocab_size
-        self.named = special_tokens(HfFolder(checkpoint.path))
+        self.named = tokenizer.special_tokens_map
         spec = json.loads(tokenizer.backend_json())
         self.model: dict[str, Any] = spec["model"]
         self.steps = _Steps(
@@ -128,21 +127,27 @@ class _Vocabulary:
 
     def cut(self) -> str:
         """What GGUF calls the way in which texts are cut before merging."""
-        steps = self.steps.pre_tokenizer
-        digits = steps[:1] == [{"type": "Digits", "individual_digits": True}]
-        wanted = Cut(digits=digits, whole_words=bool(self.model.get("ignore_merges")))
-        match steps[digits:]:
-            case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}]:
-                pass
-            case [
-                {"type": "Split", "pattern": {"Regex": str(regex)}, "invert": False, **rest},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ] if rest == {"behavior": "Isolated"}:
-                wanted = wanted._replace(regex=regex)
+        splits = []
+        for step in self.steps.pre_tokenizer[:-1]:
+            match step:
+                case {"type": "Digits", "individual_digits": True}:
+                    splits.append(DIGIT)
+                case {
+                    "type": "Split",
+                    "pattern": {"Regex": str(regex)},
+                    "invert": False,
+                    **rest,
+                } if rest == {"behavior": "Isolated"}:
+                    splits.append(regex)
+                case _:
+                    self.refuse("pre_tokenizer")
+        match self.steps.pre_tokenizer[-1:]:
+            case [{"type": "ByteLevel", "add_prefix_space": False, "use_regex": bool(gpt2)}]:
+                wanted = Cut(tuple(splits), gpt2, bool(self.model.get("ignore_merges")))
             case _:
                 self.refuse("pre_tokenizer")
         for name, cut in CUTS.items():
-            if name != "default" and cut._replace(bos=False) == wanted:
+            if cut._replace(bos=False) == wanted:
                 return name
         return self.refuse("pre_tokenizer")
 

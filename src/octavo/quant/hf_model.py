@@ -249,8 +249,8 @@ def _experts(c: ModelConfig, experts: Experts) -> dict[str, Any]:
 
 
 def _near_integer(value: float) -> float:
-    """A square root's square."""
-    return float(round(value)) if abs(value - round(value)) < 1e-6 * value else value
+    """A square root's square: an integer is written as one, since transformers takes no other."""
+    return round(value) if abs(value - round(value)) < 1e-6 * value else value
 
 
 def _rope_sections(config: ModelConfig) -> Iterator[dict[str, Any]]:
@@ -312,8 +312,5 @@ def _difference(config: ModelConfig, values: dict[str, Any]) -> str | None:
     """What of the model the reader would have otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / CONFIG).write_text(json.dumps(values), "utf-8")
-        found = model_config(HfFolder(Path(folder)), [] if config.tied_embeddings else list(_HEAD))
+        found = model_config(HfFolder(Path(folder)))
     return difference(config, found)
-
-
-_HEAD = ("lm_head.weight",)

@@ -69,6 +69,8 @@ class Scheduler:
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
         self.waiting = Waiting(self.policy, self.kv)
+        self.held: list[Sequence] = []  # of paused requests
+        self._paused: dict[RequestState, None] = {}
         self.num_left_waiting = 0  # when the last step had let in whom it could
         self._room = Room(config, self.kv, self.policy, self.decoding, self.prefilling)
         self.num_preemptions = 0
@@ -142,6 +144,39 @@ class Scheduler:
         self.shedding.add(state)
         self.waiting.add(state.sequences[0], state.record.arrival, now)
 
+    def pause(self, state: RequestState) -> None:
+        """None of its sequences that have begun to answer goes on until `resume`: from the next
+        step on they hold no blocks, and are computed again later, as if they had been preempted.
+        """
+        self._paused[state] = None
+
+    def resume(self, state: RequestState, now: float) -> None:
+        self._paused.pop(state, None)
+        for seq in [seq for seq in self.held if seq.owner is state]:
+            self.held.remove(seq)
+            seq.status = Status.WAITING
+            self.waiting.push(seq, now)
+
+    def _hold(self) -> None:
+        """Take from paused requests what they hold. Whoever is to show alone that it is not at
+        fault does so first.
+        """
+        if not self._paused or self._suspects:
+            return
+        for state in self._paused:
+            for seq in state.sequences:
+                if len(seq.token_ids) == state.num_prompt_tokens:
+                    continue
+                if seq.slot >= 0:
+                    self._leave(seq)
+                elif seq.status is Status.WAITING:
+                    self.waiting.remove(seq)
+                else:
+                    continue
+                self.waiting.end_ahead(seq)
+                seq.status = Status.HELD
+                self.held.append(seq)
+
     def _missing_tokens(self, state: RequestState) -> int:
         """Tokens to be computed before a request's first."""
         seq = state.sequences[0]
@@ -163,6 +198,7 @@ class Scheduler:
         """
         self.policy.now = now
         self.waiting.poll(may_read=not self._suspects)
+        self._hold()
         self._cut_in()
         preemptions = self.num_preemptions
         self._grow_decodes()
@@ -615,11 +651,15 @@ class Scheduler:
                 self._scheduled.stale = True
         elif seq.status in (Status.WAITING, Status.FETCHING):
             self.waiting.remove(seq)
+        elif seq.status is Status.HELD:
+            self.held.remove(seq)
         self.waiting.end_ahead(seq)
         self._served.discard(seq)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
         seq.owner.num_unfinished -= 1
+        if seq.owner.num_unfinished == 0:
+            self._paused.pop(seq.owner, None)
         if not self.has_work():
             self.shedding.clear()
         return seq.owner.num_unfinished == 0
@@ -663,6 +703,7 @@ class Scheduler:
         self.kv.clear()
         self.decoding.clear()
         self.prefilling.clear()
+        self.held.clear()
         self._decodes_changed = True
         self._reserved_slots = self._to_join = 0
         self.waiting.clear()
@@ -691,6 +732,7 @@ class Scheduler:
                 self._requeue(seq)
 
     def has_work(self) -> bool:
+        """Whether there is anything to compute: paused requests wait for others to do something."""
         return bool(self.waiting or self.prefilling or self.decoding)
 
     def check_idle(self) -> None:
@@ -700,7 +742,12 @@ class Scheduler:
             raise RuntimeError("a branch has outlived its step")
         if kv.tiers is not None and kv.tiers.memory.num_pinned:
             raise RuntimeError("no request is left, but blocks of the host tier are pinned")
-        if self.has_work() or kv.pool.num_used or kv.num_free_slots != self.config.max_num_seqs:
+        if (
+            self.has_work()
+            or self.held
+            or kv.pool.num_used
+            or kv.num_free_slots != self.config.max_num_seqs
+        ):
             raise RuntimeError(
                 f"no request is left, but {kv.pool.num_used} of {kv.pool.num_blocks} blocks and "
                 f"{self.config.max_num_seqs - kv.num_free_slots} slots are held"
@@ -717,6 +764,8 @@ class Scheduler:
             raise RuntimeError("two running sequences share a slot, or one has none")
         if len(slots) + self.kv.num_free_slots != self.config.max_num_seqs:
             raise RuntimeError("a slot is neither free nor running")
+        if any(seq.slot >= 0 or seq.status is not Status.HELD for seq in self.held):
+            raise RuntimeError("a sequence is held that runs or waits")
         if self._reserved_slots != sum(len(seq.followers) for seq in self.prefilling):
             raise RuntimeError("slots are reserved for nobody")
         if self.waiting.tokens != sum(len(seq.token_ids) for seq in self.waiting):

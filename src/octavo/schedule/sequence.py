@@ -20,6 +20,7 @@ class Status(Enum):
     DECODING = auto()  # has a slot; its last token is the next to go through the model
     FORKING = auto()  # one of n > 1: begins when the first of them has put the prompt through
     FETCHING = auto()  # its prefix is on its way from disk; queued when it is there, or too late
+    HELD = auto()  # its request is paused; holds nothing but its place among those admitted
     FINISHED = auto()
 
 

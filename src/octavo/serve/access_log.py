@@ -12,13 +12,15 @@ access = logging.getLogger("octavo.access")
 
 Facts = dict[str, object]
 
+_LONGEST_PATH = 256  # characters
+
 
 def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
     """The line, and what the client called itself for those who debug. Never a prompt's text."""
     if not access.isEnabledFor(level):
         return
-    head = f"{_plain(exchange.method)} {_plain(exchange.path)} {exchange.status}"
     facts = facts_of(exchange)
+    head = f"{_plain(exchange.method)} {_plain(str(facts['path']))} {exchange.status}"
     access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
     if exchange.labels:
         access.debug(
@@ -37,7 +39,7 @@ def facts_of(exchange: Exchange) -> Facts:
     facts: Facts = {
         "request_id": exchange.request_id,
         "method": exchange.method,
-        "path": exchange.path,
+        "path": _shortened(exchange.path),
         "status": exchange.status,
         "answer_id": exchange.answer_id or None,
         "model": exchange.model or None,
@@ -65,6 +67,7 @@ def of_records(records: list[RequestRecord], now: float) -> Facts:
         "outcome": ",".join(sorted(set(outcomes))),
         "finish_reasons": reasons or None,
         "preemptions": sum(record.preemptions for record in records),
+        "pauses": sum(record.pauses for record in records) or None,
         "queue_ms": _since(records, min, lambda record: record.scheduled),
         "ttft_ms": _since(records, min, lambda record: record.first_token),
         "tpot_ms": _ms(sum(tpots) / len(tpots)) if tpots else None,
@@ -130,6 +133,13 @@ def _text(value: object) -> str:
     if isinstance(value, list):
         return ",".join(map(str, value))
     return _plain(str(value)).replace(" ", "_")
+
+
+def _shortened(path: str) -> str:
+    """No client writes a long line into the log."""
+    if len(path) <= _LONGEST_PATH:
+        return path
+    return f"{path[:_LONGEST_PATH]}… ({len(path)} characters)"
 
 
 def _plain(text: str) -> str:

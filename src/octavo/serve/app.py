@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -14,10 +15,12 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import LatencyTarget
 from octavo.serve import chat, completions, routes
 from octavo.serve.body import Bodies
+from octavo.serve.clients import Clients
 from octavo.serve.config import ServeConfig
 from octavo.serve.docs import docs_routes
 from octavo.serve.gate import Door, Gate, Trace
 from octavo.serve.generate import Generate
+from octavo.serve.hosts import Hosts
 from octavo.serve.inspection import Inspection
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
@@ -37,16 +40,28 @@ _EXPOSED = (
 )
 
 
+class App(Gate):
+    """The server as an ASGI application."""
+
+    def __init__(self, clients: Clients, bodies: Bodies, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.clients = clients
+        self.drain = bodies.drain  # refuse what is still being received, for the engine drains
+
+
 def create_app(
     engine: AsyncEngine,
     model: ServedModel,
     config: ServeConfig,
     metrics: Metrics | None = None,
     trace: Trace | None = None,
-) -> ASGIApp:
-    """The server as an ASGI application. The engine is started and stopped by the caller."""
+    clients: Clients | None = None,
+) -> App:
+    """The engine is started and stopped by the caller."""
     if metrics is None:
         metrics = Metrics(model.name, engine.stats, model.max_model_len)
+    clients = Clients() if clients is None else clients
+    metrics.clients(clients, lambda: engine.unsent)
     metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
     engine.observe(metrics)
     bodies = Bodies(config.max_request_bytes)
@@ -99,7 +114,16 @@ def create_app(
             expose_headers=_EXPOSED,
         )
     paths = frozenset(route.path for route in table)
-    return Gate(app, metrics.http, paths, access_log=config.access_log, trace=trace)
+    return App(
+        clients,
+        bodies,
+        Hosts(app, config),
+        metrics.http,
+        paths,
+        access_log=config.access_log,
+        trace=trace,
+        refuse=metrics.refuse,
+    )
 
 
 def _promised(config: ServeConfig) -> Iterator[LatencyTarget]:

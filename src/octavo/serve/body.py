@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Receive
 
-from octavo.serve.errors import ApiError, ClientGone, TooMany
+from octavo.serve.errors import ApiError, ClientGone, TooMany, draining
 
 T = TypeVar("T")
 
@@ -40,14 +40,24 @@ class Bodies:
     def __init__(self, limit: int) -> None:
         """``limit``: bytes that one body may have."""
         self._limit = limit
+        self._draining = False
+        self._receiving: set[asyncio.Timeout] = set()
         self.free = max(_IN_FLIGHT, 2 * limit)  # bytes
+
+    def drain(self) -> None:
+        """Refuse what is still being received, and what will come."""
+        self._draining = True
+        for receiving in self._receiving:
+            receiving.reschedule(0.0)
 
     @asynccontextmanager
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:
         """The whole body, which counts until the context is left.
 
-        Raises `ApiError` 408, 413 or 415, `TooMany`, `ClientGone`.
+        Raises `ApiError` 408, 413, 415 or 503, `TooMany`, `ClientGone`.
         """
+        if self._draining:
+            raise draining()
         size = _declared(headers)
         if size > self._limit:
             if size > _DISCARD or b"expect" in headers:
@@ -64,15 +74,21 @@ class Bodies:
             held += size
 
         try:
+            receiving = asyncio.timeout(_TIMEOUT)
+            self._receiving.add(receiving)
             try:
-                async with asyncio.timeout(_TIMEOUT):
+                async with receiving:
                     body = await _received(receive, self._limit, hold)
             except TimeoutError:
+                if self._draining:
+                    raise draining() from None
                 raise ApiError(
                     408,
                     f"the body did not come within {_TIMEOUT:g} s",
                     headers={"Connection": "close"},
                 ) from None
+            finally:
+                self._receiving.discard(receiving)
             yield body
         finally:
             self.free += held

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.schedule.request import Request
@@ -49,6 +50,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
     params = sampling_params(
         request,
+        model.sampling_defaults,
         choices=len(prompts) * n,
         max_tokens=request.max_tokens,
         logprobs=request.logprobs,
@@ -59,9 +61,8 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     for index, prompt in enumerate(prompts):
         max_tokens = request.max_tokens
         if max_tokens is None:
-            # The default is no wish: it gives way to the context, which a number asked for may not.
-            room = model.max_model_len - len(prompt.token_ids)
-            max_tokens = min(_DEFAULT_MAX_TOKENS, room) if room > 0 else _DEFAULT_MAX_TOKENS
+            most = min(_DEFAULT_MAX_TOKENS, model.sampling_defaults.get("max_tokens", inf))
+            max_tokens = model.fitting(int(most), len(prompt.token_ids))
         requests.append(
             Request(
                 request_id=f"{reply.id}-{index}",
@@ -69,6 +70,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
                 params=replace(params, max_tokens=max_tokens),
                 priority=request.priority or 0,
                 cache_salt=request.cache_salt,
+                begun=reply.begun[index],
             )
         )
     return Prepared(requests, reply, {})
@@ -97,15 +99,21 @@ class CompletionReply(Reply):
         self._logprobs: dict[int, CompletionLogprobsWriter] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by prompt
         self._echo: list[str] | None = None
+        # Of each prompt that is echoed, the first bytes of a character that the answer completes.
+        self.begun = [b""] * len(prompts)
         if request.echo:
-            decode = model.tokenizer.decode
-            keep = request.skip_special_tokens is False
-            self._echo = [
-                decode(prompt.token_ids.tolist(), skip_special_tokens=not keep)
-                if prompt.text is None
-                else prompt.text
-                for prompt in prompts
-            ]
+            self._echo = [self._echoed(index) for index in range(len(prompts))]
+
+    def _echoed(self, index: int) -> str:
+        """A prompt's text, without a character that is not complete."""
+        token_ids, text = self.prompts[index]
+        if text is not None:
+            return text
+        ids = token_ids.tolist()
+        keep = self.request.skip_special_tokens is False
+        text = self.model.tokenizer.decode(ids, skip_special_tokens=not keep)
+        self.begun[index] = self.shower.begun(ids)
+        return text[:-1] if self.begun[index] else text
 
     def chunk(self, index: int, delta: Delta) -> bytes:
         first = index not in self._begun
@@ -183,7 +191,7 @@ class CompletionReply(Reply):
                         else CompletionLogprobsWriter.of_text(self.shower, text, token_ids)
                     )
                     taken = writer.take(token_ids, prompt_logprobs)
-            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start)
+            self._logprobs[index] = CompletionLogprobsWriter(self.shower, start, self.begun[prompt])
         if output.logprobs:
             taken = extend(taken, self._logprobs[index].take(output.token_ids, output.logprobs))
         return taken

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
 from octavo.serve.logs import FORMATS
 
+_ALLOWED_HOST = re.compile(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*\.?|\[[0-9A-Fa-f:.]+\]", re.ASCII)
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -22,12 +25,22 @@ class ServeConfig:
     host: str = "127.0.0.1"
     port: int = 8000  # 0: any free one, printed at start
     uds: str | None = None  # a Unix socket's path; host and port are then not used
+    # Names that a Host header may have beside the server's own (hosts.py); "*.example.com": those
+    # below a name; "*": any.
+    allowed_hosts: tuple[str, ...] = ()
     root_path: str = ""  # the path a proxy in front has stripped
 
     api_key: tuple[str, ...] = ()  # any of them opens everything; none: no key is asked for
     named_keys: tuple[ApiKey, ...] = ()  # the same, each with its name and limits
+    api_key_file: Path | None = None  # where they come from, for messages
+    share_prefix_cache: bool = False  # among all keys; else each named one has its own part of it
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
+    # Where the sampling defaults of requests come from: the model's own files ("auto"), nowhere
+    # ("vllm"), or a folder with a generation_config.json; and what replaces them.
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
+    control_tokens_in_content: bool = False  # or else they are text there (docs/serving.md)
 
     # Browsers of other origins: none unless named, for a page on the web could else use a
     # server that its visitor runs on loopback.
@@ -69,6 +82,9 @@ class ServeConfig:
         if not all(map(can_be_sent, self.api_key)):
             raise ValueError(f"api_key is not {SENDABLE}")
         check_distinct(self.keys)
+        for name in self.allowed_hosts:
+            if not _ALLOWED_HOST.fullmatch(name):
+                raise ValueError(f"allowed_hosts has {name!r}: not a host's name, without a port")
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name is empty")
         if not self.response_role:
@@ -96,4 +112,7 @@ class ServeConfig:
     @property
     def keys(self) -> tuple[ApiKey, ...]:
         """All of them; none: no key is asked for."""
-        return unnamed(self.api_key) + self.named_keys
+        keys = unnamed(self.api_key) + self.named_keys
+        if self.share_prefix_cache:
+            return tuple(replace(key, cache_salt="") for key in keys)
+        return keys

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping
 
 import msgspec
 from starlette.exceptions import HTTPException
 
 from octavo.checkpoint.base import ChatTemplateError
-from octavo.engine.stream import EngineDead
+from octavo.engine.stream import EngineDead, OutputUnread
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import AdmissionError
 
@@ -28,18 +29,31 @@ _TYPES = {
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
     415: "UnsupportedMediaTypeError",
+    421: "MisdirectedRequestError",
     429: "RateLimitError",
     431: "RequestTooLargeError",
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
 }
+# Why an answer is an error, for the metrics, where nothing more is known than its status.
+_REASONS = {
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not_found",
+    408: "timeout",
+    421: "misdirected",
+    499: "gone",
+}
 _LONGEST_MESSAGE = 2000  # characters; a message may quote the request
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # in what Python writes of an object
 _LONGEST_WAIT = 3600.0  # seconds that a client is told to wait, by prediction
 
 
 class ApiError(Exception):
-    """An answer that is an error; ``param`` names the request field at fault."""
+    """An answer that is an error; ``param`` names the request field at fault, and ``reason`` is
+    what the metrics count it under.
+    """
 
     def __init__(
         self,
@@ -47,9 +61,11 @@ class ApiError(Exception):
         message: str,
         param: str | None = None,
         headers: Mapping[str, str] | None = None,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.reason = reason or reason_of(status)
         self.message = message
         self.param = param
         self.headers = dict(headers or {})
@@ -88,20 +104,29 @@ class TooMany(ApiError):
             "Retry-After": str(math.ceil(wait)),
             "retry-after-ms": str(math.ceil(wait * 1000)),
         }
-        super().__init__(429, message, headers=headers)
-        self.reason = reason
+        super().__init__(429, message, headers=headers, reason=reason)
 
 
 class ClientGone(Exception):
     """The client has closed the connection; nobody is there to answer."""
 
 
-def unavailable(message: str, *, close: bool = False) -> ApiError:
+def reason_of(status: int) -> str:
+    """One of `REJECTIONS` in serve/metrics."""
+    return _REASONS.get(status, "invalid" if status < 500 or status == 501 else "error")
+
+
+def draining() -> ApiError:
+    """503: the server is shutting down."""
+    return unavailable("the server is shutting down", close=True, reason="draining")
+
+
+def unavailable(message: str, *, close: bool = False, reason: str | None = None) -> ApiError:
     """503: the same request may succeed later, here or at a neighbour."""
     headers = {"Retry-After": "1"}
     if close:
         headers["Connection"] = "close"
-    return ApiError(503, message, headers=headers)
+    return ApiError(503, message, headers=headers, reason=reason)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -118,6 +143,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(400, str(error), "messages")
     if isinstance(error, HTTPException):
         return ApiError(error.status_code, error.detail, headers=error.headers)
+    if isinstance(error, OutputUnread):
+        return unavailable(str(error))
     if isinstance(error, EngineDead):
         log.error("the engine is dead: %s", error)
         return ApiError(500, "the engine has stopped; nothing can be generated any more")
@@ -126,6 +153,7 @@ def as_api_error(error: BaseException) -> ApiError:
 
 
 def _clean(text: str) -> str:
+    text = _ADDRESS.sub("", text)
     if len(text) > _LONGEST_MESSAGE:
         text = text[:_LONGEST_MESSAGE] + "…"
     return text.encode("utf-8", "replace").decode("utf-8")

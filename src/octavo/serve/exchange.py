@@ -29,6 +29,9 @@ class Exchange:
     answer_id: str = ""  # cmpl-… or chatcmpl-…
     model: str = ""  # as answers call it; of generations only
     error_type: str = ""  # of the error object that was the answer, or ended it
+    submitted: bool = False  # to the engine, whose records say how it ended
+    refusal: str = ""  # why it was refused, if that is more than its status says
+    cut_off: int = 0  # the status with which the connection ended it
     trace_id: str = ""  # hexadecimal, where the request is traced
     records: list[RequestRecord] = field(default_factory=list)
     asked: GenerateRequest | None = None  # a generation, once its body has been read
@@ -43,6 +46,10 @@ class Exchange:
 
     def attach(self, scope: Scope) -> None:
         scope[_KEY] = self
+
+    @staticmethod
+    def begun(scope: Scope) -> Exchange | None:
+        return scope.get(_KEY)
 
     @staticmethod
     def of(scope: Scope) -> Exchange:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from octavo.serve.access_log import log_access
-from octavo.serve.errors import ApiError, ClientGone, as_api_error
+from octavo.serve.errors import ApiError, ClientGone, as_api_error, draining, reason_of
 from octavo.serve.exchange import Exchange
 from octavo.serve.keys import Keyring
 
@@ -29,7 +30,8 @@ class Gate:
     """Outermost layer: gives each request its id and its one line in the log.
 
     ``count`` is told (handler, method, status) of each answer; handlers are named by ``paths``.
-    ``trace`` must not raise.
+    ``refuse`` is told (reason, client) of each request that was answered by an error before the
+    engine had it. ``trace`` must not raise.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Gate:
         *,
         access_log: bool,
         trace: Trace | None = None,
+        refuse: Callable[[str, str], None] = lambda reason, client: None,
     ) -> None:
         self._app = app
         self._count = count
+        self._refuse = refuse
         self._paths = paths
         self._access_log = access_log
         self._trace = trace
@@ -80,8 +84,7 @@ class Gate:
                 await self._app(scope, receive, tell)
             else:
                 refusal = ApiError(400, "X-Request-Id must be 1 to 128 visible ASCII characters")
-                exchange.error_type = refusal.type
-                await send_json(tell, refusal.status, refusal.body())
+                await answer_error(tell, exchange, refusal)
         finally:
             if not complete:  # whatever its head said
                 exchange.status = 500
@@ -90,7 +93,10 @@ class Gate:
     def _finish(self, exchange: Exchange) -> None:
         exchange.ended = time.monotonic()
         if exchange.client_gone:
-            exchange.status = _CLIENT_CLOSED
+            exchange.status = exchange.cut_off or _CLIENT_CLOSED
+        # A probe's no is its answer, and what the engine has taken is counted by how it ends.
+        if exchange.status >= 400 and exchange.path not in PROBES and not exchange.submitted:
+            self._refuse(exchange.refusal or reason_of(exchange.status), exchange.client)
         # What scanners make up must not become time series.
         self._count(
             exchange.path if exchange.path in self._paths else "other",
@@ -102,6 +108,11 @@ class Gate:
         if self._access_log:
             routine = exchange.path in _ROUTINE and exchange.status < 400
             log_access(exchange, logging.DEBUG if routine else logging.INFO)
+
+    def refused(self, status: int) -> None:
+        """What came was no request, or was answered before all of its head was there."""
+        self._count("other", "other", status)
+        self._refuse(reason_of(status), "")
 
 
 class Door:
@@ -124,8 +135,12 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
-        except Exception as error:
-            await _answer(send, exchange, as_api_error(error))
+        except asyncio.CancelledError:  # by uvicorn, which stops
+            await answer_error(send, exchange, draining())
+        except (GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of a library in Rust is no `Exception`
+            await answer_error(send, exchange, as_api_error(error))
 
     def _check_key(self, exchange: Exchange) -> None:
         if not self._keys or exchange.path in PROBES:
@@ -141,10 +156,11 @@ class Door:
             )
 
 
-async def _answer(send: Send, exchange: Exchange, failure: ApiError) -> None:
+async def answer_error(send: Send, exchange: Exchange, failure: ApiError) -> None:
     # Not in the frame that caught it: the error would hold that frame, and so the request's body.
     exchange.error_type = failure.type
     if not exchange.status:
+        exchange.refusal = failure.reason
         await send_json(send, failure.status, failure.body(), failure.headers)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -17,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import Stream
+from octavo.engine.stream import EngineDead, Stream
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import (
     AdmissionError,
@@ -29,7 +30,7 @@ from octavo.schedule.request import (
 from octavo.serve.body import Bodies, Watch, unless_gone
 from octavo.serve.config import ServeConfig
 from octavo.serve.deltas import Gaps, Together
-from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, unavailable
+from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, draining
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import send_json
 from octavo.serve.keys import ApiKey
@@ -46,7 +47,8 @@ log = logging.getLogger(__name__)
 _LARGE = 2000
 DONE = b"data: [DONE]\n\n"
 # What a body has that may have terms of its own; letters may be written as escapes.
-_TERMS = b'"slo"', b'"priority"', rb"\u006", rb"\u007"
+_TERMS = b'"slo"', rb"\u006", rb"\u007"
+_PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,10})')
 
 
 class Prepared(NamedTuple):
@@ -86,7 +88,7 @@ class Generate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
         if self._engine.draining:
-            raise self._draining(exchange.client)
+            raise draining()
         charge: Charge | None = None
         try:
             # Before a byte of the body is read, for that is quick however busy everyone is.
@@ -94,21 +96,9 @@ class Generate:
                 charge = exchange.account.open()
             self._engine.check_room(self._workers.pending)
             await self._run(scope, receive, send, exchange, charge)
-        except (AdmissionError, InvalidParameter) as error:
-            retryable = isinstance(error, AdmissionError) and error.retryable
-            self._metrics.refuse("capacity" if retryable else "invalid", exchange.client)
-            raise
-        except TooMany as error:
-            if error.reason != "shed":  # the record of one that was shed says so
-                self._metrics.refuse(error.reason, exchange.client)
-            raise
         finally:
             if charge is not None:
                 charge.close()
-
-    def _draining(self, client: str) -> ApiError:
-        self._metrics.refuse("draining", client)
-        return unavailable("the server is shutting down", close=True)
 
     async def _run(
         self,
@@ -138,7 +128,12 @@ class Generate:
             }
             if charge is not None and refused is None:
                 charge.prompts([len(each.prompt_token_ids) for each in prepared.requests])
-            streams += self._submit(prepared, refused)
+            try:
+                streams += self._submit(prepared, refused)
+            except EngineDead:
+                exchange.submitted = True
+                raise
+            exchange.submitted = True
             prepared.reply.records = [stream.record for stream in streams]
             exchange.records = prepared.reply.records
             if charge is not None:
@@ -156,12 +151,17 @@ class Generate:
 
     async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> _Read:
         async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
-            # Others have come meanwhile; and who asks for nothing of its own is known by now.
+            # Others have come meanwhile; and who asks for no latency of its own is known by now, at
+            # its most urgent.
             asks = None
-            if not any(term in body for term in _TERMS):
+            priorities = [int(found) for found in _PRIORITY.findall(body)]
+            if not any(term in body for term in _TERMS) and (
+                priorities or b'"priority"' not in body
+            ):
                 asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
                 if key is not None:
-                    asks.client, asks.priority = key.name, key.priority
+                    asks.client, asks.weight, asks.priority = key.name, key.weight, key.priority
+                asks.priority = min([asks.priority, *priorities])
             self._engine.check_room(self._workers.pending, asks)
             return await unless_gone(receive, self._workers.run(partial(self._checked, key), body))
 
@@ -188,6 +188,7 @@ class Generate:
                 request.client = key.name
                 request.weight = key.weight
                 request.priority = key.priority_of(asked.priority)
+                request.cache_salt = key.salted(request.cache_salt)
 
     def _target(self, asked: Slo | None, key: ApiKey | None) -> LatencyTarget | None:
         """By what the request, its key and the server say, in this order."""
@@ -205,7 +206,7 @@ class Generate:
             return self._engine.submit_all(prepared.requests)
         except (InvalidParameter, AdmissionError) as error:
             if self._engine.draining:
-                raise self._draining(prepared.requests[0].client) from None
+                raise draining() from None
             error.param = prepared.aliases.get(error.param or "", error.param)
             raise
         finally:
@@ -315,11 +316,11 @@ class Generate:
         """What to tell a client whose request ended although neither it nor the model ended it."""
         if delta.finish_reason is FinishReason.ABORT:
             if self._engine.draining:
-                return unavailable("the server is shutting down", close=True)
+                return draining()
             return ApiError(500, "the request was aborted")
-        if delta.finish_reason is FinishReason.SHED:
-            why = record.error or "the request has waited too long"
-            return TooMany(why, self._engine.forecast().wait, "shed")
+        if delta.finish_reason in (FinishReason.SHED, FinishReason.REPLACED):
+            why = record.error or "the request was dropped from the queue"
+            return TooMany(why, self._engine.forecast().wait, delta.finish_reason.value)
         if delta.finish_reason is FinishReason.ERROR:
             log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")

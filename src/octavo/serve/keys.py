@@ -12,16 +12,20 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
+from octavo.schedule.policies.config import PolicyName
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.body import convert, decode_object
 from octavo.serve.errors import ApiError, TooMany
 from octavo.serve.protocol import Slo
 from octavo.serve.quota import Charge, Quota
+from octavo.words import plural
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -42,6 +46,9 @@ class ApiKey:
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None  # of prompts and answers together
     target: LatencyTarget | None = None  # of requests that ask for none
+    # Keys with the same salt share cached prefixes. None: the key's name, which stays the same when
+    # the key is replaced and when the server starts again; "": with all that have no key.
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
@@ -56,6 +63,15 @@ class ApiKey:
             limit = getattr(self, field)
             if limit is not None and limit < 1:
                 raise ValueError(f"{self.name}: {field} is {limit}, below 1")
+        if self.cache_salt is not None and "\0" in self.cache_salt:
+            raise ValueError(f"{self.name}: cache_salt has a NUL")
+
+    def salted(self, asked: str | None) -> str | None:
+        """The salt of a request with the ``cache_salt`` that its body asks for: no two pairs of
+        key's salt and body's give the same one, since bodies' salts have no NUL.
+        """
+        own = self.name if self.cache_salt is None else self.cache_salt
+        return f"{own}\0{asked or ''}" if own else asked
 
     def priority_of(self, asked: int | None) -> int:
         """Of a request that asks for a priority, or for none. Raises `ApiError` 403."""
@@ -77,9 +93,11 @@ def can_be_sent(key: str) -> bool:
 
 
 def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
-    """Keys given without a file: named by their place, without limits."""
+    """Keys given without a file: named by their place, without limits. What they share is one
+    cache, for they do not say that they are of several users.
+    """
     return tuple(
-        ApiKey(name=f"key-{place}", digest=digest(key.encode()))
+        ApiKey(name=f"key-{place}", digest=digest(key.encode()), cache_salt="")
         for place, key in enumerate(keys, 1)
     )
 
@@ -94,6 +112,7 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     max_requests_per_minute: int | None = None
     max_tokens_per_minute: int | None = None
     slo: Slo | None = None
+    cache_salt: Annotated[str, Meta(max_length=512)] | None = None
 
     def api_key(self) -> ApiKey:
         if (self.key is None) == (self.sha256 is None):
@@ -116,6 +135,7 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             max_requests_per_minute=self.max_requests_per_minute,
             max_tokens_per_minute=self.max_tokens_per_minute,
             target=None if self.slo is None else self.slo.target(),
+            cache_salt=self.cache_salt,
         )
 
 
@@ -144,6 +164,31 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return keys
+
+
+_OF_POLICIES: tuple[tuple[str, float, PolicyName], ...] = (
+    ("priority", 0, "priority"),
+    ("weight", 1.0, "fair"),
+)
+
+
+def in_effect(
+    keys: tuple[ApiKey, ...], policy: PolicyName, file: Path | None
+) -> tuple[tuple[ApiKey, ...], list[str]]:
+    """The keys of ``file`` without what a scheduling policy does not look at, and a sentence for
+    each field of which that is so.
+    """
+    told = []
+    for field, default, its_policy in _OF_POLICIES:
+        names = [key.name for key in keys if getattr(key, field) != default]
+        if names and policy != its_policy:
+            told.append(
+                f"{file or 'the named keys'}: {field} of {', '.join(names)} has no effect under "
+                f"--scheduling-policy {policy}; it has one under --scheduling-policy {its_policy}"
+            )
+            changed: dict[str, Any] = {field: default}
+            keys = tuple(replace(key, **changed) for key in keys)
+    return keys, told
 
 
 def check_distinct(keys: Iterable[ApiKey]) -> None:
@@ -215,8 +260,9 @@ class Keyring:
         if own + more > most:
             come = "" if more == 1 else f"; with {more} more that is too many"
             raise TooMany(
-                f"{own} requests of the key {account.key.name!r} wait, of at most {most} while "
-                f"{others} other keys wait{come}",
+                f"{plural(own, 'request')} of the key {account.key.name!r} "
+                f"{'waits' if own == 1 else 'wait'}, of at most {most} while "
+                f"{plural(others, 'other key', 'wait')}{come}",
                 None,
                 "capacity",
             )

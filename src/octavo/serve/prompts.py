@@ -7,7 +7,7 @@ import uuid
 from array import array
 from typing import Any, NamedTuple
 
-from octavo.checkpoint.base import ChatTemplateError
+from octavo.checkpoint.base import ChatTemplateError, head
 from octavo.serve.errors import ApiError
 from octavo.serve.model import ServedModel
 from octavo.serve.protocol import NEUTRAL_MESSAGE, ChatRequest, TokenizeRequest, drop_neutral
@@ -94,24 +94,25 @@ def chat_prompt(
         raise ApiError(400, str(error), "messages") from None
     if continue_final_message:
         # Cut behind the last message, so that the model goes on with it.
-        text, found, after = text.rpartition(mark)
-        if not found:
+        end = text.rfind(mark)
+        if end < 0:
             raise ApiError(
                 400,
                 "continue_final_message: the template does not show the last message as it is",
                 "continue_final_message",
             )
-        if after.startswith(space + " "):  # else the template trims messages
-            text += space
-    return _from_text(model, text, "messages", add_special_tokens)
+        kept = text.startswith(space + " ", end + len(mark))  # else the template trims messages
+        text = head(text, end, space if kept else "")
+    # A plain string has nobody's marks.
+    shown = str(text) if model.control_tokens_in_content else text
+    return _from_text(model, shown, "messages", add_special_tokens)
 
 
 def _from_text(model: ServedModel, text: str, param: str, add_special_tokens: bool) -> Prompt:
-    model.check_length(len(text), param)
-    token_ids = model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    token_ids = model.encode(text, param, add_special_tokens=add_special_tokens)
     if not token_ids:
         raise ApiError(400, f"{param} has no tokens", param)
-    return Prompt(array("i", token_ids), text)
+    return Prompt(array("i", token_ids), str(text))
 
 
 def _from_ids(model: ServedModel, token_ids: list[int], param: str) -> Prompt:

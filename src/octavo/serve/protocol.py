@@ -141,7 +141,10 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=512)] | None = None
+    # Without NUL, which ends the salt of an API key (keys.py).
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^\0]*$")] | None = (
+        None
+    )
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None

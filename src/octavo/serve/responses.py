@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import utf_8_decode
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +14,9 @@ from octavo.schedule.request import RequestRecord
 from octavo.serve.model import ServedModel
 
 FinishReason = Literal["stop", "length"]
+
+_CHARACTER_BYTES = 8  # tokens that are looked at for a character that is not complete
+_CONTINUATION = frozenset([b"", *(bytes([byte]) for byte in range(0x80, 0xC0))])  # in UTF-8
 
 
 class PromptTokensDetails(Struct):
@@ -180,6 +184,29 @@ class TokenShower:
     def text(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_ids else self._shown.text(token_id)
 
+    def keys(self, entry: TokenLogprobs) -> dict[int, str]:
+        """The name of a position's own token and of each alternative, by token id: where several
+        stand for the same text, the own one or else the likeliest has it, and others their ids.
+        """
+        names: dict[int, str] = {}
+        taken: set[str] = set()
+        for token_id in (entry.token_id, *(token_id for token_id, _ in entry.top)):
+            name = self.key(token_id)
+            if name in taken and token_id not in names:
+                name = f"token_id:{token_id}"
+            names.setdefault(token_id, name)
+            taken.add(name)
+        return names
+
+    def key(self, token_id: int) -> str:
+        """A token's name in completions' logprobs."""
+        return f"token_id:{token_id}" if self._as_ids else self._shown.key(token_id)
+
+    def begun(self, token_ids: Sequence[int]) -> bytes:
+        """The first bytes of a character that the tokens end in the middle of."""
+        data = b"".join(map(self.in_text, token_ids[-_CHARACTER_BYTES:]))
+        return data[utf_8_decode(data, "replace", False)[1] :]
+
     def in_text(self, token_id: int, *, spelled: bool = False) -> bytes:
         """What the token adds to the text; ``spelled``: one that spells special tokens out."""
         stands_for = self._shown.bytes(token_id)
@@ -204,18 +231,25 @@ class TokenShower:
         return shown
 
     def chat_logprobs(self, entries: list[TokenLogprobs]) -> list[ChatLogprob]:
-        return [
-            ChatLogprob(
-                self.text(entry.token_id),
-                finite(entry.logprob),
-                self._bytes_or_none(entry.token_id),
-                [
-                    TopLogprob(self.text(token), finite(logprob), self._bytes_or_none(token))
-                    for token, logprob in entry.top
-                ],
-            )
-            for entry in entries
-        ]
+        return [self._chat_logprob(entry) for entry in entries]
+
+    def _chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
+        names = self.keys(entry)
+
+        def shown(token_id: int) -> str:
+            """Its text, for the bytes of a part of a character stand beside it."""
+            by_id = names[token_id].startswith("token_id:")
+            return names[token_id] if by_id else self.text(token_id)
+
+        return ChatLogprob(
+            shown(entry.token_id),
+            finite(entry.logprob),
+            self._bytes_or_none(entry.token_id),
+            [
+                TopLogprob(shown(token), finite(logprob), self._bytes_or_none(token))
+                for token, logprob in entry.top
+            ],
+        )
 
     def _bytes_or_none(self, token_id: int) -> list[int] | None:
         """None for a control token, which stands for no bytes."""
@@ -229,10 +263,17 @@ class CompletionLogprobsWriter:
     """
 
     def __init__(
-        self, shower: TokenShower, first_offset: int = 0, *, spelled: bool = False
+        self,
+        shower: TokenShower,
+        first_offset: int = 0,
+        begun: bytes = b"",
+        *,
+        spelled: bool = False,
     ) -> None:
+        """``begun``: the first bytes of the character at ``first_offset``."""
         self._shower = shower
-        self._offset = first_offset  # characters begun so far
+        self._offset = first_offset  # whole characters so far
+        self._begun = begun
         self._spelled = spelled
 
     @classmethod
@@ -242,7 +283,8 @@ class CompletionLogprobsWriter:
         """For the tokens of a text as a client gave it. Special tokens in it are spelled out; what
         was put before it stands at its start.
         """
-        length = sum(_characters(shower.in_text(token, spelled=True)) for token in token_ids)
+        joined = b"".join(shower.in_text(token, spelled=True) for token in token_ids)
+        length = len(joined.decode(errors="replace"))
         return cls(shower, min(0, len(text) - length), spelled=True)
 
     def take(
@@ -252,25 +294,30 @@ class CompletionLogprobsWriter:
         out = CompletionLogprobs([], [], [], [])
         shower = self._shower
         for token_id, entry in zip(token_ids, entries, strict=True):
-            stands_for = shower.in_text(token_id, spelled=self._spelled)
-            inside = bool(stands_for) and stands_for[0] & 0xC0 == 0x80
-            out.text_offset.append(max(0, self._offset - inside))
-            self._offset += _characters(stands_for)
-            out.tokens.append(shower.text(token_id))
+            out.text_offset.append(max(0, self._advance(token_id)))
+            out.tokens.append(shower.key(token_id))
             if entry is None:
                 out.token_logprobs.append(None)
                 out.top_logprobs.append(None)
             else:
                 out.token_logprobs.append(finite(entry.logprob))
-                top = {shower.text(token): finite(logprob) for token, logprob in entry.top}
-                top.setdefault(shower.text(token_id), finite(entry.logprob))
+                names = shower.keys(entry)
+                top = {names[token]: finite(logprob) for token, logprob in entry.top}
+                top.setdefault(names[token_id], finite(entry.logprob))
                 out.top_logprobs.append(top)
         return out
 
-
-def _characters(utf8: bytes) -> int:
-    """How many begin in it."""
-    return sum(byte & 0xC0 != 0x80 for byte in utf8)
+    def _advance(self, token_id: int) -> int:
+        """Past a token; where it began."""
+        stands_for = self._shower.in_text(token_id, spelled=self._spelled)
+        # What cannot go on with a character that has begun leaves a U+FFFD behind.
+        broken = bool(self._begun) and stands_for[:1] not in _CONTINUATION
+        began = self._offset + broken
+        data = self._begun + stands_for
+        text, decoded = utf_8_decode(data, "replace", False)
+        self._offset += len(text)
+        self._begun = data[decoded:]
+        return began
 
 
 def finite(logprob: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 from starlette.requests import Request as HttpRequest
@@ -10,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
-from octavo.schedule.request import AdmissionError
+from octavo.schedule.request import AdmissionError, RequestRecord
 from octavo.serve.body import Bodies, decode_object, unless_gone
 from octavo.serve.errors import ApiError, unavailable
 from octavo.serve.exchange import Exchange
@@ -74,7 +75,8 @@ class Probes:
             raise unavailable("the server is shutting down")
         answer = await self.live(request)
         try:
-            self._engine.check_room(self._workers.pending)
+            ordinary = RequestRecord("", time.monotonic(), 0)
+            self._engine.check_room(self._workers.pending, ordinary)
         except AdmissionError as error:
             raise unavailable(str(error)) from None
         return answer
@@ -106,9 +108,8 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
         for name in ("add_generation_prompt", "continue_final_message", "chat_template_kwargs"):
             if getattr(request, name) is not None:
                 raise ApiError(400, f"{name} needs messages", name)
-        model.check_length(len(request.prompt), "prompt")
-        token_ids = model.tokenizer.encode(
-            request.prompt, add_special_tokens=request.add_special_tokens is not False
+        token_ids = model.encode(
+            request.prompt, "prompt", add_special_tokens=request.add_special_tokens is not False
         )
     else:
         assert request.messages is not None

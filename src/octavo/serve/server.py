@@ -10,11 +10,12 @@ import signal
 import socket
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, cast
 
 import uvicorn
@@ -23,19 +24,21 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from octavo import __version__
+from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
+from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
 from octavo.extras import install_command
 from octavo.plan.calibration import Calibration
-from octavo.schedule.policies.config import PolicyName
-from octavo.serve.app import create_app
+from octavo.serve.app import App, create_app
+from octavo.serve.clients import Clients, raise_file_limit
 from octavo.serve.config import ServeConfig
 from octavo.serve.connection import Connection
-from octavo.serve.keys import ApiKey
+from octavo.serve.keys import in_effect
 from octavo.serve.logs import set_up_logging
 from octavo.serve.metrics import Metrics
-from octavo.serve.model import ServedModel
+from octavo.serve.model import ServedModel, public_name, utf8
 from octavo.serve.niceness import give_way
 
 if TYPE_CHECKING:
@@ -49,8 +52,15 @@ ONE_CLIENT = (
     "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_BACKLOG = 2048  # connections not yet accepted
+OWN_CACHE = (
+    "prefix cache: API keys of the key file share only what has the same cache_salt, which is a "
+    "key's name unless the file says another (--share-prefix-cache: all share one)"
+)
+ONE_CACHE = (
+    "prefix cache: shared by all API keys, so that each can tell by the time of an answer whether "
+    "another has sent the same prompt"
+)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
@@ -60,14 +70,18 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
     """Load ``model`` and serve it until a signal.
 
     Returns the exit code: 0 after a drain, 1 if the address cannot be had. Raises what
-    `load_engine` raises, and `SettingsError` where traces cannot be sent, or keys have what the
-    scheduling policy does not know of. With an engine that hangs it ends the process, with code 1.
+    `load_engine` raises, and `SettingsError` where traces cannot be sent. With an engine that hangs
+    it ends the process, with code 1.
     """
-    check_keys(serve.keys, engine.scheduling_policy)
     # A third of what a scrape would be, and Prometheus does not read it.
     disable_created_metrics()  # type: ignore[no-untyped-call]
     set_up_logging(serve.log_level, serve.log_format, serve.access_log_format)
+    named, told = in_effect(serve.named_keys, engine.scheduling_policy, serve.api_key_file)
+    serve = replace(serve, named_keys=named)
+    for line in told:
+        log.warning("%s", line)
     tracer = None if serve.otlp_traces_endpoint is None else _tracer(serve.otlp_traces_endpoint)
+    files = raise_file_limit()
     try:
         # Before loading: a port that is taken is known at once.
         listener = bind(serve)
@@ -78,33 +92,29 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         return 1
     try:
         loaded = load_engine(model, bounded(engine))
+        defaults = sampling_defaults(
+            loaded.checkpoint, serve.generation_config, serve.override_generation_config
+        )
         calibration = Calibration.of_engine(loaded)
         if calibration is not None and loaded.engine.pace is not None:
             loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if said := defaults.report():
+            log.info("%s", said)
+        if serve.named_keys and engine.enable_prefix_caching:
+            log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
-        return uvloop.run(_serve(loaded, str(model), serve, listener, calibration, tracer))
+        clients = Clients.of_files(files)
+        return uvloop.run(
+            _serve(loaded, model, defaults, serve, listener, clients, calibration, tracer)
+        )
     finally:
         if tracer is not None:
             tracer.close()
         listener.close()
         _remove_socket_file(serve.uds)
-
-
-def check_keys(keys: Iterable[ApiKey], policy: PolicyName) -> None:
-    """Raises `SettingsError` for a key with a priority or a weight that would have no effect."""
-    for key in keys:
-        if key.priority and policy != "priority":
-            raise SettingsError(
-                f"{key.name}: priority {key.priority} has no effect under scheduling_policy "
-                f"{policy}"
-            )
-        if key.weight != 1 and policy != "fair":
-            raise SettingsError(
-                f"{key.name}: weight {key.weight:g} has no effect under scheduling_policy {policy}"
-            )
 
 
 def bounded(config: EngineConfig) -> EngineConfig:
@@ -140,26 +150,25 @@ def _predictions(calibration: Calibration | None) -> str:
     return f"step times: predicted, as {calibration.standing}"
 
 
-def _spelled(argument: str) -> str:
-    """A name that JSON and metrics can say, of a path whose bytes need not be UTF-8."""
-    return os.fsencode(argument).decode(errors="replace")
-
-
 async def _serve(
     loaded: LoadedEngine,
-    model: str,
+    model: str | Path,
+    defaults: SamplingDefaults,
     config: ServeConfig,
     listener: socket.socket,
+    clients: Clients,
     calibration: Calibration | None,
     tracer: Tracer | None,
 ) -> int:
     tokenizer = loaded.checkpoint.tokenizer
     served = ServedModel(
-        names=tuple(map(_spelled, config.served_model_name or (model,))),
+        names=tuple(map(utf8, config.served_model_name or (public_name(model),))),
         tokenizer=tokenizer,
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
-        root=_spelled(model),
+        root=utf8(public_name(model)),
+        sampling_defaults=defaults.values,
+        control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(
         loaded.engine,
@@ -184,11 +193,13 @@ async def _serve(
         engine.observe(prediction)
     if tracer is not None:
         tracer.spans.tell = metrics.spans
+    if served.chat_template is not None:
+        Thread(target=_try_template, args=(served.chat_template,), daemon=True).start()
     await engine.start()
     give_way(engine.thread)
     try:
         trace = None if tracer is None else tracer.trace
-        app = create_app(engine, served, config, metrics, trace)
+        app = create_app(engine, served, config, metrics, trace, clients)
         await serve(app, engine, config, listener)
     finally:
         try:
@@ -200,33 +211,44 @@ async def _serve(
     return 0
 
 
+def _try_template(template: ChatTemplate) -> None:
+    """Say at the start what would else be found out by the first chat."""
+    try:
+        template.check()
+    except ChatTemplateError as error:
+        log.warning("chats will be refused, the chat template cannot be used: %s", error)
+
+
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
     """uvicorn as it is used here; it leaves the signals to `serve`."""
+    clients = app.clients if isinstance(app, App) else Clients()
+    refused = app.refused if isinstance(app, App) else lambda status: None
     return _Server(
         uvicorn.Config(
             app,
-            http=cast(type[asyncio.Protocol], partial(Connection, config)),
+            http=cast(type[asyncio.Protocol], partial(Connection, config, refused, clients)),
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             root_path=config.root_path,
-            backlog=_BACKLOG,
+            backlog=clients.backlog,
             timeout_graceful_shutdown=_LAST_BYTES,
         )
     )
 
 
 async def serve(
-    app: ASGIApp, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
+    app: App, engine: AsyncEngine, config: ServeConfig, listener: socket.socket
 ) -> None:
-    """Answer on ``listener`` until SIGTERM or SIGINT, then drain; a second signal ends at once."""
+    """Answer on ``listener`` until one of `_SIGNALS`, then drain; a second one ends at once."""
     server = http_server(app, config)
     loop = asyncio.get_running_loop()
     draining: asyncio.Task[None] | None = None
 
     async def drain() -> None:
+        app.drain()
         await _drain(engine, config.shutdown_timeout)
         server.should_exit = True
 
@@ -238,14 +260,16 @@ async def serve(
         log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
         draining = loop.create_task(drain())
 
-    for which in _SIGNALS:
+    # Under nohup the end of the terminal is no reason to stop.
+    handled = [which for which in _SIGNALS if signal.getsignal(which) is not signal.SIG_IGN]
+    for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:
-        listener.listen(_BACKLOG)  # who reads the next line may connect
+        listener.listen(app.clients.backlog)  # who reads the next line may connect
         log.info("listening on %s (docs at /docs)", _url(listener, config))
         await server.serve(sockets=[listener])
     finally:
-        for which in _SIGNALS:
+        for which in handled:
             loop.remove_signal_handler(which)
 
 

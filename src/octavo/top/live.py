@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
-import termios
 import time
-import tty
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console, Group
 from rich.live import Live
 
 from octavo.top.figures import SORTS, Figures, History
+from octavo.top.keys import key_by_key
 from octavo.top.source import Source, SourceError
 from octavo.top.view import State, screen, span
 
@@ -71,7 +69,10 @@ class Screen:
         """Raises `SourceError` if the first answer says that the next will be no better."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
-        with Live(console=self._console, screen=True, auto_refresh=False) as live, _keys() as keys:
+        with (
+            Live(console=self._console, screen=True, auto_refresh=False) as live,
+            key_by_key() as keys,
+        ):
 
             def draw() -> None:
                 size = self._console.size
@@ -131,15 +132,3 @@ class Screen:
                     self._figures = self._history.figures()
             draw()
             await asyncio.sleep(max(0.0, began + self._seconds - time.monotonic()))
-
-
-@contextmanager
-def _keys() -> Iterator[int]:
-    """Standard input, a key at a time and without echo."""
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-    tty.setcbreak(descriptor)
-    try:
-        yield descriptor
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

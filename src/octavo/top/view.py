@@ -13,7 +13,7 @@ from octavo.engine.snapshot import PoolSnapshot, RequestSnapshot
 from octavo.top.figures import Figures, Latency, Sort, sorted_requests
 
 NAMES = {"ttft": "TTFT", "itl": "ITL", "e2e": "E2E", "queue": "queue"}
-_STATE_STYLES = {"decode": "green", "prefill": "cyan", "waiting": "yellow"}
+_STATE_STYLES = {"decode": "green", "prefill": "cyan", "waiting": "yellow", "paused": "magenta"}
 _BARS = {True: "█▒░", False: "#=."}  # used, cached, free; whether the terminal has such characters
 _LONGEST_BAR = 60
 _WIDE = 120  # columns

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural
+from octavo.cli.console import json_text, on_stderr, wrapped
+from octavo.cli.fold import show_report
 from octavo.cli.options import PlannedModel, amount, length, named_flags
 from octavo.cli.planned import (
     KV_DTYPE_HELP,
@@ -21,6 +22,8 @@ from octavo.cli.planned import (
     chosen_scheme,
 )
 from octavo.execute.memory import as_size
+from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.plan.memory import Alternative, Load, Need, Place
@@ -67,7 +70,7 @@ def command(
             "-q",
             metavar="FORMAT",
             help="Of the weights: int8 or int4 (rounded while loading), a GGUF format (q4_k, …), "
-            "gptq, awq, compressed-tensors, bf16, f32.",
+            "gptq, awq, compressed-tensors, w8a8, fp8, bf16, f32.",
             show_default="as stored, else bf16",
         ),
     ] = None,
@@ -122,8 +125,8 @@ def command(
         dtype = KvDtype.of(kv_dtype)
     except ValueError:
         raise typer.BadParameter(
-            f"--kv-dtype {kv_dtype!r} is not what Octavo's cache can hold; "
-            f"auto, {', '.join(KvDtype)} are"
+            f"--kv-dtype {kv_dtype!r} is not what a cache can hold; auto, "
+            f"{', '.join(KvDtype.served())} are, and on GPUs fp8"
         ) from None
     try:
         config = EngineConfig(block_size=block_size)
@@ -173,19 +176,21 @@ def command(
     load, asked, need = loads[0], places[0], found[0]
     instead = []
     if need is None or not need.fits:
-        instead = memory.alternatives(load, memory.narrower(load), asked)
+        instead = memory.alternatives(load, memory.narrower(load, asked), asked)
     if as_json:
         facts = as_dict(load, places, found, instead)
         typer.echo(json_text(facts, indent=2))
     else:
         serve = _serve(model, rounding, load)
-        typer.echo(as_text(load, places, found, instead, serve, loads))
+        show_report(as_text(load, places, found, instead, serve, loads))
 
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:
     """The command, without the size of its cache, whose engine is what is planned."""
+    from octavo.checkpoint.pull import servable
+
     config, usual = load.config, type(load.config)()
-    flags = ["octavo", "serve", model]
+    flags = ["octavo", "serve", servable(model)]
     if rounding is not None:
         flags += ["--quantization", rounding]
     flags += ["--max-model-len", str(load.context), "--kv-cache-dtype", load.dtype]
@@ -217,7 +222,7 @@ def _places(device: str | None) -> list[Place]:
 
     here = Place(f"this machine ({cpu_model()})", available_memory(), here=True)
     gpus = [
-        Place(gpu.name, gpu.memory_bytes)
+        Place(gpu.name, gpu.memory_bytes, gpu=True, fp8=gpu.has_fp8)
         for gpu in hardware.PUBLISHED.values()
         if gpu.memory_bytes is not None
     ]
@@ -226,7 +231,7 @@ def _places(device: str | None) -> list[Place]:
     chosen = hardware.device(device, on_stderr)
     if chosen.memory_bytes is None:
         raise ValueError(f"--device {device!r} says nothing of how much it holds: add capacity=GiB")
-    place = Place(chosen.name, chosen.memory_bytes)
+    place = Place(chosen.name, chosen.memory_bytes, gpu=chosen.gpu, fp8=chosen.has_fp8)
     return [place, here, *(gpu for gpu in gpus if gpu != place)]
 
 
@@ -327,6 +332,7 @@ def _place_dict(place: Place, need: Need | None) -> dict[str, Any]:
     return facts | {
         "weight_bytes": need.weight_bytes,
         "work_bytes": need.work_bytes,
+        "runtime_bytes": need.runtime_bytes,
         "kv_bytes": need.kv_bytes,
         "bytes": need.bytes,
         "kv_budget_bytes": need.budget,
@@ -354,28 +360,44 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 def verdict(load: Load, place: Place, need: Need | None) -> str:
     """In a line: whether it fits there, and how many of its sequences would."""
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
+    what += " takes" if load.users == 1 else " take"
     if need is None:
-        return f"Does not fit on {place.name}: no kernel takes {load.stored.name}."
+        return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
-        return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
+        return f"Fits on {place.name}: {what} {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
         why = (
             "and weights alone are too much"
             if need.weight_bytes > place.memory_bytes
             else "and weights and work space leave nothing for a cache"
         )
-        return f"Does not fit on {place.name}: {what} take {of}, {why}."
+        if place.gpu and need.weight_bytes <= place.memory_bytes:
+            why = (
+                f"and of the {as_size(int(load.config.memory_utilization * place.memory_bytes))} "
+                f"that --gpu-memory-utilization {load.config.memory_utilization:g} allows, "
+                "weights, work space and runtime leave nothing for a cache"
+            )
+        return f"Does not fit on {place.name}: {what} {of}, {why}."
     return (
-        f"Does not fit on {place.name}: {what} take {of}; the cache may have "
+        f"Does not fit on {place.name}: {what} {of}; the cache may have "
         f"{as_size(need.budget)}, room for {need.sequences:,}."
     )
 
 
+def _unserved(load: Load) -> str:
+    """What the engine cannot hold."""
+    from octavo.kv.layout import KvDtype
+
+    cache = load.dtype not in KvDtype.served()
+    return f"a cache of {load.dtype}" if cache else f"weights in {load.stored.name}"
+
+
 def _parts_line(need: Need) -> str:
+    runtime = f"{as_size(need.runtime_bytes)} of runtime + " if need.runtime_bytes else ""
     return (
         f"{as_size(need.weight_bytes)} of weights + {as_size(need.work_bytes)} of work space + "
-        f"{as_size(need.kv_bytes)} of KV cache = {as_size(need.bytes)}"
+        f"{runtime}{as_size(need.kv_bytes)} of KV cache = {as_size(need.bytes)}"
     )
 
 
@@ -494,7 +516,7 @@ def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None
         name = "this machine" if place.here else place.name
         if need is None:
             lines.append(
-                f"{name:<18}{as_size(place.memory_bytes):>11}  no kernel takes this format"
+                f"{name:<18}{as_size(place.memory_bytes):>11}  no kernel takes {_unserved(load)}"
             )
             continue
         context = f"{need.context:,}" if need.context else "-"
@@ -506,24 +528,31 @@ def _place_lines(loads: list[Load], places: list[Place], needs: list[Need | None
     return [
         *lines,
         "Of GPUs the memory is what their drivers show as total, published, not measured; of this",
-        "machine what is available now, and weights as Octavo repacks them. For the cache, of what",
-        f"weights and work space leave: {_shares(loads, places)}.",
+        "machine what is available now, and weights as Octavo repacks them. For the cache:",
+        *(line for share in _shares(loads, places) for line in wrapped(share, "  ")),
     ]
 
 
-def _shares(loads: list[Load], places: list[Place]) -> str:
-    """The cache's share of what is left, and the work space, here and elsewhere."""
-    said = {
-        place.here: f"{100 * load.config.memory_utilization:g} % beside {as_size(load.work_bytes)}"
-        for load, place in zip(loads, places, strict=True)
-    }
-    return said[True] if said[True] == said[False] else f"here {said[True]}, else {said[False]}"
+def _shares(loads: list[Load], places: list[Place]) -> list[str]:
+    """What the cache may have, and the work space, on each kind of place."""
+    said = {}
+    for load, place in zip(loads, places, strict=True):
+        share, work = load.config.memory_utilization, as_size(load.work_bytes)
+        if place.gpu:
+            said["on a GPU"] = (
+                f"{100 * share:g} % of its memory (--gpu-memory-utilization, as in vLLM) without "
+                f"weights, {work} of work space and {as_size(RUNTIME_BYTES)} of its runtime"
+            )
+        else:
+            where = "here" if place.here else f"on {place.name}"
+            said[where] = f"{100 * share:g} % of what weights and {work} of work space leave"
+    return [f"{where}: {text}" for where, text in said.items()]
 
 
 def _nothing(load: Load, place: Place) -> str:
     from octavo.plan import memory
 
-    smallest = min((load.stored, *memory.narrower(load)), key=lambda stored: stored.bytes)
+    smallest = min((load.stored, *memory.narrower(load, place)), key=lambda stored: stored.bytes)
     return (
         f"Nothing narrower, shorter or for fewer users fits on {place.name}: "
         f"{smallest.name}, the weights alone are {as_size(smallest.bytes)}."

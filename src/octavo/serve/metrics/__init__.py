@@ -21,6 +21,8 @@ from prometheus_client.openmetrics import exposition as openmetrics
 from octavo.engine.engine import Step
 from octavo.engine.stats import EngineStats
 from octavo.schedule.request import LatencyTarget, RequestRecord
+from octavo.serve.clients import Clients
+from octavo.serve.metrics.clients import ClientCollector
 from octavo.serve.metrics.engine import EngineCollector
 from octavo.serve.metrics.families import Families
 from octavo.serve.metrics.requests import RequestMetrics
@@ -43,7 +45,7 @@ class Metrics:
         self, model_name: str, stats: Callable[[], EngineStats], max_model_len: int
     ) -> None:
         self.registry = CollectorRegistry()
-        families = Families(self.registry, model_name)
+        self._families = families = Families(self.registry, model_name)
         self._requests = RequestMetrics(families, max_model_len)
         self._slo = SloMetrics(families)
         self.inter_token = self._requests.inter_token
@@ -87,10 +89,14 @@ class Metrics:
             self._requests.expect_priority(priority)
 
     def refuse(self, reason: str, client: str = "") -> None:
-        """A generation is refused, for one of `REJECTIONS` but "shed"; counted where it is
+        """A request is refused, for one of `REJECTIONS` but "shed"; counted where it is
         answered.
         """
         self._requests.refuse(reason, client)
+
+    def clients(self, clients: Clients, unsent: Callable[[], int]) -> None:
+        """Read the server's connections on each scrape. ``unsent``: bytes on their way to them."""
+        self.registry.register(ClientCollector(self._families.labels, clients, unsent))
 
     def info(self, name: str, what: str, facts: dict[str, object]) -> None:
         """A gauge that is always 1 and says something in its labels."""

@@ -37,6 +37,11 @@ GAUGES = (
     _Reading("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     _Reading("num_requests_waiting", "Sequences waiting, preempted ones too.", lambda s: s.waiting),
     _Reading(
+        "num_requests_paused",
+        "Sequences that do not go on because their clients do not read their output.",
+        lambda s: s.paused,
+    ),
+    _Reading(
         "num_prompt_tokens_waiting", "Tokens of the sequences waiting.", lambda s: s.waiting_tokens
     ),
     _Reading("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda s: s.kv_usage),

@@ -1,0 +1,99 @@
+"""Output that nobody takes: its request is paused, and then goes on as if it had not been."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.test_async_engine import collect, started
+from engine.test_engine import request
+from octavo.engine import stream as streams
+from octavo.engine.outputs import Delta
+from octavo.engine.stream import OutputUnread, Stream
+from octavo.schedule.request import FinishReason, Outcome
+from patience import until
+
+MOST = 10_000
+
+
+@pytest.fixture(autouse=True)
+def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "_MOST_UNSENT", MOST)
+
+
+def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for delta in deltas:
+        found.setdefault(delta.choice, []).extend(delta.token_ids)
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_it_waits_and_goes_on_with_the_same_tokens(n: int) -> None:
+    engine = await started()
+    params = {"max_tokens": 90, "n": n, "seed": 3}
+    plain = await collect(engine.submit(request("plain", [1, 2], **params)))
+    unread = engine.submit(request("unread", [1, 2], **params))
+    for _ in range(2):  # and again, when some of it has been taken
+        await until(lambda: unread._paused and engine.stats().paused == n)
+        assert not engine.engine.has_work()
+        made = unread.record.completion_tokens
+        assert MOST <= unread.unsent < 2 * MOST
+        # Others run on, and find all blocks free.
+        other = await collect(engine.submit(request("other", [5], max_tokens=20)))
+        assert len(tokens_of(other)[0]) == 20
+        assert unread.record.completion_tokens == made < 90 * n
+        taken = [await anext(unread) for _ in range(n)]
+        plain_so_far = tokens_of(plain)
+        for choice, tokens in tokens_of(taken).items():
+            assert plain_so_far[choice][: len(tokens)] == tokens
+            del plain_so_far[choice][: len(tokens)]
+        plain = [delta._replace(token_ids=plain_so_far.pop(delta.choice, [])) for delta in plain]
+    rest = await collect(unread)
+    assert tokens_of(rest) == tokens_of(plain)
+    assert unread.record.outcome is Outcome.FINISHED
+    assert unread.record.pauses >= 2
+    assert unread.unsent == engine.unsent == 0
+    await engine.stop()
+    engine.engine.check_integrity()
+
+
+async def test_a_paused_request_can_end() -> None:
+    """By an abort, by a drain, and by the engine's stop."""
+    for end in ("abort", "drain", "stop"):
+        engine = await started()
+        unread = engine.submit(request("unread", [1, 2], max_tokens=90))
+        await until(lambda engine=engine: engine.stats().paused == 1)
+        if end == "abort":
+            unread.abort()
+        elif end == "drain":
+            assert not await engine.drain(0.01)
+        else:
+            await engine.stop()
+        *_, last = await collect(unread)
+        assert last.finish_reason is FinishReason.ABORT
+        assert last.record is unread.record
+        assert engine.unsent == 0
+        await engine.stop()
+        engine.engine.check_integrity()
+
+
+async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then those are ended that have been paused for the longest time."""
+    monkeypatch.setattr(streams, "_MOST_UNSENT_TOTAL", 3 * MOST)
+    engine = await started()
+    unread: list[Stream] = []
+    for index in range(5):
+        params = {"max_tokens": 90}
+        unread.append(engine.submit(request(f"unread-{index}", [1, 2], **params)))
+        await until(lambda: unread[-1].record.pauses == 1)
+    assert engine.unsent <= 3 * MOST
+    await until(lambda: unread[0].record.outcome is not None)
+    for gone in unread[:3]:
+        with pytest.raises(OutputUnread):
+            await collect(gone)
+        assert gone.record.outcome is Outcome.ABORTED
+    for kept in unread[3:]:
+        assert len(tokens_of(await collect(kept))[0]) == 90
+    assert engine.unsent == 0
+    await engine.stop()
+    engine.engine.check_integrity()

@@ -1,0 +1,210 @@
+"""Records what transformers' config classes mean by keys that a config.json leaves out.
+
+Run by hand, in an environment with torch and transformers:
+
+    python tests/oracle/record_config_defaults.py [--check]
+
+It writes src/octavo/checkpoint/hf_defaults.json: of each supported model type the defaults of the
+class, the keys that it computes and by which rule of `hf_defaults.RULES` (tried on drawn values:
+a key that none of them explains is an error), the rope types that it takes, and their base. With
+``--check`` nothing is written, and a difference from the file is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
+
+import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
+
+from octavo.checkpoint.hf_defaults import FULL, RULES, SLIDING, TABLE, apply_rule
+from octavo.checkpoint.section import Section
+
+MODEL_TYPES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text",
+    "phi3", "granite", "olmo2", "mixtral", "qwen3_moe",
+)  # fmt: skip
+# Of training, generation and running: no logit depends on them.
+UNUSED = {
+    "initializer_range", "use_cache", "attention_dropout", "resid_pdrop", "embd_pdrop",
+    "pretraining_tp", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise",
+    "rope_parameters",
+}  # fmt: skip
+DRAWS = 200
+LONG: dict[str, Any] = {
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0] * 4,
+    "original_max_position_embeddings": 64,
+}
+SECTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "llama3": {"factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 64},
+    "yarn": {"factor": 2.0} | LONG,  # Phi-3 takes it for longrope
+    "longrope": LONG,
+    "su": LONG,
+}  # fmt: skip
+SIZES = {"hidden_size": 32, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 6,
+         "vocab_size": 96, "pad_token_id": None, "max_position_embeddings": 128,
+         "sliding_window": 16}  # fmt: skip
+
+
+def own_fields(cls: Any) -> dict[str, Any]:
+    common = {field.name for field in fields(transformers.PreTrainedConfig)}
+    return {field.name: field.default for field in fields(cls) if field.name not in common | UNUSED}
+
+
+def drawn(rng: random.Random, known: dict[str, Any]) -> dict[str, Any]:
+    """Values of the keys that others are computed from, missing, null or set."""
+    heads = rng.choice([1, 2, 4, 8])
+    layers = rng.randrange(1, 20)
+    values: dict[str, Any] = {
+        "hidden_size": heads * rng.randrange(4, 40),
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": rng.choice([None, heads]),
+        "head_dim": rng.choice([None, 16]),
+        "max_window_layers": rng.randrange(0, 20),
+        "sliding_window": rng.choice([None, 7]),
+        "use_sliding_window": rng.choice([True, False]),
+        "sliding_window_pattern": rng.randrange(1, 8),
+        "layer_types": rng.choice(
+            [None, None, [rng.choice([FULL, SLIDING]) for _ in range(layers)]]
+        ),
+        "mlp_only_layers": rng.choice([None, [1], []]),
+    }
+    extra = {"sliding_window_pattern"}
+    kept = {key: value for key, value in values.items() if key in known or key in extra}
+    return {key: value for key, value in kept.items() if rng.random() < 0.7}
+
+
+def computed(cls: Any, known: dict[str, Any]) -> dict[str, str]:
+    """The keys that the class computes, and the rule that gives the same every time."""
+
+    def fail(reason: str) -> NoReturn:
+        raise ValueError(reason)
+
+    rng = random.Random(0)
+    cases = []
+    while len(cases) < DRAWS:
+        given = drawn(rng, known)
+        try:
+            made = cls(**given)
+        except Exception:  # what the class refuses is compared elsewhere
+            continue
+        cases.append((known | given, made))
+    found: dict[str, str] = {}
+    for key in known:
+        if all(getattr(made, key) == values[key] for values, made in cases):
+            continue
+
+        def explains(rule: str, key: str = key) -> bool:
+            for values, made in cases:
+                before = values | {other: getattr(made, other) for other in found}
+                try:
+                    value = apply_rule(rule, key, Section(fail, before | {key: values[key]}))
+                except (KeyError, ValueError):
+                    return False
+                if value != getattr(made, key):
+                    return False
+            return True
+
+        rules = [rule for rule in RULES if explains(rule)]
+        if not rules:
+            raise SystemExit(f"{cls.__name__}: no rule of RULES explains how {key} is computed")
+        found[key] = rules[0]
+    return found
+
+
+def rope_types(cls: Any) -> dict[str, str]:
+    """Those that the class can be made with, and what it makes of their names."""
+    found = {}
+    for kind, section in SECTIONS.items():
+        try:
+            made = cls(**SIZES, rope_parameters=nested(cls, {"rope_type": kind} | section))
+        except Exception:
+            continue
+        rope = made.rope_parameters.get(FULL, made.rope_parameters)
+        if rope["rope_type"] in SECTIONS and rope["rope_type"] != "su":
+            found[kind] = rope["rope_type"]
+    return found
+
+
+def nested(cls: Any, section: dict[str, Any]) -> dict[str, Any]:
+    return {FULL: section, SLIDING: {}} if by_layer(cls) else section
+
+
+def by_layer(cls: Any) -> bool:
+    """Whether the class keeps the settings of layer types apart, given none."""
+    return FULL in cls(**SIZES).rope_parameters
+
+
+def bases(cls: Any) -> dict[str, float]:
+    rope = cls(**SIZES).rope_parameters
+    if by_layer(cls):
+        return {kind: float(rope[kind]["rope_theta"]) for kind in (FULL, SLIDING)}
+    return {"": float(rope["rope_theta"])}
+
+
+def partial_rotary(cls: Any, causal_lm: str) -> bool:
+    """Whether unscaled rotary positions heed partial_rotary_factor."""
+    section = nested(cls, {"rope_type": "default", "partial_rotary_factor": 0.5})
+    config = cls(**SIZES, rope_parameters=section)
+    module = sys.modules[getattr(transformers, causal_lm).__module__]
+    name = next(n for n in dir(module) if n.endswith("RotaryEmbedding") and "Vision" not in n)
+    rotary = getattr(module, name)(config)
+    buffer = getattr(rotary, f"{FULL}_inv_freq" if by_layer(cls) else "inv_freq")
+    return len(buffer) == SIZES["head_dim"] // 4
+
+
+def record(model_type: str) -> dict[str, Any]:
+    cls = CONFIG_MAPPING[model_type]
+    known = own_fields(cls)
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]
+    return {
+        "config_class": cls.__name__,
+        "causal_lm": causal_lm,
+        "base_model": MODEL_MAPPING_NAMES[model_type],
+        "defaults": known,
+        "computed": computed(cls, known),
+        "aliases": dict(cls.attribute_map),
+        "rope_types": rope_types(cls),
+        "rope_theta": bases(cls),
+        "partial_rotary": partial_rotary(cls, causal_lm),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
+    parser.add_argument("--check", action="store_true", help="compare with the file that is there")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    table = {
+        "transformers": transformers.__version__,
+        "families": {name: record(name) for name in MODEL_TYPES},
+    }
+    text = json.dumps(table, indent=1) + "\n"
+    if args.check and text != TABLE.read_text():
+        raise SystemExit(f"{TABLE} differs from transformers {transformers.__version__}")
+    if not args.check:
+        TABLE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

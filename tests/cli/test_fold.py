@@ -137,16 +137,17 @@ REPORTS = [
 ]
 
 
-@pytest.mark.parametrize("command", REPORTS)
-@pytest.mark.parametrize("width", [60, 80])
+_SLOW = ("generate", "simulate", "tune", "plan quantization llama-3-8b --dev")
+NARROW = [command for command in REPORTS if not command.startswith(_SLOW)]
+
+
+@pytest.mark.parametrize(
+    ("width", "command"),
+    [*((80, command) for command in REPORTS), *((60, command) for command in NARROW)],
+)
 def test_a_report_fits_the_terminal(
     command: str, width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (
-        command.startswith(("generate", "tune", "plan quantization llama-3-8b --dev"))
-        and width == 60
-    ):
-        pytest.skip("it takes its time, and is tried with 80 columns")
     monkeypatch.setenv("COLUMNS", str(width))
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code == 0, result.output

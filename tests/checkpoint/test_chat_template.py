@@ -115,6 +115,12 @@ def test_faults_are_reported(source: str, reason: str) -> None:
     assert reason in refusal(source)
 
 
+def test_a_template_is_tried_without_messages() -> None:
+    JinjaChatTemplate("{{ messages[7].nothing.at.all }}").check()
+    with pytest.raises(ChatTemplateError, match="line 2 of the template"):
+        JinjaChatTemplate("\n{% if %}").check()
+
+
 def test_what_is_not_json_is_refused() -> None:
     assert "not JSON" in refusal("x", [{"role": "user", "content": object()}])
     circle: list[Any] = []

@@ -544,7 +544,7 @@ def notes_of(path: Path) -> str:
 def test_what_transformers_passes_over_is_noted(tmp_path: Path) -> None:
     changes: dict[str, tuple[str, dict[str, Any], str]] = {
         "a": ("llama", {"sliding_window": 16}, "sliding_window is passed over"),
-        "b": ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types is passed over"),
+        "b": ("granite", {"layer_types": ["sliding_attention"] * 2}, "layer_types is passed over"),
         "c": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is passed over"),
         "d": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is passed over"),
         "e": (
@@ -578,6 +578,20 @@ def test_what_transformers_passes_over_is_noted(tmp_path: Path) -> None:
     # Falsy values mean nothing anywhere, and empty objects are absent ones.
     quiet = {"sliding_window": None, "num_experts": 0, "rope_scaling": {}, "layer_types": []}
     assert not notes_of(folder("llama", tmp_path / "quiet", quiet))
+
+
+def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """As transformers' AutoConfig has it, whatever the types are."""
+    types = ["full_attention", "sliding_attention"]
+    config = load(folder("mistral", tmp_path / "a", {"layer_types": types})).config
+    assert [layer.window for layer in config.layers] == [None, 24]
+    for name in ("mistral", "ministral"):
+        nothing = {"layer_types": None, "model_type": name, "architectures": None}
+        config = load(folder("mistral", tmp_path / name, nothing)).config
+        assert [layer.window for layer in config.layers] == [24, 24]
+    everywhere = {"layer_types": types, "sliding_window": None}
+    message = refused(folder("mistral", tmp_path / "b", everywhere))
+    assert "layer_types has sliding_attention, but sliding_window is null" in message
 
 
 def test_an_error_names_the_sizes_that_were_left_out(tmp_path: Path) -> None:

@@ -80,16 +80,21 @@ class TooLarge(Exception):
 
 
 def theirs(folder: Path) -> Any:
-    with contextlib.redirect_stderr(io.StringIO()):
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    """The model. Raises `Refused`."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            return transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+    except Exception as error:
+        raise Refused(f"{type(error).__name__}: {error}") from None
 
 
 def make_folder(config: Config, path: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     """The folder, the resolved config, and the weights' shapes. Raises `Refused`, `TooLarge`."""
     try:
-        resolved = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+        write_folder(path, config, {"x": np.zeros(1, np.float32)}, 4)
+        resolved = transformers.AutoConfig.from_pretrained(path)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(resolved)
     except Exception as error:
@@ -149,8 +154,6 @@ def compare(config: Config, seed: int, rng: random.Random, keep: list[Any] | Non
         except TooLarge:
             return "too large"
         except Refused as error:
-            if not (folder / "config.json").exists():
-                write_folder(folder, config, {"x": np.zeros(1, np.float32)}, 4)
             try:
                 model_config(HfFolder(folder))
             except CheckpointError as reason:

@@ -78,6 +78,15 @@ class Places:
                 tokens += prompt_tokens
             return taken
 
+    def outranks(self, newcomer: RequestRecord | None) -> bool:
+        """Whether a newcomer (None: of which nothing is known) would get a place although others,
+        of which nothing is known either, are on their way to all that are left.
+        """
+        if self._order is None:
+            return False
+        with self._lock:
+            return next(self._waiting([]), None) is None or self._last(newcomer, []) is not None
+
     def take(self, records: Iterable[RequestRecord]) -> None:
         """These are to leave the queue (`Engine.replace`)."""
         with self._lock:

@@ -41,7 +41,9 @@ class FolderTarget:
         self.layout = layout
         self.from_folder = checkpoint.path.is_dir()
         if self.from_folder:
-            self.values = HfFolder(checkpoint.path).json(CONFIG)
+            # A head that differs from the embedding is not tied, whatever the file says.
+            tied = {"tie_word_embeddings": self.config.tied_embeddings}
+            self.values = HfFolder(checkpoint.path).json(CONFIG) | tied
         else:
             self.values = hf_config(self.config) | {"torch_dtype": "bfloat16"}
         self.places = list(places(self.config, list(checkpoint.weights)))

@@ -51,6 +51,11 @@ def test_a_text_beside_a_name_is_wrapped_beside_it() -> None:
     ]
 
 
+def test_a_table_in_markdown_stays_one() -> None:
+    table = "| a |    b |\n|---|-----:|\n| 1 |   22 |"
+    assert fold(table, 8) == table
+
+
 def test_sentences_are_wrapped_and_commands_can_be_copied() -> None:
     assert fold("One two three four\n  five six seven", 12).splitlines() == [
         "One two", "  three four", "  five six", "    seven",

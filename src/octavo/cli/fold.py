@@ -28,7 +28,7 @@ def fold(text: str, width: int) -> str:
     wider the columns go below each other, each part with the table's first column.
     """
     lines: list[str] = []
-    for is_table, block in groupby(text.splitlines(), lambda line: bool(_GAP.search(line))):
+    for is_table, block in groupby(text.splitlines(), _is_row):
         rows = list(block)
         if all(_cells(row) <= width for row in rows):
             lines += rows
@@ -38,6 +38,10 @@ def fold(text: str, width: int) -> str:
             for paragraph in _paragraphs(rows):
                 lines += _wrapped(paragraph, width)
     return "\n".join(lines)
+
+
+def _is_row(line: str) -> bool:
+    return bool(_GAP.search(line)) and not line.startswith("|")  # a table in Markdown stays one
 
 
 def _paragraphs(lines: Sequence[str]) -> Iterator[str]:
@@ -57,7 +61,7 @@ def _paragraphs(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    if _cells(line) <= width or line.startswith("|"):  # a table in Markdown stays one
+    if _cells(line) <= width or line.startswith("|"):
         return [line]
     if line.startswith("octavo "):  # is to be copied; a flag and its value stay together
         line = re.sub(r"(--\S+) (?!--)", "\\1\0", line)

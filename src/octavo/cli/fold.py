@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 _GAP = re.compile(r"\S {2,}\S")  # between two cells of a table
+_NARROWEST = 40  # columns that a report is folded to
 _LEAST = 24  # columns that a cell of text is given, to be wrapped in
 
 
@@ -19,7 +20,7 @@ def show_report(text: str, *, as_json: bool = False) -> None:
     stays as it is.
     """
     if not as_json and (sys.stdout.isatty() or "COLUMNS" in os.environ):
-        text = fold(text, shutil.get_terminal_size().columns)
+        text = fold(text, max(_NARROWEST, shutil.get_terminal_size().columns))
     print(text, flush=True)
 
 

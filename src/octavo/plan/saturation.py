@@ -34,7 +34,8 @@ class Saturation(NamedTuple):
     saturated: bool
     headroom: float | None  # None: there is no rate, or the capacity is not known
     why: str  # for people, with how long the client held requests back, if it did
-    offered: float | None  # requests a second; None: all come at once
+    offered: float | None  # requests of this mix a second; None: all come at once
+    over: str  # the time that this is of: "the load", or "its second half"
     capacity: float | None  # requests a second of the same mix
     work_at_half: float  # seconds of work in the system, at half the time of the last arrival
     work_at_end: float  # and at that of the last arrival
@@ -48,7 +49,7 @@ class Saturation(NamedTuple):
             return ""
         return (
             f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this "
-            f"mix can be served, {number(self.offered)} come"
+            f"mix can be served, {number(self.offered)} come in {self.over}"
         )
 
 
@@ -65,7 +66,9 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     asked = [record for record in records if record.success or record.rejected]
     half, end = (sum(work.left(record, time) for record in served) for time in (span / 2, span))
 
-    def verdict(headroom: float | None, saturated: bool, why: str) -> Saturation:
+    def verdict(
+        load: float | None, saturated: bool, why: str, over: str = "the load"
+    ) -> Saturation:
         if refused:
             why += f"; {refused} of {len(records)} requests were refused: the queue was full"
         if held:
@@ -73,30 +76,34 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
                 f"; the client held back {len(held)} of {len(records)} requests, for "
                 f"{np.mean(held):.1f} s on average and up to {max(held):.1f} s"
             )
-        offered = len(asked) / span if span else None
         most = None if capacity is None else capacity.requests_per_second
-        return Saturation(saturated, headroom, why, offered, most, half, end, refused, len(held))
+        headroom = offered = None
+        if load is not None and most is not None:
+            headroom, offered = 1 / load, load * most
+        return Saturation(
+            saturated, headroom, why, offered, over, most, half, end, refused, len(held)
+        )
 
+    if len(asked) < 2:
+        return verdict(None, False, "a single request comes")
     if not span:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
     left = (
-        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half "
-        "of the load"
+        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half"
     )
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second
-    when = ""
+    over = "the load"
     if grown and 2 * came / span > max(1 + GROWN, load):
-        load, when = 2 * came / span, "in the second half "
+        load, over = 2 * came / span, "its second half"
     if load > 1:
-        why = f"{when}work comes {number(load, 3)} times as fast as it can be done: {left}"
-        return verdict(1 / load, True, why)
-    return verdict(
-        1 / load, False, f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
-    )
+        why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"
+        return verdict(load, True, why, over)
+    why = f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
+    return verdict(load, False, why)
 
 
 def _at_once(simulation: Simulation) -> tuple[bool, str]:

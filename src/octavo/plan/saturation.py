@@ -35,7 +35,7 @@ class Saturation(NamedTuple):
     headroom: float | None  # None: there is no rate, or the capacity is not known
     why: str  # for people, with how long the client held requests back, if it did
     offered: float | None  # requests of this mix a second; None: all come at once
-    over: str  # the time that this is of: "the load", or "its second half"
+    over: str  # the time that this is of: "the load", or "the load's second half"
     capacity: float | None  # requests a second of the same mix
     work_at_half: float  # seconds of work in the system, at half the time of the last arrival
     work_at_end: float  # and at that of the last arrival
@@ -98,7 +98,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     load = len(asked) / span / capacity.requests_per_second
     over = "the load"
     if grown and 2 * came / span > max(1 + GROWN, load):
-        load, over = 2 * came / span, "its second half"
+        load, over = 2 * came / span, "the load's second half"
     if load > 1:
         why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"
         return verdict(load, True, why, over)

@@ -125,7 +125,7 @@ def test_a_load_that_rises_beyond_capacity_is_beyond_it_in_its_second_half() -> 
     assert verdict.saturated
     assert "over the load's second half work comes" in verdict.why
     assert len(rising) / max(sample.arrival or 0.0 for sample in rising) < can, "on the whole"
-    assert f"come in {verdict.over}" in verdict.room
+    assert f"come over {verdict.over}" in verdict.room
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ saturation it comes faster than it is done: what is left to do grows as long as 
 whether they wait in the queue, run more and more slowly beside each other, or are held back by the
 client. ``headroom`` is capacity ÷ offered load; below 1 the load is beyond saturation.
 
-The offered load is that of the whole time of arrivals; of its second half, if work in the system
-grew then by more than a tenth of what came in, and more came in than can be done. A burst makes
-work grow, too, but within less than what the engine can do in that time.
+The offered load is that of the whole time of arrivals. If that could be done, but work in the
+system grew in the second half by more than a tenth of what came in then, and more came in than can
+be done, it is that half's. A burst makes work grow, too, but within what the engine can do in that
+time.
 
 Requests that all come at once have no rate. They are beyond saturation if some still wait in the
 engine's queue when the first ends.
@@ -49,7 +50,7 @@ class Saturation(NamedTuple):
             return ""
         return (
             f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this "
-            f"mix can be served, {number(self.offered)} come in {self.over}"
+            f"mix can be served, {number(self.offered)} come over {self.over}"
         )
 
 
@@ -97,7 +98,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second
     over = "the load"
-    if grown and 2 * came / span > max(1 + GROWN, load):
+    if load <= 1 and grown and 2 * came / span > 1 + GROWN:
         load, over = 2 * came / span, "the load's second half"
     if load > 1:
         why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"

@@ -2,7 +2,7 @@
 
     python benchmarks/classic_pictures.py [--model llama-2-7b] [--device a100-40gb]
 
-Three pictures, simulated:
+Four pictures, simulated:
 
 1. A pool of 96 blocks and eight requests that grow. Reserving each one's longest answer lets four
    run; pages let all run on arrival.
@@ -11,6 +11,9 @@ Three pictures, simulated:
    figure 2: 20–38 % of it holds tokens); in pages only the last block of each sequence is not full.
 3. Static against continuous batching (Yu et al., "Orca", 2022), and with what memory allows, on the
    same device: a static batch waits for its longest answer.
+4. What paging brings where memory is short: a model of 13 billion parameters on 40 GB, and
+   conversations of the mean lengths of ShareGPT's (161 tokens in, 338 out: Kwon et al., section
+   6.1). Reserving 2,048 tokens for each lets six run; they report 2 to 4 times the throughput.
 """
 
 from __future__ import annotations
@@ -54,11 +57,15 @@ def prompt(index: int, prompt_len: int, output_len: int, arrival: float = 0.0) -
     return Sample(prompt_len, output_len, (Part(RANDOM + 1 + index, prompt_len),), arrival=arrival)
 
 
-def skewed(count: int, seed: int = 0) -> list[Sample]:
-    """Lengths as of conversations, many short ones and a long tail (exponential); all at once."""
+def skewed(count: int, seed: int = 0, means: tuple[int, int] = (401, 201)) -> list[Sample]:
+    """Lengths as of conversations, many short ones and a long tail (exponential); all at once.
+    ``means``: tokens of a prompt and of an answer, before the tail is cut.
+    """
     rng = np.random.default_rng(seed)
-    inputs = np.minimum(1 + rng.exponential(400, count), 1024).astype(int).tolist()
-    outputs = np.minimum(1 + rng.exponential(200, count), 1024).astype(int).tolist()
+    inputs, outputs = (
+        np.minimum(1 + rng.exponential(mean - 1, count), 1024).astype(int).tolist()
+        for mean in means
+    )
     return [
         prompt(index, *lengths) for index, lengths in enumerate(zip(inputs, outputs, strict=True))
     ]
@@ -93,6 +100,16 @@ def throughput(
     config = replace(base.config, max_num_seqs=max_num_seqs)
     chosen = _without_sharing(replace(base, config=config), memory=memory, batching=batching)
     return figures(simulate(chosen, skewed(count)), SLO)
+
+
+SHAREGPT = 161, 338  # tokens in and out, the means
+SHORT_OF_MEMORY = "llama-2-13b", "a100-40gb"
+
+
+def what_paging_brings(memory: Memory, count: int = 300) -> dict[str, Any]:
+    """Conversations that are all there at once, continuously batched, where memory is short."""
+    chosen = _without_sharing(setup(*SHORT_OF_MEMORY), memory=memory)
+    return figures(simulate(chosen, skewed(count, means=SHAREGPT)), SLO)
 
 
 def _without_sharing(base: Setup, **techniques: Any) -> Setup:
@@ -137,6 +154,10 @@ def main() -> None:
             ]
         )
     print(table(rows))
+    print(
+        "  in pages half of each sequence's last block is not filled yet, 8 tokens of 7 blocks in\n"
+        "  the mean here: 7 %. From 200 tokens on, 13 blocks, that is less than 4 %."
+    )
 
     print(f"\n2. Where memory goes: four requests a second that may take {CONTEXT} tokens each")
     rows = [["", "allocated, not filled", "blocks in use", "output tokens/s"]]
@@ -170,6 +191,26 @@ def main() -> None:
                 f"{batching}, {KINDS[memory]}",
                 f"at most {found['running']['max']:.0f}",
                 f"{found['running']['mean']:.1f}",
+                f"{rate:,.0f}",
+                f"{rate / first:.1f}",
+            ]
+        )
+    print(table(rows))
+
+    model, where = SHORT_OF_MEMORY
+    print(f"\n4. {model} on {where}: 300 conversations at once, {CONTEXT} tokens reserved or paged")
+    rows = [["", "sequences", "on average", "not filled", "output tokens/s", "times"]]
+    first = 0.0
+    for memory in KINDS:
+        found = what_paging_brings(memory)
+        rate = found["output_throughput"]
+        first = first or rate
+        rows.append(
+            [
+                KINDS[memory],
+                f"at most {found['running']['max']:.0f}",
+                f"{found['running']['mean']:.1f}",
+                f"{100 * found['kv_waste']:.1f} %",
                 f"{rate:,.0f}",
                 f"{rate / first:.1f}",
             ]

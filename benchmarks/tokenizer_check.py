@@ -3,6 +3,7 @@
     python benchmarks/tokenizer_check.py reference --model smollm2=PATH   # transformers
     python benchmarks/tokenizer_check.py octavo    --model smollm2=PATH [--json FILE]
     python benchmarks/tokenizer_check.py llama.cpp --model smollm2=PATH   # llama-cpp-python
+    python benchmarks/tokenizer_check.py --folders FILE                   # unusual added tokens
 
 Without arguments: Octavo's half, for the pulled models whose reference is in the cache folder
 (``--cache``, build/peers).
@@ -12,6 +13,11 @@ code, scripts of some fifty Unicode blocks, emoji with joiners, runs of white sp
 as text, control characters, normalization forms, and mixtures. Only the reference half needs
 transformers. Ids are compared without BOS, special tokens in the text recognised, and the text that
 the ids decode to is compared too.
+
+``--folders`` compares Octavo with AutoTokenizer on generated folders with unusual added tokens:
+names, ids, and the text with special tokens and without. FILE is what
+tests/oracle/record_odd_folders.py writes, of any seeds (``--first 1000 --count 500``); without one,
+the 60 recorded there.
 
 For a file whose ``tokenizer.ggml.pre`` is "smollm", transformers leaves out the model's splitting
 of digits; the reference puts it back (see tests/oracle/record.py), and the number of strings on
@@ -23,6 +29,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -128,6 +135,47 @@ def compare(path: Path, name: str, cache: Path, engine: str, show: int) -> dict[
     }
 
 
+def compare_folders(file: Path) -> int:
+    """How many folders differ."""
+    from odd_folders import build
+
+    from octavo.checkpoint.base import CheckpointError
+    from octavo.checkpoint.hf_folder import HfFolder
+    from octavo.checkpoint.hf_tokenizer import hf_tokenizer
+
+    recorded = json.loads(file.read_text())
+    different = refused = 0
+    for each in recorded:
+        if "refused" in each:  # by transformers itself
+            refused += 1
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            texts = build(Path(folder), each["seed"])
+            try:
+                tokenizer = hf_tokenizer(HfFolder(Path(folder)), 1 << 16)
+                got = [
+                    [
+                        tokenizer.encode(text),
+                        tokenizer.decode(ids, skip_special_tokens=False),
+                        tokenizer.decode(ids),
+                    ]
+                    for text, (ids, _, _) in zip(texts, each["cases"], strict=True)
+                ]
+            except CheckpointError as error:
+                print(f"seed {each['seed']}: {error}")
+                different += 1
+                continue
+        expected = [
+            [ids, text, text if skipped is None else skipped]
+            for ids, text, skipped in each["cases"]
+        ]
+        if got != expected or tokenizer.special_tokens_map != each["names"]:
+            different += 1
+            print(f"seed {each['seed']} ({each['class']}) differs")
+    print(f"{len(recorded)} folders: {different} differ, {refused} refused by transformers")
+    return different
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("what", nargs="*", default=["octavo"], help="reference or an engine")
@@ -136,7 +184,12 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=12000)
     parser.add_argument("--show", type=int, default=5, help="differences to print")
     parser.add_argument("--json", help="file for the results")
+    parser.add_argument(
+        "--folders", type=Path, nargs="?", const=ORACLE / "odd_folders.json", metavar="FILE"
+    )
     args = parser.parse_args()
+    if args.folders is not None:
+        return int(compare_folders(args.folders) > 0)
     unknown = set(args.what) - {"reference", *ENGINES}
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")

@@ -129,6 +129,7 @@ def loaded(engine: CountingEngine, *, chat: bool = True) -> LoadedEngine:
         path=Path("counting.gguf"),
         tokenizer=ByteTokenizer(),
         chat_template=PlainTemplate() if chat else None,
+        generation_config={},
     )
     return LoadedEngine(
         engine=cast(Any, engine),

@@ -15,6 +15,7 @@ from octavo.checkpoint.base import TokenizerError, require_chat
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
+from octavo.engine.sampling_defaults import sampling_defaults
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.schedule.request import AdmissionError, Request, RequestRecord
 
@@ -104,6 +105,12 @@ class LLM:
         """Give the memory back. Afterwards the object cannot be used."""
         self._engine.close()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """With the values of the model's generation_config.json or GGUF file: what requests without
+        sampling_params are drawn by. Raises `CheckpointError` if a value there cannot be honoured.
+        """
+        return SamplingParams(**sampling_defaults(self.loaded.checkpoint).values)
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -114,7 +121,8 @@ class LLM:
         """Complete prompts, all in one batch; the outputs are in the prompts' order.
 
         A prompt is text, a list of token ids, or vLLM's ``{"prompt": …}`` or
-        ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt.
+        ``{"prompt_token_ids": …}``. ``sampling_params`` is one for all or one a prompt; None: the
+        model's own (`get_default_sampling_params`).
         ``use_tqdm`` shows a progress bar on standard error. Everything is checked before anything
         runs: `InvalidParameter`, `AdmissionError`. Ctrl-C aborts all requests and raises.
         `GenerationError` if some fail while running.
@@ -215,7 +223,7 @@ class LLM:
     ) -> list[tuple[str | None, Request]]:
         """The prompts as checked requests, with their text where there is one."""
         if params is None:
-            params = SamplingParams()
+            params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
             params = [params] * len(prompts)
         if len(params) != len(prompts):

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint import load
+from octavo.checkpoint import chat_template, load, template_worker
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.checkpoint.chat_template import JinjaChatTemplate
 from patience import PATIENCE, held_up_until
@@ -113,6 +113,12 @@ def test_the_templates_own_message() -> None:
 )
 def test_faults_are_reported(source: str, reason: str) -> None:
     assert reason in refusal(source)
+
+
+def test_a_template_is_tried_without_messages() -> None:
+    JinjaChatTemplate("{{ messages[7].nothing.at.all }}").check()
+    with pytest.raises(ChatTemplateError, match="line 2 of the template"):
+        JinjaChatTemplate("\n{% if %}").check()
 
 
 def test_what_is_not_json_is_refused() -> None:
@@ -300,3 +306,32 @@ def test_smollm2_chats_as_recorded(smollm2_path: Path) -> None:
     for chat in chats:
         expected = chat.pop("text")
         assert template.render(chat.pop("messages"), **chat) == expected
+
+
+RECORDED = json.loads((ORACLE / "templates.json").read_text())
+
+
+class Here:
+    """In place of a process of its own: 60 of them would take their time to start."""
+
+    def __init__(self, module: str, hello: dict[str, Any], what: str) -> None:
+        self.answer = template_worker.prepare(hello)
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        try:
+            return json.loads(json.dumps(self.answer(json.loads(request))))
+        except Exception as error:
+            return {"error": str(error)}
+
+
+@pytest.mark.parametrize("case", RECORDED["cases"], ids=lambda case: case["template"][:40])
+def test_equals_transformers(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Variables, filters, globals, blocks and scopes of `apply_chat_template`."""
+    monkeypatch.setattr(chat_template, "Apart", Here)
+    template = JinjaChatTemplate(case["template"], RECORDED["meta"]["tokens"])
+    given = {"add_generation_prompt": False} | case["given"]
+    if "error" in case:
+        with pytest.raises(ChatTemplateError):
+            template.render(case["messages"], **given)
+    else:
+        assert template.render(case["messages"], **given) == case["text"]

@@ -520,3 +520,84 @@ def test_mutated_files(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_many_mutated_files(tmp_path: Path) -> None:
     mutate(100_000, tmp_path)
+
+
+def test_without_any_word_of_a_stop_token_the_class_decides(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    assert load(path).tokenizer.eos_token_ids == {1}
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    assert load(path).tokenizer.eos_token_ids == {2}  # of LlamaConfig
+    change_config(path, lambda c: c.update(eos_token_id=None))
+    assert not load(path).tokenizer.eos_token_ids
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    (path / "generation_config.json").write_text("{}")
+    assert not load(path).tokenizer.eos_token_ids
+    path = folder("phi3", tmp_path / "phi3")
+    change_config(path, lambda c: c.pop("eos_token_id"))
+    assert not load(path).tokenizer.eos_token_ids  # 32000, beyond this vocabulary
+
+
+def notes_of(path: Path) -> str:
+    return "\n".join(load(path).notes)
+
+
+def test_what_transformers_passes_over_is_noted(tmp_path: Path) -> None:
+    changes: dict[str, tuple[str, dict[str, Any], str]] = {
+        "a": ("llama", {"sliding_window": 16}, "sliding_window is passed over"),
+        "b": ("granite", {"layer_types": ["sliding_attention"] * 2}, "layer_types is passed over"),
+        "c": ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is passed over"),
+        "d": ("gemma3", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is passed over"),
+        "e": (
+            "llama",
+            {"rope_parameters": {"rope_theta": 500.0}, "rope_theta": 1000.0},
+            "rope_theta 1000.0 is passed over, since rope_parameters has 500.0",
+        ),
+        "f": (
+            "llama",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_parameters is passed over, since there is rope_scaling",
+        ),
+        "g": (
+            "llama",
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "beta_fast": 4}},
+            "rope_parameters: beta_fast is passed over by rope type 'linear'",
+        ),
+        "h": (
+            "gemma3",
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 8.0}},
+            "rope_scaling's type 'linear' is passed over, as transformers does",
+        ),
+        "i": (
+            "gemma3",
+            {"rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters: rope_type is passed over, being of no layer type",
+        ),
+    }
+    for name, (family, change, reason) in changes.items():
+        assert reason in notes_of(folder(family, tmp_path / name, change))
+    # Falsy values mean nothing anywhere, and empty objects are absent ones.
+    quiet = {"sliding_window": None, "num_experts": 0, "rope_scaling": {}, "layer_types": []}
+    assert not notes_of(folder("llama", tmp_path / "quiet", quiet))
+
+
+def test_a_mistral_with_types_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    """As transformers' AutoConfig has it, whatever the types are."""
+    types = ["full_attention", "sliding_attention"]
+    config = load(folder("mistral", tmp_path / "a", {"layer_types": types})).config
+    assert [layer.window for layer in config.layers] == [None, 24]
+    for name in ("mistral", "ministral"):
+        nothing = {"layer_types": None, "model_type": name, "architectures": None}
+        config = load(folder("mistral", tmp_path / name, nothing)).config
+        assert [layer.window for layer in config.layers] == [24, 24]
+    everywhere = {"layer_types": types, "sliding_window": None}
+    message = refused(folder("mistral", tmp_path / "b", everywhere))
+    assert "layer_types has sliding_attention, but sliding_window is null" in message
+
+
+def test_an_error_names_the_sizes_that_were_left_out(tmp_path: Path) -> None:
+    path = folder("llama", tmp_path / "m")
+    change_config(path, lambda c: [c.pop(k) for k in ("intermediate_size", "num_key_value_heads")])
+    message = refused(path)
+    assert "intermediate_size: 11008 in LlamaConfig" in message
+    assert "num_key_value_heads: num_attention_heads in LlamaConfig" in message
+    assert "vocab_size" not in message

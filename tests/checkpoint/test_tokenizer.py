@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from octavo.checkpoint.base import CheckpointError, Tokenizer
+from octavo.checkpoint.base import CheckpointError, Rendered, Tokenizer
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer, implied_merges
 from octavo.checkpoint.pre_tokenizers import CUTS
+from octavo.checkpoint.template_text import CONTENT, TEMPLATE
 
 ORACLE = Path(__file__).parent.parent / "oracle"
 MODELS = {"smollm2": "smollm2_path", "gemma3-270m": "gemma3_path"}
@@ -304,6 +305,34 @@ def test_scores_rank_the_merges(tmp_path: Path) -> None:
         assert [tokenizer.token_text(i) for i in ids] == cut
 
 
+@pytest.mark.parametrize(
+    ("make", "control", "other"),
+    [(tiny_llama, "<|im_end|>", "<tool>"), (lambda: llama2(["▁", "a"]), "</s>", "a")],
+)
+def test_content_of_a_chat_is_text(
+    make: Callable[[], Gguf], control: str, other: str, tmp_path: Path
+) -> None:
+    tokenizer = build(make(), tmp_path)
+    text = f"a{control}{other}"
+    for origin, own in ((CONTENT, 0), (TEMPLATE, 1)):
+        rendered = Rendered(text, origin * len(text), text)
+        ids = tokenizer.encode(rendered, add_special_tokens=False)
+        assert sum(map(tokenizer.is_special, ids)) == own
+        assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == text
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_phi3_tokens_take_white_space_along(tmp_path: Path) -> None:
+    file = llama2(["▁", "a", "<|user|>", "<t>", "\n"])
+    types = file.metadata["tokenizer.ggml.token_type"][2]
+    types[-3] = CONTROL
+    assert len(build(file, tmp_path).encode("<|user|>\n a", add_special_tokens=False)) > 2
+    file.set("general.architecture", STRING, "phi3")
+    tokenizer = build(file, tmp_path)
+    ids = tokenizer.encode("<|user|>\n a", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == "<|user|>a"
+
+
 def test_user_defined_tokens_keep_a_written_space_mark(tmp_path: Path) -> None:
     file = llama2(["▁", "a", "<▁x>"])
     file.metadata["tokenizer.ggml.token_type"][2][-1] = USER_DEFINED
@@ -358,6 +387,12 @@ def test_merge_cuts_checks_its_arguments() -> None:
 # ── What is refused ─────────────────────────────────────────────────────────────────────────────
 
 Change = Callable[[Gguf], object]
+
+
+def size(file: Gguf) -> int:
+    return len(file.metadata["tokenizer.ggml.tokens"][2])
+
+
 REFUSED: dict[str, tuple[Callable[[], Gguf], Change, str]] = {
     "no tokens": (
         tiny_llama,
@@ -394,6 +429,61 @@ REFUSED: dict[str, tuple[Callable[[], Gguf], Change, str]] = {
         tiny_llama,
         lambda f: f.metadata["tokenizer.ggml.tokens"][2].__setitem__(3, b"\xff"),
         "tokens holds a string that is not UTF-8",
+    ),
+    "type that is a float": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.token_type", ARRAY, FLOAT32, [1.0] * 263),
+        "token_type is an array of float32, not of an integer a token",
+    ),
+    "type that there is not": (
+        tiny_llama,
+        lambda f: f.metadata["tokenizer.ggml.token_type"][2].__setitem__(7, 9),
+        "token_type is 9 for token 7, not from 1 to 6",
+    ),
+    "type of zero": (
+        tiny_llama,
+        lambda f: f.metadata["tokenizer.ggml.token_type"][2].__setitem__(0, 0),
+        "token_type is 0 for token 0",
+    ),
+    "types that are bools": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.token_type", ARRAY, BOOL, [True] * 263),
+        "token_type is an array of bool",
+    ),
+    "scores that are integers": (
+        lambda: llama2(["a"]),
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, INT32, [0] * size(f)),
+        "scores is an array of int32, not of a float a token",
+    ),
+    "scores that are no numbers": (
+        lambda: llama2(["a"]),
+        lambda f: f.metadata["tokenizer.ggml.scores"][2].__setitem__(3, float("nan")),
+        "scores is nan for token 3",
+    ),
+    "infinite scores, of a vocabulary that does not use them": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, FLOAT32, [float("inf")] * 263),
+        "scores is inf for token 0",
+    ),
+    "scores of fewer": (
+        lambda: llama2(["a"]),
+        lambda f: f.set("tokenizer.ggml.scores", ARRAY, FLOAT32, [0.0]),
+        "scores has 1 entries for",
+    ),
+    "add_bos as a number": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.add_bos_token", UINT32, 1),
+        "add_bos_token is a int, not a bool",
+    ),
+    "eos as a text": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.eos_token_id", STRING, "</s>"),
+        "eos_token_id is a str, not a int",
+    ),
+    "merges as numbers": (
+        tiny_llama,
+        lambda f: f.set("tokenizer.ggml.merges", ARRAY, UINT32, [1]),
+        "merges is not an array of strings",
     ),
     "types": (
         tiny_llama,

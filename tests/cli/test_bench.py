@@ -115,7 +115,18 @@ class TestThroughput:
         assert "prompts of 9 tokens, 2 drawn, 1 repetition\n" in text
         header, _, row = [line for line in text.splitlines() if line.startswith("|")]
         assert header.count("|") == row.count("|") == 7
-        assert row.count("±") == row.count("%") == 2
+        assert row.count("±") == 0  # one has no deviation
+        assert row.count("%") == 2
+
+    @pytest.mark.parametrize("options", [(), ("--max-model-len", "64")])
+    def test_the_whole_context_can_be_measured(self, options: tuple[str, ...]) -> None:
+        most = int(options[1]) if options else 256
+        lengths = ("--output-len", "8", "--repetitions", "1", "--batch-size", "2", *options)
+        command = ("bench", "throughput", LLAMA, *lengths, "--prompt-len")
+        text = run(*command, str(most - 8)).stdout
+        assert f"prompts of {most - 8} tokens, 8 drawn" in text
+        refused = run(*command, str(most - 7), code=1).exception
+        assert f"take {most + 1} tokens; the model's context has {most}" in str(refused)
 
     def test_stored_limits_are_taken_when_asked_for(
         self, made_up_machine: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,7 +157,7 @@ class TestThroughput:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            (("--kv-cache-memory", "64KiB", "--max-model-len", "32"), "needs .* KV blocks"),
+            (("--kv-cache-memory", "64KiB", "--max-model-len", "48"), "needs .* KV blocks"),
             (("--max-num-seqs", "4"), "batch size 8 is above max_num_seqs 4"),
             (("--prompt-len", "100000"), "the model's context has"),
             (("--no-enable-prefix-caching",), "prefix caching must be on"),

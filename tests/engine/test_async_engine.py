@@ -77,12 +77,12 @@ async def test_who_finds_a_seat_at_the_next_step_does_not_wait_in_the_queue() ->
         engine.admission.check_queue([], 2 - index, 2 - index)
         admit(f"{index}")
     engine.admission.check_queue([record], 0, 0)  # the one that the queue has room for
-    with pytest.raises(AdmissionError, match="1 requests wait, of at most 1"):
+    with pytest.raises(AdmissionError, match="1 request waits, of at most 1"):
         engine.admission.check_queue([record], 1, 1)
     admit("waits")
     core.step()
     assert len(core.scheduler.waiting) == 1
-    with pytest.raises(AdmissionError, match="1 requests wait, of at most 1"):
+    with pytest.raises(AdmissionError, match="1 request waits, of at most 1"):
         engine.admission.check_queue([record], 0, 0)
     core.abort("waits")
     core.abort("0")

@@ -163,6 +163,13 @@ def test_what_does_not_fit_is_refused_with_the_arithmetic(
         plan(available, **values)
 
 
+@pytest.mark.parametrize("setting", ["kv_cache_dtype", "quantization"])
+def test_fp8_is_for_plans(setting: str, tmp_path: Path) -> None:
+    config = EngineConfig(**{setting: "fp8"})
+    with pytest.raises((SettingsError, CheckpointError), match="CPUs have no fp8 units"):
+        load_engine(folder("llama", tmp_path / "m"), config)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -213,6 +220,51 @@ def test_float_weights_are_rounded_when_asked(quantization: str) -> None:
     loaded.engine.close()
     with pytest.raises(CheckpointError, match=f"{quantization} is for float weights, and tensor"):
         load_engine(path.with_name("tiny-llama-k.gguf"), replace(config, quantization=quantization))
+
+
+def test_rotary_positions_of_changing_length_are_by_default_those_of_training(
+    tmp_path: Path,
+) -> None:
+    """Dynamic NTK and LongRoPE: a longer context is asked for, and the report says what runs."""
+
+    def answer(path: Path, **values: Any) -> tuple[list[int], str, int]:
+        config = EngineConfig(kv_cache_memory_bytes=MIB, max_num_seqs=2, threads=1, **values)
+        loaded = load_engine(path, config)
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+        loaded.engine.add_request(
+            Request(request_id="a", prompt_token_ids=list(range(2, 40)), params=params)
+        )
+        tokens: list[int] = []
+        while loaded.engine.has_work():
+            tokens += [i for delta in loaded.engine.step() for i in delta.token_ids]
+        loaded.engine.close()
+        (line,) = [x for x in loaded.report().splitlines() if x.startswith("rope")] or [""]
+        return tokens, line, loaded.max_model_len
+
+    plain = folder("llama", tmp_path / "plain")
+    ntk = {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 4.0}}
+    dynamic = folder("llama", tmp_path / "dynamic", ntk)
+    assert answer(dynamic) == (
+        answer(plain)[0],
+        "rope: dynamic NTK, positions of sequences of up to 128 tokens; longer ones need others",
+        128,
+    )
+    tokens, line, longest = answer(dynamic, max_model_len=500)
+    assert longest == 500
+    assert line.startswith("rope: dynamic NTK, positions of sequences of 500 tokens for all, alth")
+    assert tokens != answer(plain)[0]
+
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    long = {"rope_parameters": None, "original_max_position_embeddings": 64}
+    long |= {"rope_scaling": {"type": "longrope", "attention_factor": 1.0} | factors}
+    short = long | {"rope_scaling": long["rope_scaling"] | {"long_factor": [1.5] * 8}}
+    short_only = folder("phi3", tmp_path / "short", short)
+    both = folder("phi3", tmp_path / "both", long)
+    assert answer(both) == answer(short_only)
+    assert answer(both)[2] == 64
+    assert answer(both, max_model_len=65)[0] != answer(short_only, max_model_len=65)[0]
+    with pytest.raises(DoesNotFit, match="max_model_len 129 is more than the model's context"):
+        answer(both, max_model_len=129)
 
 
 def test_a_real_model_is_loaded_and_answers(smollm2_path: Path) -> None:

@@ -4,6 +4,7 @@ nothing from another model, tokenizer, rounding or build.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -11,8 +12,10 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import octavo.checkpoint
@@ -262,6 +265,85 @@ def test_sizes_below_a_block_are_refused(tmp_path: Path) -> None:
         config = EngineConfig(kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, **settings)
         with pytest.raises(SettingsError, match="is less than a block of"):
             load_engine(model, config)
+
+
+class Filled:
+    """A disk of ``size`` bytes, of which others have ``taken``."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, size: int) -> None:
+        self.size, self.taken, self._folder = size, 0, folder
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=self.free))
+
+    @property
+    def free(self) -> int:
+        own = sum(file.stat().st_size for file in self._folder.rglob("*") if file.is_file())
+        return max(0, self.size - self.taken - own)
+
+
+def test_its_own_files_count_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the budget is the same at each start, and for each server that shares the folder."""
+    filled = Filled(monkeypatch, tmp_path, 10 * MIB)
+    first = offload._disk(str(tmp_path), b"one", 100_000, None)
+    assert first is not None
+    assert first.budget == 5 * MIB
+    for number in range(60):  # more than it may have
+        first.write((bytes([number]) * 32, 0), np.full(100_000, number, np.uint8))
+    assert 40 * 100_000 < first.used <= 5 * MIB
+    for engine in (b"one", b"other"):
+        again = offload._disk(str(tmp_path), engine, 100_000, None)
+        assert again is not None
+        assert again.budget == 5 * MIB
+        assert again.used == first.used
+    filled.taken = 2 * MIB
+    less = offload._disk(str(tmp_path), b"one", 100_000, None)
+    assert less is not None
+    assert less.budget == 4 * MIB
+    assert len(less) == len(first)  # none is thrown away before another is written
+
+
+def test_on_a_full_disk_what_is_there_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = Filled(monkeypatch, tmp_path, 0)
+    config = EngineConfig(
+        kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path)
+    )
+    loaded = load_engine(ORACLES / "tiny-llama.gguf", config)
+    assert "is full (0 B free)" in caplog.text
+    assert "0 B in" in loaded.report()
+    loaded.engine.close()
+    full.size = 2 * MIB
+    disk = offload._disk(str(tmp_path), b"one", 100_000, None)
+    assert disk is not None
+    key = b"k" * 32, 0
+    data = np.arange(100_000, dtype=np.uint8)
+    disk.write(key, data)
+    full.size = 0
+    disk = offload._disk(str(tmp_path), b"two", 1_000_000, None)
+    assert disk is not None  # another model's blocks, for which there is no room
+    disk.write((b"l" * 32, 0), np.zeros(1_000_000, np.uint8))
+    assert len(disk) == 0
+    again = offload._disk(str(tmp_path), b"one", 100_000, None)
+    assert again is not None
+    read = np.zeros_like(data)
+    assert again.read(key, read)
+    assert np.array_equal(read, data)
+
+
+def test_a_disk_without_room_for_folders_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "mkdir", full)
+    config = EngineConfig(
+        kv_cache_memory_bytes=8 * MIB, max_num_seqs=4, kv_offload_dir=str(tmp_path / "kv")
+    )
+    loaded = load_engine(ORACLES / "tiny-llama.gguf", config)
+    assert "No space left on device: nothing is kept there" in caplog.text
+    assert "in /" not in next(line for line in loaded.report().splitlines() if "offload" in line)
+    loaded.engine.close()
 
 
 def test_the_memory_of_the_tier_is_in_the_plan() -> None:

@@ -618,10 +618,15 @@ class World:
         if record.outcome is Outcome.FINISHED:
             assert set(life.reasons.values()) <= {FinishReason.LENGTH, FinishReason.STOP}
         elif record.outcome is Outcome.REJECTED:
-            assert set(life.reasons.values()) == {FinishReason.SHED}
             assert record.error
             assert record.completion_tokens == 0
-            assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy
+            if set(life.reasons.values()) == {FinishReason.REPLACED}:
+                assert record.scheduled is None
+                assert self.setting.max_num_queued_reqs is not None
+                assert self.setting.policy["scheduling_policy"] != "fcfs"
+            else:
+                assert set(life.reasons.values()) == {FinishReason.SHED}
+                assert self.setting.policy["shed_late"] or "max_queue_time" in self.setting.policy
         elif record.outcome is Outcome.FAILED:
             assert record.error
             broken = life.params.seed in (BROKEN_SEED, LATE_SEED)

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import re
+from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from octavo import _native
 from octavo.execute import limits as module
 from octavo.execute.cost import Arithmetic
 from octavo.execute.limits import Limits, Rate, Read, highest, store
+from octavo.execute.others import Taken
 
 
 def rates_of(*values: float) -> tuple[Rate, ...]:
@@ -51,6 +53,7 @@ def made_up(**changes: Any) -> Limits:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "misfit", lambda _: None)
     return tmp_path
 
 
@@ -231,9 +234,71 @@ def test_working_sets_are_apart(threads: int, monkeypatch: pytest.MonkeyPatch) -
     assert module._working_sets(1, {2: (1 << 20, 1), 3: (32 << 20, 1)})[-1][1] <= 1 << 26
 
 
+class Quiet:
+    """A machine that nobody else uses, or somebody does."""
+
+    share = 0.0
+
+    def taken(self) -> Taken:
+        return Taken(2 * self.share, 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("days", "speed", "share", "why"),
+    [
+        (1, 1.0, 0.0, None),
+        (1, 0.8, 0.0, None),
+        (1, 1.9, 0.5, "1.90 times as fast"),
+        (1, 0.5, 0.0, "0.50 times as fast"),
+        (1, 0.5, 0.5, None),  # it is slower for what others take
+        (40, 1.0, 0.0, "they are of 2026-"),
+        (-40, 1.0, 0.0, "they are of 2026-"),
+    ],
+)
+def test_limits_that_no_longer_fit_are_measured_again_which_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    days: int,
+    speed: float,
+    share: float,
+    why: str | None,
+) -> None:
+    monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    now = datetime(2026, 6, 1, tzinfo=UTC)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> Clock:
+            return cls.fromisoformat(now.isoformat())
+
+    monkeypatch.setattr(module, "datetime", Clock)
+    monkeypatch.setattr(Quiet, "share", share)
+    monkeypatch.setattr(module, "Others", Quiet)
+    monkeypatch.setattr(module, "_speed", lambda stored: speed * stored.best)
+    kept = made_up(date=(now - timedelta(days=days)).isoformat())
+    kept.save()
+    new = made_up(date=now.isoformat(), quick=True)
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: new))
+    said: list[str] = []
+    assert Limits.stored(said.append) == (kept if why is None else new)
+    assert (why or "") in "".join(said)
+    assert bool(said) is (why is not None)
+
+
+def test_limits_measured_beside_others_say_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
+    monkeypatch.setattr(Quiet, "share", 0.4)
+    monkeypatch.setattr(module, "Others", Quiet)
+    Limits.stored()
+    assert "may be too low: other processes took 0.8 of 2 CPUs" in caplog.text
+
+
 def test_the_first_use_is_announced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What, how long about and where it goes, on a line that stays; and once."""
     monkeypatch.setenv("OCTAVO_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "misfit", lambda _: None)
     monkeypatch.setattr(Limits, "measure", classmethod(lambda cls, **_: made_up()))
     said: list[str] = []
     Limits.stored(said.append)

@@ -83,6 +83,8 @@ def complete(rng: random.Random, model_type: str) -> Config:
     window = rng.choice([7, 16, 30])
     if model_type in ("mistral", "mixtral", "phi3"):
         config["sliding_window"] = rng.choice([None, window])
+    if model_type == "mistral" and rng.random() < 0.4:  # which transformers takes for Ministral
+        config |= {"layer_types": rng.choice([types, None]), "sliding_window": window}
     if model_type in ("qwen2", "qwen3", "qwen3_moe"):
         used = rng.choice([True, False])
         config |= {"use_sliding_window": used, "sliding_window": window}
@@ -263,7 +265,7 @@ def make_weights(
 
 
 def write_folder(path: Path, config: Config, weights: dict[str, Any], vocab: int) -> None:
-    path.mkdir(parents=True)
+    path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     save_file(weights, path / "model.safetensors", {"format": "pt"})
     write_tokenizer(path, min(vocab, VOCAB))

@@ -35,7 +35,7 @@ from octavo.checkpoint.hf_defaults import FULL, RULES, SLIDING, TABLE, apply_rul
 from octavo.checkpoint.section import Section
 
 MODEL_TYPES = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text",
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text",
     "phi3", "granite", "olmo2", "mixtral", "qwen3_moe",
 )  # fmt: skip
 # Of training, generation and running: no logit depends on them.

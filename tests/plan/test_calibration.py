@@ -16,7 +16,7 @@ import strict_json
 from execute.test_limits import made_up
 from octavo.checkpoint.base import WeightFormat
 from octavo.cli import app
-from octavo.cli.calibrate import as_text
+from octavo.cli.calibrate import as_text, disturbance
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
 from octavo.execute.batch import Batch, StepResult
@@ -285,6 +285,48 @@ def test_a_refresh_is_stored_beside() -> None:
     assert loaded.rates == TRUE
     assert loaded.current == TRUE.slowed(1.2, 0.9)
     assert calibration(key()).current == TRUE
+
+
+def test_what_others_took_is_kept_and_said() -> None:
+    stored = replace(calibration(key()), others=0.4)
+    stored.save()
+    assert Calibration.load(key()) == stored
+    assert "others took 40% of the processor" in stored.standing
+    assert "others took 40% of the processor" in disturbance(stored, refresh=False)
+    assert "run it again" in disturbance(stored, refresh=False)
+    assert disturbance(calibration(key()), refresh=False) == ""
+    noisy = replace(calibration(key()), error=0.2)
+    assert "median error is 20%" in disturbance(noisy, refresh=False)
+    moment = Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99, 0.3)
+    assert "beside them" in disturbance(replace(stored, moment=moment), refresh=True)
+    calm = replace(moment, others=0.0)
+    assert disturbance(replace(stored, moment=calm), refresh=True) == ""
+
+
+def test_a_calibration_of_before_others_were_counted_is_read() -> None:
+    data = calibration(key()).as_dict()
+    del data["others"]
+    assert Calibration.from_dict(data) == calibration(key())
+    with pytest.raises(ValueError, match="others is -1"):
+        Calibration.from_dict(data | {"others": -1})
+
+
+def test_a_calibration_that_no_longer_fits_the_machine_says_so() -> None:
+    stored = calibration(key())
+    assert stored.misfit(stored.limits) == ""
+    assert stored.misfit(stored.limits.slowed(1.2)) == ""
+    assert "reading memory is 0.50 times as fast here" in stored.misfit(stored.limits.slowed(2, 1))
+    assert "arithmetic is 2.00 times as fast here" in stored.misfit(stored.limits.slowed(1, 0.5))
+    assert "octavo calibrate again" in stored.misfit(stored.limits.slowed(2))
+
+
+def test_no_progress_counts_below_zero() -> None:
+    said: list[str] = []
+    observe(simulated_engine(setup()), seconds=30.0, progress=said.append)
+    times = [int(line.split()[-4]) for line in said if line.endswith("s to go")]
+    assert times
+    assert min(times) == 0
+    assert not any("-" in line.split(",")[-1] for line in said)
 
 
 def test_an_infinite_knee_is_stored_as_null() -> None:

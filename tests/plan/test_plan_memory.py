@@ -246,6 +246,47 @@ def test_a_verdict_for_a_device(device: str, users: int, fits: bool) -> None:
     assert here.startswith("this machine")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fits"),
+    [
+        # 131.4 GiB of weights; 0.92 of 140.4 GiB are 129.2.
+        ("llama-3-70b --device h200 --context 16", False),
+        ("llama-3-70b --device h200 --context 16 --gpu-memory-utilization 0.97", True),
+        ("llama-3-70b --device h200 --format fp8", True),
+        # 12.55 GiB of weights; 0.92 of 15 GiB are 13.8, less 1 GiB of runtime.
+        ("llama-2-7b --device t4 --context 16", False),
+        ("llama-2-7b --device t4 --format fp8", True),
+    ],
+)
+def test_a_runtime_takes_memory_of_a_gpu(arguments: str, fits: bool) -> None:
+    facts = planned(*arguments.split())
+    asked = facts["devices"][0]
+    assert facts["fits"] is fits
+    assert asked["runtime_bytes"] == GIB
+    share = facts["memory_utilization"]
+    held = asked["weight_bytes"] + asked["work_bytes"] + asked["runtime_bytes"]
+    assert asked["kv_budget_bytes"] == int(share * asked["memory_bytes"]) - held
+    (here,) = [each for each in facts["devices"] if each["measured"]]
+    assert here.get("runtime_bytes", 0) == 0
+
+
+def test_fp8_in_the_sums() -> None:
+    for name in ("fp8", "fp8_e4m3", "fp8_e5m2"):
+        facts = planned("llama-3-8b", "--context", "8192", "--kv-dtype", name, "--format", name)
+        assert facts["kv_bytes"] == GIB // 2
+        assert facts["kv_dtype"] == "fp8"
+        assert facts["weights"]["format"] == "fp8"
+        assert not facts["fits"]
+        assert facts["verdict"].endswith("no kernel here takes a cache of fp8.")
+        others = {each["name"]: each["fits"] for each in facts["devices"]}
+        assert others["RTX 4090 24 GB"]
+    (first, *_) = planned("llama-3-8b", "--context", "16", "--kv-dtype", "fp8")["alternatives"]
+    assert (first["kv_dtype"], first["context"]) == ("int8", 16)
+    figures = ("--device", "memory=10,int8=150,capacity=64")
+    verdict = planned("llama-3-8b", "--context", "16", "--format", "fp8", *figures)["verdict"]
+    assert verdict.endswith("no kernel here takes weights in fp8.")
+
+
 def test_formats_of_weights() -> None:
     bf16 = planned("llama-2-7b")["weights"]
     assert bf16["format"] == "BF16"

@@ -298,7 +298,7 @@ def test_the_sums_can_be_followed(tmp_path: Path) -> None:
     assert "6,476,005,376 × 0.5390625   =    3,490,971,648 bytes  (awq 4 bits, group 64)" in text
     assert (
         "a weight: 0.539062 bytes ÷ 100 GB/s = 5.391 ps to read; "
-        "2 operations ÷ 4000 Gop/s (int8) = 0.5 ps a sequence:" in text
+        "2 operations ÷ 4,000 Gop/s (int8) = 0.5 ps a sequence:" in text
     )
     assert "are bound by operations from 10.78 sequences on" in text
 

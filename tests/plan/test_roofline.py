@@ -15,6 +15,7 @@ from octavo.cli import app
 from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.kv.layout import KvLayout
+from octavo.plan.gpu import FITTED
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import in_scheme
 from octavo.plan.roofline import Roofline, per_million, roofline
@@ -212,6 +213,43 @@ def test_the_command(tmp_path: Path) -> None:
     assert drawn.startswith("<?xml")
     run(*arguments, "--plot", str(picture))
     assert picture.read_text() == drawn  # the same file for the same figures
+
+
+def test_the_models_own_context_is_accepted() -> None:
+    """The last token of a full context has one fewer before it in the cache."""
+    points = {}
+    for context in ("4096", "4095"):
+        arguments = ("llama-2-7b", "--device", "h100", "--context", context, "--batch-sizes", "1")
+        (points[context],) = strict_json.loads(run(*arguments, "--json"))["decode"]
+    assert points["4096"]["context"] == 4096
+    assert points["4096"]["tpot_seconds"] == points["4095"]["tpot_seconds"]
+    assert points["4096"]["bytes_held"] == points["4095"]["bytes_held"]
+
+
+def test_small_models_on_gpus_are_bound_by_their_launches() -> None:
+    """Published: 262 tokens/s of Qwen2.5 0.5B in AWQ and 312 in BF16 on an A100 (vLLM 0.6.3), and
+    4,006 of a model of two layers on an RTX 4090 (llama.cpp).
+    """
+    for model, format, gpu, published in (
+        ("qwen2.5-0.5b", "awq", "a100", 262),
+        ("qwen2.5-0.5b", "bf16", "a100", 312),
+        ("qwen3-0.6b", "bf16", "h20", 414),
+        ("smollm2-135m", "bf16", "h100", 400),  # like models of as many layers
+    ):
+        arguments = (model, "--device", gpu, "--format", format, "--batch-sizes", "1", "--json")
+        (point, *_) = strict_json.loads(run(*arguments, "--context", "1000"))["decode"]
+        assert 0.6 * published < point["tokens_per_second"] < 1.6 * published
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b"])
+@pytest.mark.parametrize("device", ["b200", "t4", "memory=3350,fp16=989000"])
+def test_no_step_is_quicker_than_its_launches(name: str, device: str) -> None:
+    arguments = (name, "--device", device, "--context", "64", "--batch-sizes", "1", "--json")
+    facts = strict_json.loads(run(*arguments, "--prompt-len", "64"))
+    least = len(Subject.find(name).program.ops) * FITTED.launch_seconds + FITTED.step_seconds
+    for point in (*facts["decode"], *facts["prefill"]):
+        assert point.get("tpot_seconds", point.get("ttft_seconds")) > least
+        assert point["seconds_at_roof"] < point.get("tpot_seconds", point.get("ttft_seconds"))
 
 
 def test_quantized_weights_have_a_roof_of_their_own() -> None:

@@ -199,8 +199,8 @@ def test_what_rounding_brings_is_told_apart(found: dict[float, tuple[Search, Tun
 def test_the_load_that_is_sustained(found: dict[float, tuple[Search, Tuned]]) -> None:
     search, tuned = found[5]
     speeds = search.sustained(tuned.best)
-    kept = [speed for speed, figures in speeds if met(figures, SLO)]
-    failed = [speed for speed, figures in speeds if not met(figures, SLO)]
+    kept = [speed for speed, trial in speeds if met(trial.figures, SLO)]
+    failed = [speed for speed, trial in speeds if not met(trial.figures, SLO)]
     assert kept
     assert failed
     assert max(kept) < min(failed) < 1.1 * max(kept)
@@ -426,8 +426,12 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     result = run(*args, "--trials", 8, "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
     found = strict_json.loads(result.stdout)
-    assert found["serve_command"].startswith(f"octavo serve {config} --max-num-seqs")
+    assert found["serve_command"].startswith(f"octavo serve {config.parent} --max-num-seqs")
     assert found["met"] is True
+    assert found["saturated"] is False
+    assert found["headroom"] > 1
+    least, most = found["error_band"]["headroom"]
+    assert least < found["headroom"] < most
     assert found["predicted"]["requests"] == 40
     assert found["predicted"]["request_goodput"] > 0
     assert found["predicted"]["ttft_ms"]["p99"] <= 500

@@ -43,7 +43,10 @@ settings: dict[str, Any] = json.loads(sys.argv[1])
 if files := settings.get("files"):
     resource.setrlimit(resource.RLIMIT_NOFILE, files)
 checkpoint = SimpleNamespace(
-    tokenizer=serve_fakes.ByteTokenizer(), chat_template=serve_fakes.PlainTemplate()
+    path=Path("tiny.gguf"),
+    tokenizer=serve_fakes.ByteTokenizer(),
+    chat_template=serve_fakes.PlainTemplate(),
+    generation_config={},
 )
 loaded = SimpleNamespace(
     engine=SimpleNamespace(observers=[]),

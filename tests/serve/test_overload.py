@@ -133,7 +133,7 @@ async def test_a_full_queue_is_told_before_anything_is_read(
             assert int(told[b"retry-after"]) >= 1
             assert 0 < int(told[b"retry-after-ms"]) <= 1000 * int(told[b"retry-after"])
             error = json.loads(await reader.readexactly(int(told[b"content-length"])))["error"]
-            assert error["message"] == "1 requests wait, of at most 1"
+            assert error["message"] == "1 request waits, of at most 1"
             writer.write(content)  # too late, and read away
         writer.close()
         monkeypatch.undo()
@@ -213,7 +213,7 @@ async def test_ready_while_there_is_room() -> None:
         tasks = await full(client, engine)
         refused = await client.get("/ready")
         assert refused.status_code == 503
-        assert refused.json()["error"]["message"] == "1 requests wait, of at most 1"
+        assert refused.json()["error"]["message"] == "1 request waits, of at most 1"
         assert (await client.get("/live")).status_code == 200
         steps.let_all()
         await asyncio.gather(*tasks)

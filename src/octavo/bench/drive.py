@@ -94,12 +94,21 @@ class Drive:
             model = pull.resolve(model)
         checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
         layout = config.layout_of(checkpoint.config)
-        longest = max(_tokens(load, config) for load in loads)
-        if longest > checkpoint.config.context_length:
-            raise SettingsError(
-                f"prompt and output take {longest} tokens; the model's context has "
-                f"{checkpoint.config.context_length}"
-            )
+        most = min(
+            config.max_model_len or checkpoint.config.context_length,
+            checkpoint.config.context_length,
+        )
+        for load in loads:
+            asked, spare = load.prompt_len + load.output_len, _spare_steps(load.sequences, config)
+            if asked > most:
+                raise SettingsError(
+                    f"prompt and output take {asked} tokens; the model's context has {most}"
+                )
+            if load.output_len + spare >= most:  # `decoding` shortens prompts by as much
+                raise SettingsError(
+                    f"{spare} tokens come before the timed {load.output_len}; the model's context "
+                    f"has {most}"
+                )
         for load in loads:
             for name in ("max_num_seqs", "max_num_batched_tokens"):
                 if load.sequences > getattr(config, name):
@@ -107,16 +116,17 @@ class Drive:
                         f"batch size {load.sequences} is above {name} {getattr(config, name)}"
                     )
         needed = max(_blocks(load, config, layout) for load in loads)
+        longest = min(most, max(_tokens(load, config) for load in loads))
         if config.max_model_len is None and longest > checkpoint.config.default_length:
             config = replace(config, max_model_len=longest)
-        asked = config.kv_cache_memory_bytes
-        if asked is None:
+        cache = config.kv_cache_memory_bytes
+        if cache is None:
             config = replace(config, kv_cache_memory_bytes=needed * layout.block_bytes)
-        elif asked // layout.block_bytes < needed:
+        elif cache // layout.block_bytes < needed:
             load = max(loads, key=lambda load: _blocks(load, config, layout))
             raise SettingsError(
                 f"{load.name} needs {needed} KV blocks of {layout.block_bytes:,} bytes = "
-                f"{needed * layout.block_bytes:,} bytes; the cache has {asked:,}"
+                f"{needed * layout.block_bytes:,} bytes; the cache has {cache:,}"
             )
         return cls(load_engine(checkpoint, config))
 
@@ -170,8 +180,12 @@ class Drive:
 
     @contextmanager
     def decoding(self, prompts: Prompts, steps: int) -> Iterator[None]:
-        """All prompts decoding, each with ``steps`` tokens or more to go, none yet timed."""
+        """All prompts decoding, each with ``steps`` tokens or more to go, none yet timed. Prompts
+        are as much shorter as the context does not hold the tokens before the timed ones.
+        """
         spare = _spare_steps(len(prompts), self.loaded.config)
+        room = self.loaded.max_model_len - steps - spare
+        prompts = [prompt[:room] for prompt in prompts]
         requests = self._add(prompts, steps + spare)
         scheduler = self.engine.scheduler
         try:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -262,6 +262,8 @@ class Checkpoint:
     file_bytes: int = 0
     quantization: Quantization | None = None
     notes: tuple[str, ...] = ()  # what was decided about the files, to be said at load
+    # As generation_config.json has it (engine/sampling_defaults.py).
+    generation_config: dict[str, Any] = field(default_factory=dict)
 
 
 def require_chat(checkpoint: Checkpoint) -> ChatTemplate:

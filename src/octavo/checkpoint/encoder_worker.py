@@ -7,6 +7,7 @@ The hello is {"tokenizer", "control", "limits"}, the first as tokenizer.json has
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +20,8 @@ Json = dict[str, Any]
 
 
 def main() -> None:
+    # The library's last words on standard error are about its insides: the parent says enough.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     apart_worker.serve(prepare, "tokenizer")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -11,12 +12,13 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from octavo import _native
 from octavo.checkpoint.gguf import GgufFile, StringArray
-from octavo.checkpoint.pre_tokenizers import CUTS
+from octavo.checkpoint.pre_tokenizers import CUTS, REGEXES
 from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     SPACE,
     BpeTokenizer,
     byte_level_bytes,
+    pipeline,
     sentencepiece_bytes,
 )
 
@@ -78,8 +80,17 @@ class _Reader:
         for regex in cut.splits:
             steps.append(pre_tokenizers.Split(Regex(regex), behavior="isolated"))
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.gpt2))
-        backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
-        return self.finish(backend, byte_level_bytes, add_bos=cut.bos)
+        cutting = Tokenizer(models.BPE())
+        cutting.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        bounded = REGEXES.issuperset(cut.splits)
+        if bounded:
+            backend.pre_tokenizer = cutting.pre_tokenizer
+        return self.finish(
+            backend,
+            byte_level_bytes,
+            add_bos=cut.bos,
+            unbounded=None if bounded else pipeline(json.loads(cutting.to_str())),
+        )
 
     def sentencepiece(self) -> BpeTokenizer:
         gemma = self.file.get("general.architecture", str).startswith("gemma")
@@ -143,6 +154,7 @@ class _Reader:
         *,
         add_bos: bool,
         leading_space: bool = False,
+        unbounded: dict[str, Any] | None = None,
     ) -> BpeTokenizer:
         control, user_defined = self.of_type(CONTROL), self.of_type(USER_DEFINED)
         # Both are matched whole in the text, before anything else.
@@ -165,6 +177,7 @@ class _Reader:
             after=[eos[0]] if add_eos and eos[0] is not None else [],
             eos_token_ids=[i for i in (*eos, *turns) if i is not None],
             strip_leading_space=leading_space,
+            unbounded=unbounded,
             special_tokens_map={
                 f"{name}_token": self.tokens[token_id]
                 for name, key in _PARTS.items()

@@ -24,7 +24,7 @@ from octavo.checkpoint.files import read_file
 from octavo.checkpoint.hf_config import model_config, sizes_left_out
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder, HfWeights
 from octavo.checkpoint.hf_special_tokens import TOKENIZER_CONFIG
-from octavo.checkpoint.hf_tokenizer import hf_tokenizer
+from octavo.checkpoint.hf_tokenizer import GENERATION, hf_tokenizer
 from octavo.checkpoint.quantization import ModelTensors
 from octavo.model.config import ModelConfig
 from octavo.model.families import program
@@ -109,6 +109,7 @@ def load_folder(path: Path) -> Checkpoint:
         file_bytes=stored.file_bytes,
         quantization=tensors.quantization,
         notes=tuple(folder.notes),
+        generation_config=folder.json_if_any(GENERATION),
     )
 
 

@@ -54,6 +54,8 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "per_layer_config": lambda value: value is not None,
     "is_causal": lambda value: value is not None and not value,
     "use_bidirectional_attention": bool,
+    "configuration_files": bool,  # another file for other versions of transformers
+    "transformers_weights": bool,  # another file for the weights
 }
 
 
@@ -65,12 +67,22 @@ def model_config(folder: HfFolder) -> ModelConfig:
 def sizes_left_out(folder: HfFolder) -> str:
     """The sizes that config.json leaves out, and what they are then: for an error's text."""
     file = folder.json(CONFIG)
-    kind = _classes()[file["model_type"]]
-    return ", ".join(
-        f"{key}: {value} in {kind.config_class}"
-        for key, value in kind.defaults.items()
-        if key not in file and type(value) is int and not key.endswith("_token_id")
-    )
+    kind = kind_of(file)
+    found = []
+    for key, value in kind.defaults.items():
+        shown = kind.computed.get(key, str(value)).removeprefix("null: ")
+        sized = type(value) is int or (value is None and key in kind.computed)
+        if sized and key not in file and not key.endswith("_token_id"):
+            found.append(f"{key}: {shown} in {kind.config_class}")
+    return ", ".join(found)
+
+
+def default_of(folder: HfFolder, key: str) -> Any:
+    """What config.json means by leaving a key out, or None if it has it."""
+    file = folder.json(CONFIG)
+    if key in file or file.get("model_type") not in _classes():
+        return None
+    return kind_of(file).defaults.get(key)
 
 
 class _Reader:
@@ -82,10 +94,11 @@ class _Reader:
             self.fail(
                 f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}"
             )
-        self.kind = _classes()[model_type]
-        self.family, self.specifics = FAMILIES[model_type]
+        self.kind = kind_of(file)
+        self.family, self.specifics = FAMILIES[self.kind.model_type]
         architectures = file.get("architectures")
-        models = [self.kind.causal_lm, self.kind.base_model]
+        named = _classes()[model_type]
+        models = [named.causal_lm, named.base_model]
         if architectures and architectures not in ([model] for model in models):
             self.fail(
                 f"architectures {architectures!r} is not supported, only {' and '.join(models)}"
@@ -149,11 +162,14 @@ class _Reader:
     def mistral(self) -> dict[str, Any]:
         return {"layers": self.same_layers(self.window())}
 
+    def ministral(self) -> dict[str, Any]:
+        return {"layers": self.layers_of_types()}
+
     def qwen2(self) -> dict[str, Any]:
-        return {"layers": self.qwen_layers(), "biases": QKV}
+        return {"layers": self.layers_of_types(), "biases": QKV}
 
     def qwen3(self) -> dict[str, Any]:
-        return {"layers": self.qwen_layers(), "biases": self.biases()}
+        return {"layers": self.layers_of_types(), "biases": self.biases()}
 
     def mixtral(self) -> dict[str, Any]:
         experts = self.experts(self.count("intermediate_size"), renormalize=True)
@@ -229,10 +245,12 @@ class _Reader:
     def same_layers(self, window: int | None) -> tuple[Layer, ...]:
         return (Layer(self.rope(self.values["rope_parameters"]), window),) * self.num_layers
 
-    def qwen_layers(self) -> tuple[Layer, ...]:
+    def layers_of_types(self) -> tuple[Layer, ...]:
         window, types = self.window(), self.layer_types()
         if any(types) and window is None:
-            self.fail(f"layer_types has {SLIDING}, but use_sliding_window is false")
+            key = "use_sliding_window"
+            why = f"{key} is false" if key in self.values else "sliding_window is null"
+            self.fail(f"layer_types has {SLIDING}, but {why}")
         rope = self.rope(self.values["rope_parameters"])
         return tuple(Layer(rope, window if sliding else None) for sliding in types)
 
@@ -359,8 +377,8 @@ class _Reader:
         return ACTIVATIONS[name]
 
     def cap(self, key: str) -> float:
-        """A soft-cap: null is none."""
-        return 0.0 if self.values[key] is None else self.section.real(key)
+        """A soft-cap: null is none, and 0 would make no number of anything."""
+        return 0.0 if self.values[key] is None else self.section.positive(key)
 
     def count(self, key: str) -> int:
         return self.section.count(key)
@@ -370,6 +388,7 @@ class _Reader:
 FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
     "llama": ("llama", _Reader.llama),
     "mistral": ("llama", _Reader.mistral),
+    "ministral": ("llama", _Reader.ministral),
     "qwen2": ("qwen2", _Reader.qwen2),
     "qwen3": ("qwen3", _Reader.qwen3),
     "mixtral": ("mixtral", _Reader.mixtral),
@@ -380,6 +399,13 @@ FAMILIES: dict[str, tuple[str, Callable[[_Reader], dict[str, Any]]]] = {
     "granite": ("granite", _Reader.granite),
     "olmo2": ("olmo2", _Reader.olmo2),
 }
+
+
+def kind_of(file: dict[str, Any]) -> ConfigClass:
+    """The class that transformers takes for a file of a known ``model_type``."""
+    # A Mistral whose layers have types is a Ministral, even if they are null.
+    ministral = file["model_type"] == "mistral" and "layer_types" in file
+    return _classes()["ministral" if ministral else file["model_type"]]
 
 
 @cache

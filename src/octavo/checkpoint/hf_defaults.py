@@ -37,6 +37,7 @@ ROPE_KEYS: dict[str, set[str]] = {
 class ConfigClass(NamedTuple):
     """A config class of transformers, as far as the computation depends on it."""
 
+    model_type: str
     config_class: str
     causal_lm: str  # the model classes that it configures
     base_model: str
@@ -79,6 +80,9 @@ RULES: dict[str, Callable[[Section], Any]] = {
     "null: hidden_size // num_attention_heads": _head_dim,
     "null: num_attention_heads": _kv_heads,
     "null: []": lambda _: [],
+    "null: sliding if sliding_window": lambda values: _types(
+        values, lambda _: values.values["sliding_window"] is not None
+    ),
     "null: sliding from max_window_layers on": _sliding_from,
     "null: sliding but every 2nd": lambda values: _types(values, lambda index: index % 2 == 0),
     "null: sliding but every sliding_window_pattern-th": _sliding_but,
@@ -98,7 +102,7 @@ def apply_rule(name: str, key: str, values: Section) -> Any:
 def config_classes() -> dict[str, ConfigClass]:
     """By model type."""
     table = json.loads(TABLE.read_text())
-    return {name: ConfigClass(**values) for name, values in table["families"].items()}
+    return {name: ConfigClass(name, **values) for name, values in table["families"].items()}
 
 
 def completed(

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 
 from octavo.checkpoint.encoder import guarded
 from octavo.checkpoint.files import json_object, read_file
+from octavo.checkpoint.hf_config import default_of
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.checkpoint.hf_special_tokens import (
     TOKENIZER,
@@ -32,12 +33,12 @@ from octavo.checkpoint.tokenizer import (
     END_OF_TURN,
     BpeTokenizer,
     byte_level_bytes,
+    pipeline,
     sentencepiece_bytes,
 )
 
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
-_PIPELINE = ("normalizer", "pre_tokenizer")
 _CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 log = logging.getLogger(__name__)
@@ -96,8 +97,8 @@ class _Reader:
                 self.values |= {key: parts[key] for key in parts if key != "model"}
         self.reason = unbounded(self.values)
         if self.reason is not None:  # not even the texts of added tokens go through it here
-            self.pipeline = {key: self.values.get(key) for key in _PIPELINE}
-            text = json.dumps(json.loads(text) | dict.fromkeys(_PIPELINE))
+            self.pipeline = pipeline(self.values)
+            text = json.dumps(json.loads(text) | pipeline({}))
         try:
             backend = guarded(Backend.from_str, text)
             # Settings of a training pipeline. No prompt is cut or filled here.
@@ -175,6 +176,10 @@ class _Reader:
             token_id = self.backend.token_to_id(text)
             if token_id is not None and token_id < self.vocab_size and token_id in added:
                 stops.add(token_id)
+        if not stops and not self.folder.has(GENERATION):
+            # Nothing says anything: transformers stops at the default of the model's class.
+            default = default_of(self.folder, "eos_token_id")
+            stops |= {default} if default is not None and default < self.vocab_size else set()
         return stops
 
     def configured(self, key: str, default: int | None) -> int | None:

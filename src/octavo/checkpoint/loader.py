@@ -9,6 +9,7 @@ from pathlib import Path
 from octavo.checkpoint.base import ChatTemplate, Checkpoint, Weight
 from octavo.checkpoint.bind import STACKS, bind, experts, listed, trim_heap
 from octavo.checkpoint.chat_template import JinjaChatTemplate, several_templates
+from octavo.checkpoint.generation_config import of_gguf
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
@@ -54,6 +55,7 @@ def load_gguf(path: Path) -> Checkpoint:
         release=lambda: _release(file),
         file_bytes=file.nbytes,
         notes=tuple(file.notes),
+        generation_config=of_gguf(file),
     )
 
 

@@ -30,6 +30,7 @@ from typing import TypeVar
 from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.gguf_split import first_shard, shard_names
 from octavo.checkpoint.names import HUB_IDS, bare, preset
+from octavo.words import plural
 
 Progress = Callable[[str, int], None]  # (what is going on, bytes fetched of KnownModel.total)
 
@@ -244,10 +245,7 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
     if shape := preset(model):
-        raise PullError(
-            f"{model} is a shape to plan for, without weights: give its repository on Hugging "
-            f"Face, {HUB_IDS[shape]}, or a folder or GGUF file of it"
-        )
+        return _from_hub(HUB_IDS[shape], None, download=download)
     hint = difflib.get_close_matches(model, KNOWN, n=1)
     raise PullError(
         f"{model!r} is not a known model ({', '.join(KNOWN)}), not a file or folder here, and not "
@@ -510,7 +508,9 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     Raises saying what there is.
     """
     files = [name for name in names if name.lower().endswith(".gguf")]
-    if wanted is None and not files and any(name.endswith(".safetensors") for name in names):
+    # An index without its shards is a folder, too: loading says what is missing.
+    folder = any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names)
+    if wanted is None and not files and folder:
         if "config.json" not in names:
             raise PullError(f"{where} holds safetensors, but not their config.json")
         return None
@@ -523,7 +523,7 @@ def _choose(names: list[str], wanted: str | None, where: str) -> str | None:
     if len(files) != 1:
         listed = ", ".join(files or [name for name in names if name.lower().endswith(".gguf")])
         raise PullError(
-            f"{where} has {len(files) or 'no'} GGUF file{'s' * (len(files) != 1)}"
+            f"{where} has {plural(len(files), 'GGUF file') if files else 'no GGUF files'}"
             + (f" matching {wanted!r}" if wanted is not None else "")
             + f"; name one of: {listed}"
         )

@@ -68,6 +68,11 @@ KINDS: dict[Callable[[str], bytes], str] = {
 }
 
 
+def pipeline(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Of tokenizer.json what a text goes through before it is merged."""
+    return {key: tokenizer.get(key) for key in ("normalizer", "pre_tokenizer")}
+
+
 class BpeTokenizer:
     """A byte-pair-encoding tokenizer; implements `octavo.checkpoint.base.Tokenizer`.
 

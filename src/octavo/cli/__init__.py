@@ -37,6 +37,7 @@ from octavo.cli import (
     tune,
     verify,
 )
+from octavo.cli.console import tell
 from octavo.cli.options import named_flags
 from octavo.cli.page import Command, Group
 from octavo.cli.values import checked
@@ -139,7 +140,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("OCTAVO_DEBUG") == "1":
             raise
-        sys.exit(_explain(error))
+        tell(_explain(error))
+        sys.exit(1)
 
 
 def _explain(error: Exception) -> str:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+from octavo.execute.others import MUCH
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -75,11 +78,31 @@ def command(
         if as_json:
             typer.echo(json_text(calibration.as_dict(), indent=2))
         elif refresh:
-            typer.echo(f"{calibration.name}: {calibration.standing}")
+            show_report(f"{calibration.name}: {calibration.standing}")
         else:
-            typer.echo(as_text(calibration))
+            show_report(as_text(calibration))
     finally:  # also when nobody reads on
         typer.echo(f"stored in {calibration.save()}", err=True)
+        if disturbed := disturbance(calibration, refresh):
+            typer.echo(f"! {disturbed}", err=True)
+
+
+def disturbance(calibration: Calibration, refresh: bool) -> str:
+    """What is to be said of others that used the machine meanwhile."""
+    moment = calibration.moment
+    if refresh and moment is not None:
+        if moment.others <= MUCH:
+            return ""
+        return (
+            f"others took {moment.others:.0%} of the processor meanwhile: what was seen is the "
+            "machine beside them, and holds while they go on"
+        )
+    if not calibration.disturbed:
+        return ""
+    return (
+        f"the machine was busy: {calibration.disturbed}. Predictions will be off; run it again "
+        "when the machine is idle"
+    )
 
 
 def as_text(calibration: Calibration) -> str:

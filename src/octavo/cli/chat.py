@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import columns, plural, tell
+from octavo.cli.console import columns, tell
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
@@ -20,6 +20,7 @@ from octavo.cli.options import (
     takes,
     words,
 )
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig

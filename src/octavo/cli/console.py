@@ -1,4 +1,4 @@
-"""What commands of all kinds say: what a long one is at, on standard error; and counts."""
+"""What commands of all kinds say: what a long one is at, on standard error, and JSON."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ def on_stderr() -> Iterator[Callable[[str], None]]:
 
     def show(message: str) -> None:
         if terminal:
+            # A longer line would go on in the next, where it cannot be written over.
+            width = shutil.get_terminal_size().columns - 1
+            if len(message) > width and not message.endswith("\n"):
+                message = f"{message[: width - 1]}…"
             print(f"\r\x1b[K{message}", end="", file=sys.stderr, flush=True)
         elif message:
             print(message.rstrip("\n"), file=sys.stderr, flush=True)
@@ -118,11 +122,6 @@ def columns(rows: Mapping[str, str]) -> str:
             break_on_hyphens=False,
         )
     return "\n".join(lines)
-
-
-def plural(count: int, what: str) -> str:
-    """ "1 row", "2 rows"."""
-    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def wrapped(text: str, indent: str = "", width: int = 98) -> list[str]:

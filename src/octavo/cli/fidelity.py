@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, check_file, engine_config, length, takes
+from octavo.words import number
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -117,7 +119,7 @@ def command(
         if as_json:
             typer.echo(json_text(rows[0] if len(models) == 1 else rows, indent=2))
         else:
-            typer.echo(as_text(rows[0]) if len(models) == 1 else as_table(rows))
+            show_report(as_text(rows[0]) if len(models) == 1 else as_table(rows))
     finally:  # of the two, what goes wrong with one does not take the other with it
         if plot is not None:
             from octavo.quant.plot import draw
@@ -144,8 +146,8 @@ def as_text(row: dict[str, Any]) -> str:
         f"{row['text']}: {row['tokens']:,} tokens in windows of {row['context']:,}",
         "",
         f"perplexity     {row['perplexity']:.4f} (the reference {row['reference_perplexity']:.4f})",
-        f"KL             mean {row['kl_mean']:.4e} ± {row['kl_standard_error']:.1e} nats, "
-        f"median {row['kl_median']:.2e}, 99th percentile {row['kl_p99']:.3e}, "
+        f"KL             mean {number(row['kl_mean'])} ± {number(row['kl_standard_error'], 2)} "
+        f"nats, median {number(row['kl_median'], 3)}, 99th percentile {number(row['kl_p99'])}, "
         f"largest {row['kl_max']:.3g}",
         f"top-1          {row['top1_agreement']:.2%} of positions rank the same token first",
         f"greedy         {greedy['median']:g} tokens until the first that the reference would not "
@@ -218,8 +220,8 @@ def as_table(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {row['model']} | {row['file_bytes'] / 1e6:.1f} | {row['bytes_per_weight']:.3f} "
             f"({row['held_bytes_per_weight']:.3f}) | {row['perplexity']:.3f} "
-            f"| {row['kl_mean']:.3e} | {row['kl_p99']:.2e} | {row['top1_agreement']:.2%} "
-            f"| {row['greedy']['median']:g} | {decode} | {prefill} |"
+            f"| {number(row['kl_mean'])} | {number(row['kl_p99'], 3)} "
+            f"| {row['top1_agreement']:.2%} | {row['greedy']['median']:g} | {decode} | {prefill} |"
         )
     greedy = first["greedy"]
     lines += [

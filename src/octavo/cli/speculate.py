@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, plural
+from octavo.cli.console import json_text
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     Model,
@@ -21,6 +21,7 @@ from octavo.cli.options import (
     takes,
     words,
 )
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from collections.abc import Callable

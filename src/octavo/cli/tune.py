@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural, writing
+from octavo.cli.console import json_text, now_and_then, on_stderr, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import SIMULATED_OPTIONS, demand, samples
 from octavo.cli.options import (
     ENGINE_OPTIONS,
@@ -23,6 +24,7 @@ from octavo.cli.options import (
 )
 from octavo.cli.simulate import with_gpu_defaults, without_effect
 from octavo.plan.defaults import engine_defaults
+from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.plan.hardware import Device
@@ -168,6 +170,10 @@ def command(
             budget=trials, seconds=math.inf if max_seconds is None else max_seconds, report=show,
         )  # fmt: skip
         tuned = search.search()
+        # The figures do not change: the same with what is known of its capacity.
+        best = simulated.run(tuned.best.choice, asked, thorough=True)
+        assert best is not None
+        tuned = tuned.with_best(best)
         speeds = search.sustained(tuned.best)
     result = as_dict(model, subject, on, promise, search, tuned, speeds, notices)
     if confirm:
@@ -187,7 +193,7 @@ def command(
         if as_json:
             typer.echo(json_text(result, indent=2))
         else:
-            typer.echo(as_text(model, subject, on, promise, search, tuned, speeds, result))
+            show_report(as_text(model, subject, on, promise, search, tuned, speeds, result))
     finally:  # also when nobody reads on
         if plot is not None:
             title = f"{subject.name} on {on.name}"
@@ -212,7 +218,7 @@ def as_dict(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Figures]],
+    speeds: Sequence[tuple[float, Trial]],
     notices: Sequence[str],
 ) -> dict[str, Any]:
     from octavo.plan.tune_trial import met
@@ -226,6 +232,10 @@ def as_dict(
         "slo": {f"{name}_ms": limit for name, limit in slo.limits.items()}
         | {"attainment": slo.attainment},
         "met": met(best.figures, slo),
+        "saturated": best.saturated,
+        "headroom": best.headroom,
+        "saturation": best.verdict and best.verdict._asdict(),
+        "error_band": best.error_band,
         "serve_command": serve_command(model, best),
         "predicted": best.figures.as_dict(),
         "settings": settings(best),
@@ -243,10 +253,11 @@ def as_dict(
             {
                 "speed": speed,
                 "arriving": speed * search.arrival_rate,
-                "met": met(figures, slo),
-                **figures.as_dict(),
+                "met": met(trial.figures, slo),
+                "saturated": trial.saturated,
+                **trial.figures.as_dict(),
             }
-            for speed, figures in speeds
+            for speed, trial in speeds
         ],
         "short_trials": tuned.short_trials,
         "cost": tuned.cost,
@@ -255,16 +266,16 @@ def as_dict(
     }
 
 
-def sustained(speeds: Sequence[tuple[float, Figures]], slo: Slo) -> float | None:
+def sustained(speeds: Sequence[tuple[float, Trial]], slo: Slo) -> float | None:
     """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
-    from octavo.plan.tune_trial import met
+    from octavo.plan.tune_trial import kept
 
-    kept = None
-    for speed, figures in speeds:
-        if not met(figures, slo):
+    highest = None
+    for speed, trial in speeds:
+        if not kept(trial, slo):
             break
-        kept = speed
-    return kept
+        highest = speed
+    return highest
 
 
 def settings(trial: Trial) -> dict[str, Any]:
@@ -342,7 +353,7 @@ def as_text(
     slo: Slo,
     search: Search,
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Figures]],
+    speeds: Sequence[tuple[float, Trial]],
     result: Mapping[str, Any],
 ) -> str:
     best = tuned.best
@@ -384,21 +395,24 @@ def as_text(
 
 
 def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
+    from octavo.plan.report import error_band_lines
     from octavo.plan.tune_trial import met
 
     figures = tuned.best.figures
-    share = f"{100 * figures.attainment:.4g} % of the requests are good"
+    share = f"{number(100 * figures.attainment)} % of the requests are good"
     asked = f"{100 * slo.attainment:g} % asked for"
     lines = []
+    best = tuned.best
     if met(figures, slo):
+        held = "while these requests last the SLO is kept" if best.saturated else "the SLO is kept"
         lines.append(
-            f"the SLO is kept: {share} ({asked}), {figures.goodput:.4g} good requests/s, "
-            f"{figures.output_throughput:.4g} tokens/s"
+            f"{held}: {share} ({asked}), {number(figures.goodput)} good requests/s, "
+            f"{number(figures.output_throughput)} tokens/s"
         )
     else:
         lines.append(
             f"no setting keeps the SLO: with the best {share} ({asked}), "
-            f"{figures.goodput:.4g} good requests/s"
+            f"{number(figures.goodput)} good requests/s"
         )
         for name, limit in slo.limits.items():
             p99 = figures.latencies[name].p99
@@ -409,39 +423,46 @@ def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
                 )
         if refused := figures.requests - figures.completed:
             lines.append(f"  {plural(refused, 'request')} not served: {tuned.best.refusal}")
-    if all(trial.saturated for trial in tuned.trials):
+    if best.saturated:
+        every = all(trial.saturated for trial in tuned.trials)
+        settings = "every setting that was tried" if every else "the best"
         lines.append(
-            "  the load is beyond saturation with every setting that was tried: requests come "
-            "faster than they can be served"
+            f"  BEYOND SATURATION with {settings}: latencies grow as long as the load goes on"
         )
+    if best.verdict is not None and best.verdict.room:
+        lines.append(f"  headroom {best.verdict.room}")
+    if best.error_band is not None:
+        lines += [f"  {line}" for line in error_band_lines(best.error_band)]
+    if best.near_saturation:
+        lines.append(f"  {best.near_saturation}")
     default = tuned.default
     if default is None:
         lines.append("the engine's default settings do not fit this device")
     elif default.choice == tuned.best.choice:
         lines.append("these are the engine's defaults: no setting that was tried is better")
     else:
-        kept = "keep it, too" if met(default.figures, slo) else "do not keep it"
+        too = "keep it, too" if met(default.figures, slo) else "do not keep it"
         lines.append(
-            f"the engine's defaults {kept}: {100 * default.figures.attainment:.4g} % are good, "
-            f"{default.figures.goodput:.4g} a second"
+            f"the engine's defaults {too}: {number(100 * default.figures.attainment)} % are good, "
+            f"{number(default.figures.goodput)} a second"
         )
     return lines
 
 
-def _sustained_lines(speeds: Sequence[tuple[float, Figures]], rate: float, slo: Slo) -> list[str]:
+def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Slo) -> list[str]:
     if not speeds:
         return ["all requests come at once: there is no rate of arrival to vary"]
     kept = sustained(speeds, slo)
-    if kept is None and len(speeds) == 1:
+    if kept is None and len(speeds) == 1 and not speeds[0][1].saturated:
         return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
-        return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
+        return [f"not even {number(speeds[0][0], 3)} × this load keeps the SLO"]
     if len(speeds) == 1:
         return ["the load is too short to say what happens when it comes faster"]
     edge = "" if kept < speeds[-1][0] else " at least"
     return [
-        f"with the best the SLO holds up to{edge} {kept:.2g} times this load, "
-        f"{kept * rate:.3g} requests/s"
+        f"with the best the SLO holds up to{edge} {number(kept, 2)} × this load, "
+        f"{number(kept * rate, 3)} requests/s"
     ]
 
 
@@ -471,7 +492,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
             f"{trial.plan.num_blocks:>9}{config.kv_cache_dtype.replace('auto', 'bf16'):>6}"
             f"{config.quantization or 'as is':>9}"
             + (f"{trial.choice.speculation:>12}" if speculates else "")
-            + f"{100 * figures.attainment:>7.4g} %{figures.goodput:>10.4g}"
+            + f"{100 * figures.attainment:>7.4g} %{number(figures.goodput):>10}"
             f"{figures.output_throughput:>10.4g}"
             + "".join(
                 f"{_ms(figures.latencies[n].p50):>11}{_ms(figures.latencies[n].p99):>10}"
@@ -492,7 +513,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
 def _ms(value: float) -> str:
     if math.isinf(value):  # nothing was served
         return "none"
-    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
+    return f"{value:.0f}" if value >= 1000 else f"{number(value)}"
 
 
 def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[str]:
@@ -524,7 +545,7 @@ def _confirmed_lines(confirmed: Mapping[str, Any]) -> list[str]:
     for name, pair in confirmed["pairs"].items():
         error = confirmed["error"][name]
         shown = "" if error is None else f"{100 * error:+.1f} %"
-        figures = ("none" if value is None else f"{value:.4g}" for value in pair)
+        figures = ("none" if value is None else f"{number(value)}" for value in pair)
         lines.append(
             f"{name.replace('_', ' '):<20}{''.join(f'{each:>11}' for each in figures)}{shown:>9}"
         )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object, takes
 
 if TYPE_CHECKING:
@@ -82,7 +83,9 @@ def command(
             plant_faults=plant_fault,
             progress=progress,
         )
-    typer.echo(json_text(certificate.as_dict()) if as_json else as_text(certificate))
+    show_report(
+        json_text(certificate.as_dict()) if as_json else as_text(certificate), as_json=as_json
+    )
     if certificate.overlooked:
         typer.echo(f"octavo: not found: {'; '.join(certificate.overlooked)}", err=True)
         raise typer.Exit(2)

@@ -23,6 +23,7 @@ class Admission:
         self.waiting = Waiting(engine)
         engine.observers.append(self.waiting)
         self._scheduler = engine.scheduler
+        self._places = engine.places
 
     @property
     def fair_queue(self) -> int | None:
@@ -31,11 +32,14 @@ class Admission:
         fair = config.policy.scheduling_policy == "fair"
         return config.max_num_queued_reqs if fair else None
 
-    def check_queue(self, asks: Sequence[RequestRecord], queued: int, queued_tokens: int) -> None:
+    def check_queue(
+        self, asks: Sequence[RequestRecord], queued: int, queued_tokens: int
+    ) -> list[RequestRecord]:
         """Refuse for now (`AdmissionError`, retryable) what the queue has no room for, and for
         good what it never has. ``queued``: requests that are on their way to it, with so many
         prompt tokens; ``asks``: those who would come in together, none where nothing is known of
-        one.
+        one, and it may come before everybody. Returns those whose places they would take
+        (engine/places.py).
         """
         scheduler = self._scheduler
         config = scheduler.config
@@ -50,12 +54,8 @@ class Admission:
         # taken note of it since the last one or not.
         left = min(scheduler.num_left_waiting, len(scheduler.waiting))
         seats = 0 if left else scheduler.kv.num_free_slots
-        before, tokens = queued, queued_tokens
         try:
-            for prompt_tokens in [record.prompt_tokens for record in asks] or [0]:
-                scheduler.check_queue(prompt_tokens, before - seats, tokens)
-                before += 1
-                tokens += prompt_tokens
+            return self._places.check(asks, queued - seats, queued_tokens)
         except AdmissionError as error:
             error.retry_after = self.waiting.forecast(None, queued, queued_tokens).wait
             raise

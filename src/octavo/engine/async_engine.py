@@ -51,6 +51,7 @@ class AsyncEngine:
         self._inbox: deque[tuple[Request, RequestRecord]] = deque()
         self._inbox_tokens = 0
         self._aborts: list[str] = []
+        self._replaced: list[str] = []  # whose places in the queue others have taken
         self._pauses: dict[str, bool] = {}  # who is to pause, or to go on
         self._streams: dict[str, Stream] = {}
         self._mailboxes: dict[asyncio.AbstractEventLoop, Mailbox] = {}
@@ -109,13 +110,17 @@ class AsyncEngine:
                     name = request.request_id
                     if name in self._streams or name in (r.request_id for r in requests[:index]):
                         raise AdmissionError(f"request id {name!r} is in use", "request_id")
-                self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
+                places = self.engine.places
+                replaced = self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
+                places.take(replaced)
+                self._replaced += [record.request_id for record in replaced]
                 mailbox = self._mailbox(asyncio.get_running_loop())
                 streams = [Stream(record, mailbox, self.abort, self.pause) for record in records]
                 for request, stream in zip(requests, streams, strict=True):
                     self._streams[request.request_id] = stream
                     self._inbox.append((request, stream.record))
                     self._inbox_tokens += stream.record.prompt_tokens
+                    places.enter(stream.record)
                 self._condition.notify()
         except (ValueError, EngineDead) as error:
             for record in records:
@@ -129,13 +134,17 @@ class AsyncEngine:
 
     def check_room(self, pending: int = 0, asks: RequestRecord | None = None) -> None:
         """Refuse for now what `submit` would not take, with ``pending`` requests on their way to
-        the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing.
-        Raises as `submit_all` does. Waits for nothing.
+        the queue, of which not all is known. ``asks`` is it, as far as it is known; None: nothing,
+        and it may come before everybody. Raises as `submit_all` does. Waits for nothing.
         """
         self._check_life()
         asking = [] if asks is None else [asks]
         queued, tokens = len(self._inbox) + pending, self._inbox_tokens
-        self.admission.check_queue(asking, queued, tokens)
+        try:
+            self.admission.check_queue(asking, queued, tokens)
+        except AdmissionError as error:
+            if not (pending and error.retryable and self.engine.places.outranks(asks)):
+                raise
         self.admission.check_forecast(asking, queued, tokens)
 
     def _check_life(self) -> None:
@@ -310,6 +319,7 @@ class AsyncEngine:
                 return False
             self._taken, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
             aborts, self._aborts = self._aborts, []
+            replaced, self._replaced = self._replaced, []
             pauses, self._pauses = self._pauses, {}
             inspections, self._inspections = self._inspections, []
         while self._taken:
@@ -320,6 +330,8 @@ class AsyncEngine:
                 logger.exception("request %r was not taken", request.request_id)
                 self._deliver([self.engine.refuse(record, error)])
             self._taken.popleft()
+        for request_id in replaced:
+            self.engine.replace(request_id)
         for request_id, paused in pauses.items():
             (self.engine.pause if paused else self.engine.resume)(request_id)
         for request_id in aborts:

@@ -18,6 +18,7 @@ from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.engine.pace import Pace
+from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
 from octavo.engine.text import NoText, Text, TextFactory
 from octavo.execute.batch import Executor, StepResult
@@ -70,6 +71,7 @@ _OUTCOMES = {
     FinishReason.LENGTH: Outcome.FINISHED,
     FinishReason.ABORT: Outcome.ABORTED,
     FinishReason.ERROR: Outcome.FAILED,
+    FinishReason.REPLACED: Outcome.REJECTED,
     FinishReason.SHED: Outcome.REJECTED,
 }
 
@@ -127,6 +129,7 @@ class Engine:
         self.max_logprobs = max_logprobs
         self.speculator = speculator
         self.pace = pace
+        self.places = Places(scheduler)
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
         self._text = text
@@ -203,7 +206,7 @@ class Engine:
         record = self.new_record(request, arrival)
         try:
             request = self.check(request)
-            self.scheduler.check_queue(len(request.prompt_token_ids))
+            replaced = self.places.check([record])
             self.admit(request, record)
         except ValueError as error:
             self.reject(record, error)
@@ -211,6 +214,10 @@ class Engine:
         except Exception as error:
             self.refuse(record, error)
             raise
+        self.places.take(replaced)
+        self.places.enter(record)
+        for other in replaced:
+            self.replace(other.request_id)
         return record
 
     def new_record(self, request: Request, arrival: float | None = None) -> RequestRecord:
@@ -222,6 +229,7 @@ class Engine:
             request.params.max_tokens,
             client=request.client,
             priority=request.priority,
+            weight=request.weight,
             target=request.target,
         )
 
@@ -271,13 +279,24 @@ class Engine:
         """
         if request_id not in self._requests:
             return False
-        state = self._requests[request_id]
+        self._end_between_steps(self._requests[request_id], FinishReason.ABORT)
+        return True
+
+    def replace(self, request_id: str) -> None:
+        """End a request whose place in the queue another has taken, unless it has begun to run."""
+        state = self._requests.get(request_id)
+        if state is not None and state.record.scheduled is None:
+            why = "the queue is full, and a more urgent request has taken its place"
+            self._end_between_steps(state, FinishReason.REPLACED, why)
+
+    def _end_between_steps(
+        self, state: RequestState, reason: FinishReason, why: str | None = None
+    ) -> None:
         try:
-            self._end(state, FinishReason.ABORT, self._ended)
+            self._end(state, reason, self._ended, why)
         except Exception as error:
             self._start_over(error, self._ended, guilty=None)
-            self._end(state, FinishReason.ABORT, self._ended)
-        return True
+            self._end(state, reason, self._ended, why)
 
     def pause(self, request_id: str) -> None:
         """Keep a request from generating more until `resume`; its blocks go to others meanwhile.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from octavo.speculate.draft_checkpoint import DraftModel
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import Speculator
+from octavo.words import plural
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +72,7 @@ class LoadedEngine:
         return "\n".join(
             (
                 f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
-                f"{len(model.layers)} layers, weights {as_size(self.weight_bytes)}",
+                f"{plural(len(model.layers), 'layer')}, weights {as_size(self.weight_bytes)}",
                 *(
                     [f"quantization: {summary(self.checkpoint, quantization)}"]
                     if quantization
@@ -77,12 +81,12 @@ class LoadedEngine:
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
                 *([f"rope: {rope}"] if (rope := model.rope_of_length(self.max_model_len)) else ()),
                 f"kv cache: {as_size(self.kv_cache_bytes)} of "
-                f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
+                f"{KvDtype.of(self.config.kv_cache_dtype)}, {plural(self.num_blocks, 'block')} of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 *self._offload(),
-                f"batch: up to {self.config.max_num_seqs} sequences and "
-                f"{self.config.max_num_batched_tokens} tokens a step"
+                f"batch: up to {plural(self.config.max_num_seqs, 'sequence')} and "
+                f"{plural(self.config.max_num_batched_tokens, 'token')} a step"
                 + (
                     ""
                     if self.config.itl_target is None
@@ -98,14 +102,13 @@ class LoadedEngine:
                         f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
                         f"{as_size(self.draft.weight_bytes)}; of the kv cache "
                         f"{as_size(self.draft_blocks * self.draft.layout.block_bytes)}, "
-                        f"{self.draft_blocks} blocks; drafts up to {self.draft_tokens} tokens of "
-                        "context"
+                        f"{plural(self.draft_blocks, 'block')}; drafts up to {self.draft_tokens} "
+                        "tokens of context"
                     ]
                     if self.draft
                     else ()
                 ),
                 f"stop tokens: {shown or 'none'}",
-                *(f"note: {note}" for note in self.checkpoint.notes),
             )
         )
 
@@ -115,7 +118,7 @@ class LoadedEngine:
             return
         stats = tiers.stats()
         line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if self.config.kv_offload_dir is not None:
+        if tiers.disk is not None:
             line += (
                 f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
                 f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"
@@ -154,6 +157,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     if isinstance(model, str):
         model = pull.resolve(model)
     checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+    for note in checkpoint.notes:
+        log.warning("%s: %s", checkpoint.path.name, note)
     speculation = config.speculation
     drafter: Drafter | ModelDrafter | None = None
     if speculation is not None and not speculation.computes:

@@ -4,6 +4,8 @@ by.
 
 from __future__ import annotations
 
+import errno
+import logging
 import shutil
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
@@ -15,7 +17,8 @@ from octavo.checkpoint.base import Tokenizer
 from octavo.checkpoint.tokenizer import BpeTokenizer
 from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
-from octavo.kv.disk import Disk
+from octavo.execute.memory import as_size
+from octavo.kv.disk import HEADER_BYTES, Disk
 from octavo.kv.folders import check_folder
 from octavo.kv.host_memory import HostMemory
 from octavo.kv.layout import KvLayout
@@ -26,8 +29,11 @@ from octavo.model.program import Program
 if TYPE_CHECKING:
     from octavo.execute.native import NativeExecutor
 
+logger = logging.getLogger(__name__)
+
 STAGING_BYTES = 256 << 20  # that a disk is read into, where no host memory is asked for
-_MOST_DISK = 16 << 30  # bytes, where no budget is given, and at most half of what is free
+_MOST_DISK = 16 << 30  # bytes, where no budget is given; and at most half of what there is room for
+_FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
 _NUMBERS = ("checkpoint", "execute", "kv", "model")  # rooms that decide what a block holds
 
 
@@ -42,7 +48,8 @@ def check_disk(folder: str) -> None:
     try:
         check_folder(Path(folder))
     except OSError as error:
-        raise _refused(folder, error) from None
+        if error.errno not in _FULL:
+            raise _refused(folder, error) from None
 
 
 def _refused(folder: str, error: OSError) -> Refused:
@@ -76,16 +83,12 @@ def make_tiers(
     if folder is not None:
         name = engine_digest(executor, program, tokenizer, quantization)
         check_disk(folder)
-        if disk_bytes is None:
-            disk_bytes = min(_MOST_DISK, shutil.disk_usage(folder).free // 2)
-        if disk_bytes < layout.block_bytes:
+        if disk_bytes is not None and disk_bytes < layout.block_bytes:
             raise Refused(
                 f"kv_offload_disk {disk_bytes} is less than a block of {layout.block_bytes} bytes"
             )
-        try:
-            disk = Disk(Path(folder), name, layout.block_bytes, disk_bytes)
-        except OSError as error:
-            raise _refused(folder, error) from None
+        disk = _disk(folder, name, layout.block_bytes, disk_bytes)
+    if disk is not None:
         reader = ThreadWorker("octavo-kv-read")
         writer = ThreadWorker("octavo-kv-write", patient=True)
     return Tiers(
@@ -97,6 +100,29 @@ def make_tiers(
         tokens_per_block=layout.block_size / len(layout.groups),
         computing=Recomputing(pace, executor.max_tokens),
     )
+
+
+def _disk(folder: str, name: bytes, block_bytes: int, budget: int | None) -> Disk | None:
+    """The tier in ``folder``; None if the disk has no room for its folders. Raises `Refused`."""
+    try:
+        disk = Disk(Path(folder), name, block_bytes, budget or 0)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise _refused(folder, error) from None
+        logger.warning("kv offload: %s: %s: nothing is kept there", folder, error.strerror)
+        return None
+    if budget is None:
+        # What the folder holds makes room when it goes: at each start the budget is the same.
+        free = shutil.disk_usage(folder).free
+        disk.budget = min(_MOST_DISK, (free + disk.used) // 2)
+        if disk.budget < HEADER_BYTES + block_bytes:
+            logger.warning(
+                "kv offload: %s is full (%s free): what it holds is read, and nothing is written "
+                "(--kv-offload-disk says how much may be)",
+                folder,
+                as_size(free),
+            )
+    return disk
 
 
 def engine_digest(

@@ -17,7 +17,7 @@ import platform
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -30,12 +30,17 @@ from octavo.checkpoint.pull import cache_dir
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.memory import as_size, available_memory
+from octavo.execute.others import Others
+from octavo.words import plural
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
 
 ARITHMETICS = ("int8", "bf16", "fp32")
+
+_OLD = 30  # days after which stored limits are measured again
+_OTHER = 1.3  # times as fast, or as slow: more than neighbours on the machine explain
 
 _LEAST_MEMORY_READ = 256 << 20  # bytes
 _AHEAD = (1024, 2048, 4096, 8192)  # bytes to prefetch ahead
@@ -234,19 +239,55 @@ class Limits:
 
     @classmethod
     def stored(cls, progress: Progress = lambda _: None) -> Self:
-        """What is stored, or else measured now and stored, which is said before."""
+        """What is stored, if it still fits; or else measured now and stored, which is said
+        before.
+        """
         limits = cls.load()
-        if limits is None:
+        why = None if limits is None else misfit(limits)
+        if limits is None or why is not None:
+            again = "once" if why is None else f"again, as {why}"
             progress(
-                "measuring what this machine can do, once, in some ten seconds; kept in "
+                f"measuring what this machine can do, {again}, in some ten seconds; kept in "
                 f"{stored_path()}\n"
             )
+            others = Others()
             limits = cls.measure(progress=progress)
+            if (taken := others.taken()) is not None and taken.text:
+                logger.warning(
+                    "the machine's limits may be too low: %s; octavo bench machine measures again",
+                    taken.text,
+                )
             try:
                 limits.save()
             except OSError as error:
                 logger.warning("the machine's limits cannot be stored: %s", error)
         return limits
+
+
+def misfit(limits: Limits) -> str | None:
+    """Why stored limits no longer fit this machine; None if they do. What is kept is of the same
+    CPU, cores and build; but it may be old, or the machine's speed another since.
+    """
+    age = datetime.now(UTC) - datetime.fromisoformat(limits.date)
+    if not -timedelta(days=1) < age < timedelta(days=_OLD):
+        return f"they are of {limits.date}"
+    others = Others()
+    stored = limits.fp32[-1]
+    change = _speed(stored) / stored.best
+    taken = others.taken()
+    if change < 1 and taken is not None and taken.text:
+        return None  # it is slower for what others take
+    if 1 / _OTHER < change < _OTHER:
+        return None
+    return f"arithmetic is {change:.2f} times as fast as when they were measured"
+
+
+def _speed(stored: Rate) -> float:
+    """What the loop of an fp32 peak does now, at best, in a tenth of a second."""
+    loops = [how for kind, how in _native.peak_loops() if kind == "fp32"]
+    index = [kind for kind, _ in _native.peak_loops()].index("fp32")
+    index += loops.index(stored.how) if stored.how in loops else 0
+    return max(_native.measure_peak(_native.ThreadPool(stored.threads), index, 4e-3, 25))
 
 
 def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
@@ -271,7 +312,7 @@ def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
 
 
 def _threads(count: int) -> str:
-    return f"{count} thread{'s' if count > 1 else ''}"
+    return plural(count, "thread")
 
 
 def _thread_counts(most: int) -> list[int]:

@@ -62,7 +62,6 @@ class Disk:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.budget = budget
         self.block_bytes = block_bytes
         self.bytes_read = 0
         self.bytes_written = 0
@@ -82,6 +81,15 @@ class Disk:
             check_folder(own)
         self._index: dict[Key, None] = {}
         self._ledger = Ledger(self._root, budget, self._found, self._lost)
+
+    @property
+    def budget(self) -> int:
+        """Bytes of files at most; less than a block: none are written."""
+        return self._ledger.budget
+
+    @budget.setter
+    def budget(self, size: int) -> None:
+        self._ledger.budget = size
 
     @property
     def used(self) -> int:

@@ -120,6 +120,7 @@ class ModelConfig:
     logits_scale: float = 1.0
     biases: frozenset[str] = frozenset()  # projections of every layer with a bias: "attn_q", …
     name: str = ""
+    fixed_from: int | None = None  # the `default_length` of the model that `for_length` fixed
 
     @property
     def head(self) -> str:
@@ -206,6 +207,8 @@ class ModelConfig:
         """The longest sequence if nobody asks for longer ones: the context of training where the
         rotary positions of longer sequences are others for all sequences, else the whole context.
         """
+        if self.fixed_from is not None:
+            return self.fixed_from
         rules = (layer.rope.by_length for layer in self.layers)
         return min([self.context_length, *(rule.original for rule in rules if rule is not None)])
 
@@ -216,10 +219,11 @@ class ModelConfig:
             return None
         name = "LongRoPE" if isinstance(rule, LongRope) else "dynamic NTK"
         if length <= rule.original:
-            return f"{name} as in training: its context has {rule.original} tokens"
+            longer = "" if rule.original >= self.context_length else "; longer ones need others"
+            return f"{name}, positions of sequences of up to {rule.original} tokens{longer}"
         return (
-            f"{name} for sequences of {length} tokens, and so for shorter ones, too: the context "
-            f"of training has {rule.original}"
+            f"{name}, positions of sequences of {length} tokens for all, although training had "
+            f"{rule.original}: short ones lose by it"
         )
 
     @property
@@ -232,4 +236,4 @@ class ModelConfig:
         if all(layer.rope.by_length is None for layer in self.layers):
             return self
         layers = (replace(layer, rope=layer.rope.for_length(length)) for layer in self.layers)
-        return replace(self, layers=tuple(layers))
+        return replace(self, layers=tuple(layers), fixed_from=self.default_length)

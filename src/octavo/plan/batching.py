@@ -342,6 +342,11 @@ class Batching:
         return self.load.rate / self.saturation.requests_per_second
 
     @property
+    def headroom(self) -> float | None:
+        """Capacity ÷ offered load, as of `octavo simulate`; None without a rate."""
+        return 1 / self.utilisation if self.load.rate else None
+
+    @property
     def saturated(self) -> bool:
         return self.utilisation >= 1
 
@@ -362,6 +367,15 @@ class Batching:
     def ratio(self) -> float:
         """Continuous ÷ static, both saturated."""
         return self.saturation.requests_per_second / self.static.requests_per_second
+
+
+def slowed(step: StepTime, times: float) -> StepTime:
+    """Steps that take so many times as long."""
+
+    def seconds(decoding: float, context: float, tokens: float, start: float) -> float:
+        return times * step(decoding, context, tokens, start)
+
+    return seconds
 
 
 def held_tokens(load: Load) -> float:

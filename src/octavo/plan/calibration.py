@@ -28,6 +28,7 @@ from octavo.execute.cost import KNEES, Rates
 from octavo.execute.cpu import usable_cpus
 from octavo.execute.limits import Limits, cpu_model, kernel_build, store
 from octavo.execute.native import NativeExecutor
+from octavo.execute.others import MUCH, Others
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 from octavo.model.program import Program
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a stored file
 _MEDIAN = 0.6745  # of the distances from the mean, in standard deviations, of a normal distribution
+NOISY = 0.08  # median error of a step, above which others have been at work
+OTHER = 1.4  # times as fast, or as slow: another machine than that of a calibration
 OTHER_FORM = "it is of another version's cost model; run octavo calibrate again"
 
 
@@ -120,6 +123,7 @@ class Moment:
     processor: float  # the same of everything else
     date: str  # ISO 8601
     steps: int
+    others: float = 0.0  # share of the processor that others took meanwhile
 
     @property
     def slowness(self) -> Slowness:
@@ -143,6 +147,7 @@ class Calibration:
     errors: tuple[KindError, ...]  # of steps that a fit has not seen, by kind
     error: float  # their median over all steps
     moment: Moment | None = None  # the last refresh
+    others: float = 0.0  # share of the processor that others took while it was measured
 
     @property
     def current(self) -> Rates:
@@ -158,12 +163,38 @@ class Calibration:
     def standing(self) -> str:
         """When and how well it was measured, and the speed of the machine that `current` is for."""
         measured = f"calibrated at {self.date}, when a step's median error was {self.error:.1%}"
+        if self.others > MUCH:
+            measured += f" and others took {self.others:.0%} of the processor"
         if self.moment is None:
             return f"{measured}; at the speed that the machine had then"
         return (
             f"{measured}; at the machine's speed of {self.moment.date}: memory took "
             f"{self.moment.memory:.2f} and the processor {self.moment.processor:.2f} times as long"
         )
+
+    @property
+    def disturbed(self) -> str:
+        """What speaks against it: that others used the machine meanwhile; "": nothing."""
+        found = []
+        if self.others > MUCH:
+            found.append(f"others took {self.others:.0%} of the processor meanwhile")
+        if self.error > NOISY:
+            found.append(f"a step's median error is {self.error:.0%}, on a quiet machine 1 to 3 %")
+        return ", and ".join(found)
+
+    def misfit(self, limits: Rates) -> str:
+        """Why it no longer fits a machine of these limits; "": it does."""
+        changes = {
+            "reading memory": limits.bytes_per_second / self.limits.bytes_per_second,
+            "arithmetic": limits.ops_per_second / self.limits.ops_per_second,
+        }
+        for what, change in changes.items():
+            if not 1 / OTHER < change < OTHER:
+                return (
+                    f"{what} is {change:.2f} times as fast here as when it was calibrated: run "
+                    "octavo calibrate again"
+                )
+        return ""
 
     @classmethod
     def measure(
@@ -182,7 +213,7 @@ class Calibration:
         check_settings(loaded.config)
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
-        start = time.perf_counter()
+        start, others = time.perf_counter(), Others()
         progress("measuring the machine's limits")
         limits = Limits.measure(quick=True, pool=executor.pool)
         roof = limits.rates(executor.threads, loaded.weight_bytes)
@@ -207,6 +238,7 @@ class Calibration:
             roof,
             fitted.errors,
             fitted.error,
+            others=_share(others),
         )
 
     def refreshed(
@@ -218,10 +250,11 @@ class Calibration:
         check_settings(loaded.config)
         executor = loaded.engine.executor
         assert isinstance(executor, NativeExecutor)
+        others = Others()
         steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
         slow = slowness(executor.costs, steps, self.rates, self.held_up)
         date = datetime.now(UTC).isoformat(timespec="seconds")
-        return replace(self, moment=Moment(*slow, date, len(steps)))
+        return replace(self, moment=Moment(*slow, date, len(steps), _share(others)))
 
     @classmethod
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
@@ -246,7 +279,8 @@ class Calibration:
         """Raises `ValueError` for what is not `as_dict`'s."""
         try:
             values = dict(data)
-            if set(values) != {field.name for field in fields(cls)}:
+            needed = {field.name for field in fields(cls)} - {"others"}
+            if set(values) - {"others"} != needed:
                 raise ValueError(OTHER_FORM)
             values["key"] = CalibrationKey(**values["key"])
             values["errors"] = tuple(KindError(**error) for error in values["errors"])
@@ -283,6 +317,11 @@ class Calibration:
         return calibration if calibration.key == key else None
 
 
+def _share(others: Others) -> float:
+    taken = others.taken()
+    return 0.0 if taken is None else taken.share
+
+
 def check_settings(config: EngineConfig) -> None:
     """Raises `SettingsError` for an engine that cannot be calibrated."""
     if config.speculation is not None:
@@ -310,9 +349,11 @@ def _check(found: Calibration) -> None:
     for name in ("seconds", "error"):
         _check_figure(name, getattr(found, name))
     _check_figure("held_up", found.held_up, *_CHANGE)
+    _check_figure("others", found.others)
     if found.moment is not None:
         datetime.fromisoformat(found.moment.date)
         _check_count("steps", found.moment.steps)
+        _check_figure("others", found.moment.others)
         for name in Slowness._fields:
             _check_figure(name, getattr(found.moment, name), *_CHANGE)
     for name, value in found.deviations.items():

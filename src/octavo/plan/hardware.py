@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from math import isfinite
 
+from octavo.engine.config import SettingsError
 from octavo.execute.cost import Arithmetic, Rates
 from octavo.execute.limits import Limits
 from octavo.execute.memory import available_memory
@@ -152,8 +153,14 @@ class Device:
 
     def attention(self, dtype: KvDtype, quantized: Arithmetic | None = None) -> Arithmetic:
         """What multiplies keys and values. As this engine's kernels do: codes are multiplied as
-        they are where quantized weights are; GPUs widen them to 16 bits.
+        they are where quantized weights are; GPUs widen them to 16 bits. Raises `SettingsError` for
+        what only GPUs have.
         """
+        if not self.gpu:
+            try:
+                dtype.check_served()
+            except ValueError as error:
+                raise SettingsError(str(error)) from None
         if dtype not in (KvDtype.INT8, KvDtype.INT4):
             return Arithmetic.BF16
         return quantized or (Arithmetic.BF16 if self.gpu else Arithmetic.INT8)

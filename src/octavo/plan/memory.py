@@ -29,7 +29,7 @@ from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import ModelConfig
 from octavo.plan.defaults import engine_defaults
 from octavo.plan.gpu import RUNTIME_BYTES
-from octavo.plan.quantization import Stored, as_rounded, held, in_scheme
+from octavo.plan.quantization import Stored, as_rounded, for_gpus, held, in_scheme
 from octavo.plan.schemes import GGUF, scheme
 from octavo.plan.subject import Subject, part
 from octavo.speculate.draft_model import needed_blocks
@@ -433,7 +433,7 @@ class Load:
         (here).
         """
         total = 0
-        if place.here and self.dtype not in KvDtype.served():
+        if not place.gpu and (self.dtype not in KvDtype.served() or for_gpus(self.stored)):
             return None
         for subject, stored in ((self.subject, self.stored), *([self.draft] if self.draft else [])):
             sizes = held(subject, stored, self.config.isa) if place.here else stored.sizes
@@ -561,8 +561,8 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
     """
     weights = [load.stored, *variants]
     codes = (KvDtype.FP8,) if place.fp8 else (KvDtype.INT8, KvDtype.INT4)
-    held = not place.here or load.dtype in KvDtype.served()
-    dtypes = [load.dtype] if held else [KvDtype.INT8]
+    served = place.gpu or load.dtype in KvDtype.served()
+    dtypes = [load.dtype] if served else [KvDtype.INT8]
     dtypes += [dtype for dtype in codes if _narrower(dtype, dtypes[0])]
     sizes = [
         replace(load, stored=stored, dtype=dtypes[0]).weight_bytes(place) for stored in weights
@@ -574,8 +574,11 @@ def alternatives(load: Load, variants: Sequence[Stored], place: Place) -> list[A
 
     found: list[Alternative] = []
     kept: list[tuple[int, int]] = []
-    pairs = [(w, k) for w in range(len(weights)) for k in range(len(dtypes)) if w or k or not held]
-    for w, k in sorted(pairs, key=lambda pair: (sum(pair), pair)):
+    pairs = sorted(
+        ((w, k) for w in range(len(weights)) for k in range(len(dtypes))),
+        key=lambda pair: (sum(pair), pair),
+    )
+    for w, k in pairs[served:]:  # the first is what was asked for
         if any(w >= other_w and k >= other_k for other_w, other_k in kept):
             continue
         other = replace(load, stored=weights[w], dtype=dtypes[k])

@@ -135,7 +135,7 @@ class _Script:
         clock = self.engine.clock
 
         def goes_on() -> bool:
-            left = self._left()
+            left = max(0.0, self._left())
             progress(f"running the engine: {len(self.observations)} steps, {left:.0f} s to go")
             return left > 0
 

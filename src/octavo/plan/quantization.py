@@ -139,6 +139,11 @@ def as_rounded(subject: Subject, name: str) -> Stored:
     return Stored(f"{name}, rounded", formats, sizes, None, groups)
 
 
+def for_gpus(stored: Stored) -> bool:
+    """Whether there are weights in it that only GPUs' engines hold."""
+    return any(isinstance(format, PlannedFormat) for format in stored.formats.values())
+
+
 def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, int] | None:
     """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
     Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.

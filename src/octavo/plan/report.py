@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from octavo.engine.stats import EngineStats
 from octavo.execute.memory import as_size
+from octavo.plan.band import Doubt, band, uncertain
+from octavo.plan.capacity import Capacity
 from octavo.plan.replay import QUEUE_FULL, SHED
-from octavo.plan.saturation import saturation
+from octavo.plan.saturation import Saturation, saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
+from octavo.words import number, plural
 from octavo.workload.metrics import Record, Totals, by_class, is_good, seconds, spread, totals
 
 INTERVALS = 100
@@ -31,10 +34,17 @@ ROWS = 10  # of the table over time
 
 
 def figures(
-    simulation: Simulation, goodput: Mapping[str, float], price: float | None = None
+    simulation: Simulation,
+    goodput: Mapping[str, float],
+    price: float | None = None,
+    *,
+    capacity: Capacity | None = None,
+    doubt: Doubt | None = None,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """All figures; none of them depends on how fast the simulation ran. ``goodput``: limits in
-    milliseconds by metric; ``price``: of the device an hour.
+    milliseconds by metric; ``price``: of the device an hour; ``capacity``: of the engine, for
+    `saturation`; ``doubt``: of its speed, for an error band.
     """
     engine, series = simulation.engine, simulation.series
     records = simulation.replay.records
@@ -43,7 +53,8 @@ def figures(
     stats = engine.stats()
     means, most = series.means(), dict(zip(GAUGES, series.most, strict=True))
     blocks = max(stats.kv_blocks, 1)
-    verdict = saturation(records, series)
+    verdict = saturation(simulation, capacity)
+    unsure = None if doubt is None else band(simulation, doubt, goodput, verdict, progress)
     return {
         **_described(simulation),
         "requests": load.requests,
@@ -66,7 +77,10 @@ def figures(
             name: _class(found) for name, found in by_class(records, duration, goodput).items()
         },
         "saturated": verdict.saturated,
+        "headroom": verdict.headroom,
         "saturation": verdict._asdict(),
+        "error_band": unsure,
+        "near_saturation": "" if doubt is None else uncertain(verdict, doubt),
         "steps": stats.steps,
         "busy": 1 - simulation.replay.idle / duration,
         "mean_step_ms": 1e3 * (duration - simulation.replay.idle) / max(stats.steps, 1),
@@ -235,8 +249,8 @@ def text(result: Mapping[str, Any]) -> str:
     if result["classes"]:
         limits += ", or its class's own"
     lines = [
-        f"{result['model']}: {result['parameters'] / 1e9:.3g} G parameters, "
-        f"{result['weight_bytes'] / 1e9:.4g} GB of weights ({result['format']})",
+        f"{result['model']}: {number(result['parameters'] / 1e9, 3)} G parameters, "
+        f"{number(result['weight_bytes'] / 1e9)} GB of weights ({result['format']})",
         f"on {result['device']}: {source}",
         f"KV cache: {as_size(settings['kv_cache_bytes'])} of {settings['kv_cache_dtype']}, "
         f"{settings['kv_blocks']:,} blocks of {settings['block_size']} tokens "
@@ -245,15 +259,17 @@ def text(result: Mapping[str, Any]) -> str:
         f"a step: up to {settings['max_num_seqs']:,} sequences and "
         f"{settings['max_num_batched_tokens']:,} tokens; " + _techniques(settings),
         "",
-        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} "
-        f"tokens in and {mean_out:.0f} out on average; the last arrives after "
-        f"{result['last_arrival']:.0f} s, all is done after {result['duration']:.0f}",
+        f"requests      {completed:,} of {requests:,} served{_refused(result)}, "
+        f"{plural(round(mean_in), 'token')} in and {mean_out:.0f} out on average; "
+        f"the last arrives after {result['last_arrival']:.0f} s, all is done after "
+        f"{result['duration']:.0f}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "
         f"{result['request_throughput']:.3f} requests/s",
         f"goodput       {result['request_goodput']:.3f} requests/s within {limits}: "
         f"{100 * result['good'] / max(requests, 1):.1f} % of all",
         f"saturated     {'YES' if result['saturated'] else 'no'}: {result['saturation']['why']}",
+        *([f"headroom      {room}"] if (room := Saturation(**result["saturation"]).room) else []),
         "",
         f"{'ms':<24}"
         + "".join(f"{name:>10}" for name in ("mean", "p50", "p90", "p95", "p99", "max")),
@@ -265,6 +281,8 @@ def text(result: Mapping[str, Any]) -> str:
         short = "" if "queue" in name else name.removesuffix("_ms").upper()
         label = f"{short:<5}{title:<19}" if len(title) < 19 else f"{title:<24}"
         lines.append(label + "".join(f"{_ms(found[each]):>10}" for each in _COLUMNS))
+    if result["error_band"] is not None:
+        lines += ["", *error_band_lines(result["error_band"])]
     lines += _table_of_classes(result["classes"])
     running, waiting, usage = result["running"], result["waiting"], result["kv_usage"]
     lines += [
@@ -274,7 +292,7 @@ def text(result: Mapping[str, Any]) -> str:
         f"KV cache      {100 * usage['mean']:.1f} % in use on average, {100 * usage['max']:.1f} % "
         f"at most; waste {100 * result['kv_waste']:.2f} % (allocated, not filled)",
         f"prefix cache  {100 * result['prefix_hit_rate']:.1f} % of prompt tokens found; "
-        f"{result['preemptions']:,} preemptions",
+        f"{plural(result['preemptions'], 'preemption')}",
         f"steps         {result['steps']:,} of {result['mean_step_ms']:.2f} ms and "
         f"{result['tokens_per_step']:.1f} tokens on average; busy {100 * result['busy']:.0f} % of "
         "the time",
@@ -289,9 +307,9 @@ def text(result: Mapping[str, Any]) -> str:
         each = cost["per_million_output_tokens"]
         good = cost["per_thousand_good_requests"]
         lines.append(
-            f"cost          {cost['total']:.4g} at {cost['price_per_hour']:g} an hour"
-            + (f"; {each:.4g} a million output tokens" if each is not None else "")
-            + (f", {good:.4g} a thousand good requests" if good is not None else "")
+            f"cost          {number(cost['total'])} at {cost['price_per_hour']:g} an hour"
+            + (f"; {number(each)} a million output tokens" if each is not None else "")
+            + (f", {number(good)} a thousand good requests" if good is not None else "")
         )
     lines += ["", *_table_over_time(result)]
     for reason in result["reasons"]:
@@ -299,8 +317,27 @@ def text(result: Mapping[str, Any]) -> str:
             f"! {reason['count']} x {reason['reason']}: request {reason['request']}: "
             f"{reason['example']}"
         )
-    lines += [f"! {notice}" for notice in result["notices"]]
+    notices = [result["near_saturation"]] if result["near_saturation"] else []
+    lines += [f"! {notice}" for notice in (*notices, *result["notices"])]
     return "\n".join(lines)
+
+
+def error_band_lines(found: Mapping[str, Any]) -> list[str]:
+    """The ends of medians and 99th percentiles, under what they rest on."""
+    shown = []
+    for name in ("ttft_ms", "tpot_ms", "e2el_ms"):
+        for which in ("p50", "p99"):
+            if (ends := found[name][which]) is not None:
+                title = f"{name.removesuffix('_ms').upper()} {which}"
+                shown.append(f"{title} {_ms(ends[0])} to {_ms(ends[1])}")
+    lines = [
+        f"error band: everything may take {1 / found['faster']:.2f} to {found['slower']:.2f} times "
+        f"as long ({found['basis']}):",
+        *(f"  {', '.join(shown[first : first + 2])} ms" for first in range(0, len(shown), 2)),
+    ]
+    if (ends := found["headroom"]) is not None:
+        lines.append(f"  headroom {number(ends[0], 3)} to {number(ends[1], 3)} ×")
+    return lines
 
 
 def _refused(result: Mapping[str, Any]) -> str:

@@ -1,102 +1,116 @@
-"""Whether a load is more than an engine can serve.
+"""Whether a load is more than an engine can serve, measured by the work in the system.
 
-Beyond saturation work comes faster than it is done: the queue grows as long as requests come, and
-every latency is a matter of how long the load lasts. A burst makes a queue, too, but it goes away.
-So a load is called beyond saturation if
+Work is what requests cost a full engine, in seconds of its time (plan/capacity.py). Beyond
+saturation it comes faster than it is done: what is left to do grows as long as requests come,
+whether they wait in the queue, run more and more slowly beside each other, or are held back by the
+client. ``headroom`` is capacity ÷ offered load; below 1 the load is beyond saturation.
 
-- somebody has been waiting without a break through the last quarter of the arrivals' time, and
-- after the last arrival the queue takes more than a twentieth of that time to empty: the load came
-  5 % or more too fast;
-- or more than a twentieth of the requests were refused because the queue was full.
+The offered load is that of the whole time of arrivals; of its second half, if work in the system
+grew then by more than a tenth of what came in, and more came in than can be done. A burst makes
+work grow, too, but within less than what the engine can do in that time.
 
-With --max-concurrency a client holds requests back, and the queue is there; it is looked at in the
-same way. Requests that all come at once have no rate; they are beyond saturation if some still wait
-in the engine's queue when the first has ended.
+Requests that all come at once have no rate. They are beyond saturation if some still wait in the
+engine's queue when the first ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.plan.replay import QUEUE_FULL
-from octavo.plan.series import Series
-from octavo.workload.metrics import Record
+import numpy as np
 
-TOO_MUCH = 0.05  # of the arrivals' time, or of the requests
-LAST = 0.25  # of the arrivals' time
+from octavo.plan.capacity import Capacity, work_of
+from octavo.plan.replay import QUEUE_FULL
+from octavo.plan.series import GAUGES
+from octavo.plan.simulation import Simulation
+from octavo.words import number
+
+GROWN = 0.1  # of the work that came in
 
 
 class Saturation(NamedTuple):
-    """The verdict, and what it rests on; times in seconds."""
+    """The verdict, and what it rests on."""
 
     saturated: bool
+    headroom: float | None  # None: there is no rate, or the capacity is not known
     why: str  # for people, with how long the client held requests back, if it did
-    queue_seconds: float  # up to the last arrival, that somebody had been waiting without a break
-    clearing_seconds: float  # from the last arrival to the end of the queue
+    offered: float | None  # requests a second; None: all come at once
+    capacity: float | None  # requests a second of the same mix
+    work_at_half: float  # seconds of work in the system, at half the time of the last arrival
+    work_at_end: float  # and at that of the last arrival
     refused: int  # because the queue was full
     held: int  # back by the client, until others had ended
-    holding_seconds: float  # up to the last arrival, that the client had held some without a break
+
+    @property
+    def room(self) -> str:
+        """The headroom, and what it is the ratio of; "" where there is none."""
+        if self.headroom is None or self.capacity is None or self.offered is None:
+            return ""
+        return (
+            f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this "
+            f"mix can be served, {number(self.offered)} come"
+        )
 
 
-def saturation(records: Sequence[Record], series: Series) -> Saturation:
-    """Whether a load was beyond saturation, by the rules above. ``records`` are all of its requests
-    in order of arrival; ``series`` watched the same run.
+def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
+    """Whether a simulated load was beyond saturation, by the rules above. Without a ``capacity``
+    it is told by the growth of work alone, which takes an engine that fills up, and a burst at the
+    end, for saturation.
     """
-    span = series.span
-    served = [record for record in records if record.success]
+    records, span = simulation.replay.records, simulation.series.span
     refused = sum(record.reason == QUEUE_FULL for record in records)
-    queued = max(0.0, span - series.queue_since)
-    clearing = max((record.start + record.waited - span for record in served), default=0.0)
-    clearing = max(0.0, clearing)
     held = [record.queue_time for record in records if record.queue_time > 0]
-    holding = max(0.0, span - _held_since(records, span))
+    work = work_of(simulation) if capacity is None else capacity.work
+    served = [record for record in records if record.success]
+    asked = [record for record in records if record.success or record.rejected]
+    half, end = (sum(work.left(record, time) for record in served) for time in (span / 2, span))
 
-    def verdict(saturated: bool, why: str) -> Saturation:
+    def verdict(headroom: float | None, saturated: bool, why: str) -> Saturation:
+        if refused:
+            why += f"; {refused} of {len(records)} requests were refused: the queue was full"
         if held:
             why += (
                 f"; the client held back {len(held)} of {len(records)} requests, for "
-                f"{sum(held) / len(held):.1f} s on average and up to {max(held):.1f} s"
+                f"{np.mean(held):.1f} s on average and up to {max(held):.1f} s"
             )
-        return Saturation(saturated, why, queued, clearing, refused, len(held), holding)
+        offered = len(asked) / span if span else None
+        most = None if capacity is None else capacity.requests_per_second
+        return Saturation(saturated, headroom, why, offered, most, half, end, refused, len(held))
 
-    if refused > TOO_MUCH * len(records):
-        return verdict(
-            True, f"{refused} of {len(records)} requests were refused because the queue was full"
-        )
-    if span == 0:
-        first = min((record.latency for record in served), default=0.0)
-        if max((record.waited for record in served), default=0.0) > first:
-            return verdict(
-                True,
-                "all requests come at once, and some still wait when the first has ended: the "
-                "throughput is what the engine can do",
-            )
-        at_once = "as many run as are sent" if held else "and run at once"
-        return verdict(False, f"all requests come at once, {at_once}")
-    if queued >= LAST * span and clearing > TOO_MUCH * span:
-        return verdict(
-            True,
-            f"the queue was never empty in the last {queued:.0f} of {span:.0f} s, and takes "
-            f"{clearing:.0f} s more to empty: latencies grow as long as the load goes on",
-        )
-    if holding >= LAST * span and clearing > TOO_MUCH * span:
-        return verdict(
-            True,
-            f"with so many at a time requests waited to be sent throughout the last {holding:.0f} "
-            f"of {span:.0f} s, and it takes {clearing:.0f} s more to send all",
-        )
-    if queued < LAST * span:
-        return verdict(False, "the queue empties again and again")
-    return verdict(False, f"the queue is empty {clearing:.1f} s after the last arrival")
+    if not span:
+        return verdict(None, *_at_once(simulation))
+    came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
+    grown = end - half > GROWN * came
+    left = (
+        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half "
+        "of the load"
+    )
+    if capacity is None:
+        return verdict(None, grown, left)
+    load = len(asked) / span / capacity.requests_per_second
+    when = ""
+    if grown and 2 * came / span > max(1 + GROWN, load):
+        load, when = 2 * came / span, "in the second half "
+    if load > 1:
+        why = f"{when}work comes {number(load, 3)} times as fast as it can be done: {left}"
+        return verdict(1 / load, True, why)
+    return verdict(
+        1 / load, False, f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
+    )
 
 
-def _held_since(records: Sequence[Record], span: float) -> float:
-    """Since when, as of ``span``, the client has been holding back requests without a break."""
-    since = span
-    for record in reversed(records):  # they are sent in order of arrival
-        if record.queue_time > 0:
-            if record.start < since:
-                break
-            since = min(since, record.start - record.queue_time)
-    return since
+def _at_once(simulation: Simulation) -> tuple[bool, str]:
+    """Of requests that all come at the start."""
+    served = [record for record in simulation.replay.records if record.success]
+    most = round(simulation.series.most[GAUGES.index("running")])
+    run = "all run at once"
+    if most < len(served):
+        run = f"at most {most} of {len(served)} run at a time"
+    first = min((record.latency for record in served), default=0.0)
+    last = max((record.waited for record in served), default=0.0)
+    if last < first:
+        return False, f"all requests come at once; {run}"
+    return True, (
+        f"all requests come at once; {run}, and some still wait when the first ends: the "
+        "throughput is what the engine can do"
+    )

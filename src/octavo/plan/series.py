@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ class Series:
 
     def __init__(self, span: float) -> None:
         self.span = span
-        self.queue_since = math.inf  # when the queue was empty last, as of ``span``; inf: it is
         self.most = [0.0] * len(GAUGES)  # of each gauge
         self._every = max(span / (_MOST / 2), _LEAST)
         self.next = 0.0  # when a sample is due
@@ -61,11 +59,6 @@ class Series:
         state = _state(engine, ended)
         if ended and state.used < self._state.used:  # what they held was held in the step, too
             state = state._replace(used=self._state.used, unfilled=self._state.unfilled)
-        if now <= self.span:
-            if not state.waiting:
-                self.queue_since = math.inf
-            elif self.queue_since == math.inf:
-                self.queue_since = self._last
         self.most = [max(pair) for pair in zip(self.most, state, strict=True)]
         idle = not engine.has_work()
         if self._idle and idle and not ended and now - self._last > self._every:

@@ -19,7 +19,7 @@ from octavo.model.families import program
 from octavo.plan.calibration import Calibration, CalibrationKey
 from octavo.plan.gpu import RUNTIME_BYTES
 from octavo.plan.hardware import Device
-from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, held
+from octavo.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
 from octavo.plan.replay import Replay, replay
 from octavo.plan.schemes import Scheme
 from octavo.plan.series import Series
@@ -54,6 +54,7 @@ class Setup:
     acceptance: float | None = None
     # What is taken on this machine where nobody has calibrated; None: the machine's limits.
     uncalibrated: Rates | None = None
+    slowness: float = 1.0  # times as long as predicted that everything takes
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) is not (self.config.speculation is None):
@@ -102,9 +103,12 @@ class Setup:
         """The calibrated ones where there are any, else the device's."""
         stored = self.calibration()
         if stored is not None:
-            return stored.current
-        launches = len(self.subject.program.ops)
-        return self.uncalibrated or self.device.predicted(self.stored.bytes, launches)
+            found = stored.current
+        else:
+            launches = len(self.subject.program.ops)
+            predicted = self.device.predicted(self.stored.bytes, launches)
+            found = self.uncalibrated or predicted
+        return found if self.slowness == 1 else found.slowed(self.slowness)
 
     def basis(self) -> str:
         """What the predictions rest on."""
@@ -117,7 +121,8 @@ class Setup:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        return stored.standing
+        unfit = stored.misfit(self.device.rates(self.stored.bytes))
+        return f"{stored.standing}; {unfit}" if unfit else stored.standing
 
 
 def check_simulated(speculation: SpeculativeConfig | None) -> None:
@@ -148,13 +153,16 @@ def weights_on(
             stored = as_rounded(subject, quantization)
     except ValueError as error:
         raise SettingsError(str(error)) from None
+    if for_gpus(stored) and not device.gpu:
+        raise SettingsError(
+            f"weights in {stored.name} are for plans of GPUs: CPUs have no fp8 units, and no "
+            "kernel here takes them"
+        )
     if not device.measured:
         return stored
     sizes = held(subject, stored)
     if sizes is None:
-        raise SettingsError(
-            f"the engine cannot hold weights in {stored.name} on this machine: no kernel takes them"
-        )
+        raise SettingsError(f"the engine cannot hold weights in {stored.name} on this machine")
     return stored._replace(sizes=sizes)
 
 
@@ -237,6 +245,9 @@ class Simulation:
     samples: Sequence[Sample]
     replay: Replay
     series: Series
+    seed: int = 0
+    max_concurrency: int | None = None
+    target: LatencyTarget | None = None
 
 
 def simulate(
@@ -279,4 +290,4 @@ def simulate(
         target=target,
     )
     series.finish(engine)
-    return Simulation(setup, engine, samples, done, series)
+    return Simulation(setup, engine, samples, done, series, seed, max_concurrency, target)

@@ -1,4 +1,4 @@
-"""Up to which rate of arrival a setting keeps an SLO."""
+"""Up to which rate of arrival a setting keeps an SLO, and keeps up with the load."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from octavo.plan.slo import Figures
-from octavo.plan.tune_trial import Report, Trial, Trials, met
+from octavo.plan.tune_trial import Report, Trial, Trials, kept
 from octavo.workload.datasets import Sample
 
 LASTING = 4  # median times of an answer that a load lasts at least
@@ -26,13 +25,13 @@ def sustained(
     *,
     in_time: Callable[[], bool] = lambda: True,
     report: Report = lambda _: None,
-) -> list[tuple[float, Figures]]:
+) -> list[tuple[float, Trial]]:
     """The engine of a trial under its load at other speeds, ascending, to find where it no longer
     keeps the SLO: doubled or halved until that changes, then five bisections. Arrivals at
     speed 2 come in half the time; faster than that they last for `LASTING` answers it is a
     burst and no load. Empty where all come at once.
     """
-    found = {1.0: trial.figures}
+    found = {1.0: trial}
     rate = arrival_rate(samples)
     if math.isinf(rate):
         return []
@@ -41,7 +40,7 @@ def sustained(
     answer = trial.figures.latencies["e2el"].p50 / 1e3
     most = min(64.0, len(samples) / rate / (LASTING * answer))
 
-    def kept(speed: float) -> bool:
+    def holds(speed: float) -> bool:
         if speed not in found:
             report(f"the best setting under {speed:.3g} times the load")
             faster = [
@@ -49,20 +48,20 @@ def sustained(
             ]
             other = trials.run(trial.choice, faster)
             assert other is not None
-            found[speed] = other.figures
-        return met(found[speed], trials.slo)
+            found[speed] = other
+        return kept(found[speed], trials.slo)
 
     low = high = 1.0
-    if kept(1.0):
-        while 2 * high <= most and kept(high) and in_time():
+    if holds(1.0):
+        while 2 * high <= most and holds(high) and in_time():
             low, high = high, 2 * high
     else:
-        while low > 1 / 64 and not kept(low) and in_time():
+        while low > 1 / 64 and not holds(low) and in_time():
             low, high = low / 2, low
-    if in_time() and kept(low) and not kept(high):
+    if in_time() and holds(low) and not holds(high):
         for _ in range(5):
             if not in_time():
                 break
             middle = math.sqrt(low * high)
-            low, high = (middle, high) if kept(middle) else (low, middle)
+            low, high = (middle, high) if holds(middle) else (low, middle)
     return sorted(found.items())

@@ -29,10 +29,10 @@ from dataclasses import dataclass, replace
 
 from octavo.engine.config import DoesNotFit, SettingsError
 from octavo.plan.frontier import frontier
-from octavo.plan.slo import Figures
 from octavo.plan.sustained import arrival_rate, sustained
 from octavo.plan.tune_space import ROUNDS, Choice, Space, describe
-from octavo.plan.tune_trial import Report, Trial, Trials, met
+from octavo.plan.tune_trial import Report, Trial, Trials, kept
+from octavo.words import number
 from octavo.workload.datasets import Sample
 
 KEEP = 4  # of so many settings one goes on to a stretch so many times as long
@@ -54,6 +54,21 @@ class Tuned:
     cost: float  # in trials of the whole load
     stopped: str | None  # why the search ended before it had nothing left to try
     frontier: list[Trial]
+
+    def with_best(self, best: Trial) -> Tuned:
+        """With this one, of the same choice, in place of the best."""
+
+        def chosen(trial: Trial) -> Trial:
+            return best if trial is self.best else trial
+
+        return replace(
+            self,
+            best=best,
+            default=self.default and chosen(self.default),
+            trials=[*map(chosen, self.trials)],
+            exact=self.exact and chosen(self.exact),
+            frontier=[*map(chosen, self.frontier)],
+        )
 
 
 class Search:
@@ -93,7 +108,7 @@ class Search:
         last = (-self.space.distance(choice), -pressure)
         if not figures.good:
             return (-math.inf, -near, -choice.rounding, *last)
-        if self.arrival_rate < math.inf and not trial.saturated and met(figures, self.trials.slo):
+        if self.arrival_rate < math.inf and kept(trial, self.trials.slo):
             return (math.inf, -choice.rounding, -near, *last)
         return (_grain(figures.goodput, GOODPUT_GRAIN), -choice.rounding, -near, *last)
 
@@ -128,8 +143,8 @@ class Search:
         best = max(self._whole.values(), key=self.merit)
         self.report(
             f"{self._cost:.1f} of {self._budget:g} trials: {describe(choice)}: "
-            f"{self._whole[choice].figures.goodput:.4g} good requests/s; best so far "
-            f"{best.figures.goodput:.4g} ({describe(best.choice)})"
+            f"{number(self._whole[choice].figures.goodput)} good requests/s; best so far "
+            f"{number(best.figures.goodput)} ({describe(best.choice)})"
         )
 
     # The search
@@ -230,7 +245,7 @@ class Search:
                             break
                         best, improved = trial, True
 
-    def sustained(self, trial: Trial) -> list[tuple[float, Figures]]:
+    def sustained(self, trial: Trial) -> list[tuple[float, Trial]]:
         """Where the engine of a trial no longer keeps the SLO, as long as there is time."""
         return sustained(
             self.trials, trial, self.samples, in_time=self._in_time, report=self.report

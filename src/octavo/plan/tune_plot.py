@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from octavo.plan.slo import Figures, Slo
+from octavo.plan.slo import Slo
 from octavo.plan.tune import Tuned
-from octavo.plan.tune_trial import met
+from octavo.plan.tune_trial import Trial, kept
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +18,7 @@ _LIMIT, _BEST, _GREY, _GRID = "#c23b3b", "#1f77b4", "#9a9a9a", "#e4e4e4"
 
 def draw(
     tuned: Tuned,
-    speeds: Sequence[tuple[float, Figures]],
+    speeds: Sequence[tuple[float, Trial]],
     rate: float,
     slo: Slo,
     title: str,
@@ -70,14 +70,14 @@ def draw(
                 *zip(*edge, strict=True), "o-", color="#222222", markersize=5, linewidth=1.2,
                 label="frontier",
             )  # fmt: skip
-        other = [
-            (figures.output_throughput, figures.latencies[name].p99)
-            for _, figures in speeds
-            if figures.completed
+        slower = [
+            (other.figures.output_throughput, other.figures.latencies[name].p99)
+            for _, other in speeds
+            if other.figures.completed
         ]
-        if other:
+        if slower:
             axes.plot(
-                *zip(*other, strict=True), ".-", color=_BEST, markersize=5, linewidth=0.8,
+                *zip(*slower, strict=True), ".-", color=_BEST, markersize=5, linewidth=0.8,
                 alpha=0.6, label="best, at other loads",
             )  # fmt: skip
         if tuned.default is not None and id(tuned.default) in points:
@@ -90,7 +90,7 @@ def draw(
         limit = slo.limits[name]
         axes.axhline(limit, color=_LIMIT, linestyle="--", linewidth=1.2, label="limit")
         axes.set_yscale("log")
-        everything = [*points.values(), *other]
+        everything = [*points.values(), *slower]
         latencies = [limit, *(y for _, y in everything if y > 0)]
         axes.set_ylim(min(latencies) / 1.5, max(latencies) * 1.5)
         axes.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
@@ -117,16 +117,16 @@ def draw(
     plt.close(figure)
 
 
-def _loads(axes: Axes, speeds: Sequence[tuple[float, Figures]], rate: float, slo: Slo) -> None:
+def _loads(axes: Axes, speeds: Sequence[tuple[float, Trial]], rate: float, slo: Slo) -> None:
     """The share of good requests over the rate of arrival; hollow: the SLO is not kept."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     xs = [speed * rate for speed, _ in speeds]
-    ys = [100 * figures.attainment for _, figures in speeds]
+    ys = [100 * trial.figures.attainment for _, trial in speeds]
     axes.plot(xs, ys, "-", color=_BEST, linewidth=1.2)
-    for x, y, (_, figures) in zip(xs, ys, speeds, strict=True):
-        kept = met(figures, slo)
-        axes.plot(x, y, "o", color=_BEST, markerfacecolor=_BEST if kept else "white")
+    for x, y, (_, trial) in zip(xs, ys, speeds, strict=True):
+        filled = _BEST if kept(trial, slo) else "white"
+        axes.plot(x, y, "o", color=_BEST, markerfacecolor=filled)
     axes.axhline(100 * slo.attainment, color=_LIMIT, linestyle="--", linewidth=1.2)
     axes.axvline(rate, color=_GREY, linestyle=":", linewidth=1.2)
     axes.annotate(

@@ -6,18 +6,22 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from octavo.engine.cache_plan import CachePlan
 from octavo.engine.config import EngineConfig
 from octavo.execute.cost import Rates
+from octavo.plan.band import band, doubt, uncertain
+from octavo.plan.capacity import capacity
 from octavo.plan.hardware import Device
 from octavo.plan.quantization import Stored
-from octavo.plan.saturation import saturation
+from octavo.plan.saturation import Saturation, saturation
 from octavo.plan.simulation import Setup, check_simulated, simulate, weights_on
 from octavo.plan.slo import Figures, Slo, promised
 from octavo.plan.subject import Subject
 from octavo.plan.tune_space import AS_IT_PAYS, Choice, describe
 from octavo.speculate.config import SpeculativeConfig
+from octavo.words import plural
 from octavo.workload.datasets import Sample
 
 Report = Callable[[str], None]
@@ -32,13 +36,28 @@ class Trial:
     plan: CachePlan
     figures: Figures
     preemptions: int
-    saturated: bool  # requests come faster than they are served
+    saturated: bool  # work comes faster than it is done
     refusal: str  # why the first request that was not served was not; "": all were
+    # Of a trial that is looked into (`Trials.run`): `figures` of plan/report.py has the same.
+    verdict: Saturation | None = None
+    error_band: dict[str, Any] | None = None
+    near_saturation: str = ""
+
+    @property
+    def headroom(self) -> float | None:
+        return None if self.verdict is None else self.verdict.headroom
 
 
 def met(figures: Figures, slo: Slo) -> bool:
     """By the load as a whole, and by each of its classes."""
     return min(figures.attainment, *figures.classes.values(), math.inf) >= slo.attainment
+
+
+def kept(trial: Trial, slo: Slo) -> bool:
+    """Whether it is met by an engine that keeps up with the load: of one that does not, latencies
+    grow as long as the load lasts.
+    """
+    return met(trial.figures, slo) and not trial.saturated
 
 
 class Trials:
@@ -148,13 +167,18 @@ class Trials:
         assert not isinstance(found, str)
         return found[0].basis()
 
-    def run(self, choice: Choice, samples: Sequence[Sample]) -> Trial | None:
-        """The samples put through the engine of that choice; None where it cannot be."""
-        found = self.setup(choice)
-        if isinstance(found, str):
+    def run(
+        self, choice: Choice, samples: Sequence[Sample], *, thorough: bool = False
+    ) -> Trial | None:
+        """The samples put through the engine of that choice; None where it cannot be. ``thorough``:
+        with its capacity and the error band of its figures, which takes some runs more.
+        """
+        possible = self.setup(choice)
+        if isinstance(possible, str):
             return None
-        setup, plan = found
+        setup, plan = possible
         count = len(samples)
+        span = max(sample.arrival or 0.0 for sample in samples)
         done = simulate(
             setup,
             samples,
@@ -162,16 +186,21 @@ class Trials:
             max_concurrency=self.max_concurrency,
             target=promised(self.slo.limits),
             progress=lambda ended: self.watch(
-                f"{describe(choice)}: {ended} of {count} requests have ended"
+                f"{describe(choice)}: {ended} of {plural(count, 'request')} ended"
             ),
         )
         records = done.replay.records
+        found = saturation(done, capacity(done, self.watch) if thorough and span else None)
+        unsure = doubt(setup)
         return Trial(
             choice,
             setup.config,
             plan,
             Figures.of(records, done.replay.duration, self.slo),
             done.engine.stats().preemptions,
-            saturation(records, done.series).saturated,
+            found.saturated,
             next((record.detail for record in records if record.reason), ""),
+            found if thorough else None,
+            band(done, unsure, self.slo.limits, found, self.watch) if thorough else None,
+            uncertain(found, unsure) if thorough else "",
         )

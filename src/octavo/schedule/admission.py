@@ -6,6 +6,7 @@ from octavo.kv.cache import peak_blocks
 from octavo.kv.layout import KvLayout
 from octavo.schedule.config import SchedulerConfig
 from octavo.schedule.request import AdmissionError, Request
+from octavo.words import plural
 
 
 def output_limit(
@@ -67,11 +68,13 @@ def check_queue(
     """
     bound = config.max_num_queued_reqs
     if bound is not None and queued >= bound:
-        raise AdmissionError(f"{queued} requests wait, of at most {bound}", retryable=True)
+        raise AdmissionError(
+            f"{plural(queued, 'request', 'wait')}, of at most {bound}", retryable=True
+        )
     bound = config.max_num_queued_tokens
     if bound is not None and queued and queued_tokens + num_prompt_tokens > bound:
         raise AdmissionError(
-            f"{queued_tokens} prompt tokens wait; with {num_prompt_tokens} more they exceed "
-            f"{bound}",
+            f"{plural(queued_tokens, 'prompt token', 'wait')}; with {num_prompt_tokens} more they "
+            f"exceed {bound}",
             retryable=True,
         )

@@ -15,6 +15,7 @@ class FinishReason(Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REPLACED = "replaced"  # another took its place in a full queue; its outcome is REJECTED
     SHED = "shed"  # it waited too long, or could no longer be in time; its outcome is REJECTED
 
 
@@ -107,8 +108,9 @@ class RequestRecord:
     outcome: Outcome | None = None
     finish_reasons: list[FinishReason | None] = field(default_factory=list)  # one a sequence
     error: str | None = None
-    client: str = ""  # as in `Request`, and the next two
+    client: str = ""  # as in `Request`, and the next three
     priority: int = 0
+    weight: float = 1.0
     target: LatencyTarget | None = None
 
     @property
@@ -133,14 +135,15 @@ def standing(record: RequestRecord, now: float) -> Standing | None:
     None: nothing is promised, or it was refused before it was queued.
 
     While it runs it is "kept" or already "missed". Then it is "met" if it was finished and kept to
-    all of it; "shed" if it was dropped as too late; and "aborted", which says nothing of the
+    all of it; "shed" if it was dropped from the queue; and "aborted", which says nothing of the
     server, if its client left before it was broken: after that it may have left for that reason.
     """
     target, outcome = record.target, record.outcome
     if target is None or not any(limit is not None for limit in target):
         return None
     if outcome is Outcome.REJECTED:
-        return "shed" if FinishReason.SHED in record.finish_reasons else None
+        dropped = {FinishReason.SHED, FinishReason.REPLACED}.intersection(record.finish_reasons)
+        return "shed" if dropped else None
     if outcome is Outcome.FINISHED or outcome is Outcome.FAILED:
         return "met" if target.met_by(record) else "missed"
     if not target._kept(record, now if record.finished is None else record.finished):

@@ -39,8 +39,11 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     if request.top_logprobs is not None and not request.logprobs:
         raise InvalidParameter("top_logprobs", "top_logprobs needs logprobs to be true")
     prompt = chat_prompt(model, request.messages, request)
+    if max_tokens is None and (most := model.sampling_defaults.get("max_tokens")) is not None:
+        max_tokens = model.fitting(most, len(prompt.token_ids))
     params = sampling_params(
         request,
+        model.sampling_defaults,
         choices=n,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,

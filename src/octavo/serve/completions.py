@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.schedule.request import Request
@@ -48,6 +49,7 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     reply = CompletionReply(model, request, prompts, force_usage=config.enable_force_include_usage)
     params = sampling_params(
         request,
+        model.sampling_defaults,
         choices=len(prompts) * n,
         max_tokens=request.max_tokens,
         logprobs=request.logprobs,
@@ -58,9 +60,8 @@ def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     for index, prompt in enumerate(prompts):
         max_tokens = request.max_tokens
         if max_tokens is None:
-            # The default is no wish: it gives way to the context, which a number asked for may not.
-            room = model.max_model_len - len(prompt.token_ids)
-            max_tokens = min(_DEFAULT_MAX_TOKENS, room) if room > 0 else _DEFAULT_MAX_TOKENS
+            most = min(_DEFAULT_MAX_TOKENS, model.sampling_defaults.get("max_tokens", inf))
+            max_tokens = model.fitting(int(most), len(prompt.token_ids))
         requests.append(
             Request(
                 request_id=f"{reply.id}-{index}",

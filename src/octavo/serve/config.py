@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from octavo.schedule.request import LatencyTarget
 from octavo.serve.keys import SENDABLE, ApiKey, can_be_sent, check_distinct, unnamed
@@ -35,6 +36,10 @@ class ServeConfig:
     share_prefix_cache: bool = False  # among all keys; else each named one has its own part of it
     served_model_name: tuple[str, ...] = ()  # the first is the one answers carry
     response_role: str = "assistant"
+    # Where the sampling defaults of requests come from: the model's own files ("auto"), nowhere
+    # ("vllm"), or a folder with a generation_config.json; and what replaces them.
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | None = None
     control_tokens_in_content: bool = False  # or else they are text there (docs/serving.md)
 
     # Browsers of other origins: none unless named, for a page on the web could else use a

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
@@ -45,7 +46,7 @@ from octavo.serve.protocol import LABELS, Slo
 from octavo.serve.quota import Charge
 from octavo.serve.refusals import Cost, Refusals
 from octavo.serve.reply import Output, Reply
-from octavo.serve.workers import Kind, Workers
+from octavo.serve.workers import SMALL, Kind, Workers
 from octavo.serve.writer import DirectWrite, Writer, keep_alive
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 _LARGE = 2000
 DONE = b"data: [DONE]\n\n"
 # What a body has that may have terms of its own; letters may be written as escapes.
-_TERMS = b'"slo"', b'"priority"', rb"\u006", rb"\u007"
+_TERMS = b'"slo"', rb"\u006", rb"\u007"
+_PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,10})')
 
 
 class Prepared(NamedTuple):
@@ -171,12 +173,17 @@ class Generate:
     async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None, cost: Cost) -> _Read:
         async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
             cost.size = len(body)
-            # Others have come meanwhile; and who asks for nothing of its own is known by now.
-            asks = None
-            if not any(term in body for term in _TERMS):
+            # Others have come meanwhile; and who asks for no latency of its own is known by now, at
+            # its most urgent. Large bodies are not searched here, where all others wait.
+            asks, large = None, len(body) > SMALL
+            priorities = [] if large else [int(found) for found in _PRIORITY.findall(body)]
+            if not (large or any(term in body for term in _TERMS)) and (
+                priorities or b'"priority"' not in body
+            ):
                 asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
                 if key is not None:
-                    asks.client, asks.priority = key.name, key.priority
+                    asks.client, asks.weight, asks.priority = key.name, key.weight, key.priority
+                asks.priority = min([asks.priority, *priorities])
             self._engine.check_room(self._workers.pending, asks)
             work = partial(cost.work, partial(self._checked, key))
             return await unless_gone(receive, self._workers.run(work, body, self._kind))
@@ -334,9 +341,9 @@ class Generate:
             if self._engine.draining:
                 return draining()
             return ApiError(500, "the request was aborted")
-        if delta.finish_reason is FinishReason.SHED:
-            why = record.error or "the request has waited too long"
-            return TooMany(why, self._engine.forecast().wait, "shed")
+        if delta.finish_reason in (FinishReason.SHED, FinishReason.REPLACED):
+            why = record.error or "the request was dropped from the queue"
+            return TooMany(why, self._engine.forecast().wait, delta.finish_reason.value)
         if delta.finish_reason is FinishReason.ERROR:
             log.error("request %s failed: %s", delta.request_id, record.error)
             return ApiError(500, "the request failed in the engine; the server's log says more")

@@ -25,6 +25,7 @@ from octavo.serve.body import convert, decode_object
 from octavo.serve.errors import ApiError, TooMany
 from octavo.serve.protocol import Slo
 from octavo.serve.quota import Charge, Quota
+from octavo.words import plural
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -259,8 +260,9 @@ class Keyring:
         if own + more > most:
             come = "" if more == 1 else f"; with {more} more that is too many"
             raise TooMany(
-                f"{own} requests of the key {account.key.name!r} wait, of at most {most} while "
-                f"{others} other keys wait{come}",
+                f"{plural(own, 'request')} of the key {account.key.name!r} "
+                f"{'waits' if own == 1 else 'wait'}, of at most {most} while "
+                f"{plural(others, 'other key', 'wait')}{come}",
                 None,
                 "capacity",
             )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any
 
 from octavo.checkpoint.base import ChatTemplate, Tokenizer, TokenizerError
 from octavo.serve.errors import ApiError
@@ -36,6 +37,7 @@ class ServedModel:
     max_model_len: int  # tokens, prompt and answer together
     root: str = ""  # the name of the file or folder it was loaded from, without its path
     control_tokens_in_content: bool = False  # of messages; else they are text there
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -46,6 +48,13 @@ class ServedModel:
     def longest_list(self) -> int:
         """Entries of a list in a request: the tokens of a context, or all there are."""
         return max(self.max_model_len, self.tokenizer.vocab_size)
+
+    def fitting(self, max_tokens: int, num_prompt_tokens: int) -> int:
+        """A default of max_tokens, which is no wish: it gives way to the context, where a number
+        that was asked for may not.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        return min(max_tokens, room) if room > 0 else max_tokens
 
     def check_name(self, name: str | None) -> None:
         if name is not None and name not in self.names:

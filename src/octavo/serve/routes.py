@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
-from octavo.schedule.request import AdmissionError
+from octavo.schedule.request import AdmissionError, RequestRecord
 from octavo.serve.body import Bodies, unless_gone
 from octavo.serve.errors import ApiError, is_fault_of_client, unavailable
 from octavo.serve.exchange import Exchange
@@ -76,7 +77,8 @@ class Probes:
             raise unavailable("the server is shutting down")
         answer = await self.live(request)
         try:
-            self._engine.check_room(self._workers.pending)
+            ordinary = RequestRecord("", time.monotonic(), 0)
+            self._engine.check_room(self._workers.pending, ordinary)
         except AdmissionError as error:
             raise unavailable(str(error)) from None
         return answer

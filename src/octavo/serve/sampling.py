@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from octavo.sample.params import InvalidParameter, SamplingParams
 from octavo.serve.protocol import GenerateRequest
 
-# Fields that mean in both APIs what they mean in SamplingParams; a null is the default there.
+# Fields that mean in both APIs what they mean in SamplingParams; a null is the model's default, or
+# else the one there.
 _SAME = (
     "n",
     "seed",
@@ -36,9 +38,16 @@ MAX_LISTED = 1 << 20
 
 
 def sampling_params(
-    request: GenerateRequest, *, choices: int, max_tokens: int | None, logprobs: int | None
+    request: GenerateRequest,
+    defaults: Mapping[str, Any],
+    *,
+    choices: int,
+    max_tokens: int | None,
+    logprobs: int | None,
 ) -> SamplingParams:
-    """``choices``: how many sequences will have these parameters. Raises `InvalidParameter`."""
+    """``defaults``: the model's own, of what the request leaves out. ``choices``: how many
+    sequences will have these parameters. Raises `InvalidParameter`.
+    """
     for name in _TOKEN_LISTS:
         count = len(getattr(request, name) or ())
         if count * choices > MAX_LISTED:
@@ -48,7 +57,10 @@ def sampling_params(
                 f"more than {MAX_LISTED}",
             )
     fields: dict[str, Any] = {
-        name: value for name in _SAME if (value := getattr(request, name)) is not None
+        name: value
+        for name in _SAME
+        if (value := getattr(request, name)) is not None
+        or (value := defaults.get(name)) is not None
     }
     if request.stop is not None:
         fields["stop"] = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)

@@ -28,6 +28,8 @@ from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
+from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
+from octavo.extras import install_command
 from octavo.plan.calibration import Calibration
 from octavo.serve.app import App, create_app
 from octavo.serve.clients import Clients, raise_file_limit
@@ -90,17 +92,24 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
         return 1
     try:
         loaded = load_engine(model, bounded(engine))
+        defaults = sampling_defaults(
+            loaded.checkpoint, serve.generation_config, serve.override_generation_config
+        )
         calibration = Calibration.of_engine(loaded)
         if calibration is not None and loaded.engine.pace is not None:
             loaded.engine.pace.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
+        if said := defaults.report():
+            log.info("%s", said)
         if serve.named_keys and engine.enable_prefix_caching:
             log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
         if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
             log.warning("%s", ONE_CLIENT)
         clients = Clients.of_files(files)
-        return uvloop.run(_serve(loaded, model, serve, listener, clients, calibration, tracer))
+        return uvloop.run(
+            _serve(loaded, model, defaults, serve, listener, clients, calibration, tracer)
+        )
     finally:
         if tracer is not None:
             tracer.close()
@@ -126,7 +135,7 @@ def _tracer(endpoint: str) -> Tracer:
         from octavo.serve.tracing import Tracer
     except ImportError as error:
         raise SettingsError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'octavo[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from None
     try:
         return Tracer(endpoint)
@@ -144,6 +153,7 @@ def _predictions(calibration: Calibration | None) -> str:
 async def _serve(
     loaded: LoadedEngine,
     model: str | Path,
+    defaults: SamplingDefaults,
     config: ServeConfig,
     listener: socket.socket,
     clients: Clients,
@@ -157,6 +167,7 @@ async def _serve(
         chat_template=loaded.checkpoint.chat_template,
         max_model_len=loaded.max_model_len,
         root=utf8(public_name(model)),
+        sampling_defaults=defaults.values,
         control_tokens_in_content=config.control_tokens_in_content,
     )
     engine = AsyncEngine(

@@ -609,3 +609,24 @@ def test_file_names_are_vllms() -> None:
     assert module.file_name(ramped, result) == (
         "l-ramp-up-linear-1qps-4qps-concurrency3-m-20260101-000000.json"
     )
+
+
+@pytest.mark.parametrize(
+    ("alone", "rate", "requests"),
+    [
+        (0.0, math.inf, 1000), (2.0, math.inf, 30), (60.0, math.inf, 8), (2.0, 0.2, 12),
+        (0.0, 0.01, 8), (math.inf, math.inf, 8),
+    ],
+)  # fmt: skip
+def test_the_load_fits_the_server(alone: float, rate: float, requests: int) -> None:
+    assert module.fitting(alone, rate) == requests
+
+
+async def test_a_load_without_a_number_runs_and_says_how_many() -> None:
+    async def slow(reader: Any, writer: asyncio.StreamWriter, asked: Asked) -> None:
+        writer.write(b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n")
+
+    async with serving_script(slow) as server:
+        result = await benchmark(settings(server.url, num_prompts=None))
+    assert (result["completed"], result["failed"]) == (0, 8)
+    assert any("8 requests: what this server" in notice for notice in result["notices"])

@@ -7,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ from octavo.bench.load import speculation
 from octavo.bench.load.client import Client, Target
 from octavo.bench.load.report import DEFINITIONS, Progress
 from octavo.bench.load.run import BUSY, LATE, LATE_SHARE, Load, Run
-from octavo.bench.load.stream import error_message
+from octavo.bench.load.stream import Answer, error_message
 from octavo.bench.load.vocabulary import (
     COMMON,
     FEWEST_WORDS,
@@ -31,7 +31,7 @@ from octavo.bench.load.vocabulary import (
     Words,
 )
 from octavo.workload.datasets import Sample
-from octavo.workload.demand import TEXTS, Demand
+from octavo.workload.demand import DEFAULT_PROMPTS, TEXTS, Demand
 from octavo.workload.metrics import PER_REQUEST, Record, summarise
 
 ENDPOINTS = {
@@ -39,6 +39,8 @@ ENDPOINTS = {
     "vllm": "/v1/completions",
     "openai-chat": "/v1/chat/completions",
 }
+SECONDS = 60.0  # that a load takes at most, where nobody says how many requests
+FEWEST = 8
 _REFUSALS = (400, 401, 403, 404, 422)
 _WHOSE_KEY = "the key is what OPENAI_API_KEY says, or --header Authorization='Bearer KEY'"
 
@@ -114,6 +116,14 @@ async def benchmark(settings: Settings) -> dict[str, Any]:
         await client.close()
 
 
+def fitting(alone: float, rate: float) -> int:
+    """As many requests as are answered in a minute one by one, where one takes ``alone`` seconds,
+    and no more than come in a minute at ``rate`` a second.
+    """
+    most = min(SECONDS / max(alone, 1e-3), SECONDS * rate, DEFAULT_PROMPTS)
+    return max(FEWEST, math.floor(most))
+
+
 class _Benchmark:
     def __init__(self, settings: Settings, client: Client) -> None:
         self._settings = settings
@@ -139,16 +149,22 @@ class _Benchmark:
         try:
             tokens = await self._tokens()
             samples, notices = settings.samples(tokens.count)
-            arrivals = settings.arrivals(samples)
         except ValueError as error:
             raise LoadError(str(error)) from None
-        self._notices += notices
         vocabulary = await self._vocabulary(tokens)
 
         def request(sample: Sample) -> bytes:
             prompt = vocabulary.prompt(sample, settings.seed)
             return self._request(prompt, sample.output_len)
 
+        try:
+            if settings.num_prompts is None and not settings.is_trace:
+                number = await self._fitting(request(samples[-1]))
+                samples, notices = replace(settings, num_prompts=number).samples(tokens.count)
+            arrivals = settings.arrivals(samples)
+        except ValueError as error:
+            raise LoadError(str(error)) from None
+        self._notices += notices
         progress = Progress(len(samples), enabled=settings.progress)
         load = Load(
             self._client,
@@ -174,6 +190,19 @@ class _Benchmark:
         self._judge(run, samples)
         result = self._result(run, samples, tokens.name, date)
         return result | speculation.fields(before, await self._speculation())
+
+    async def _fitting(self, request: bytes) -> int:
+        """How many requests to send where nobody says: see `fitting`."""
+        answer = Answer()
+        answer.start = time.perf_counter()
+        await self._client.exchange(request, answer, self._settings.request_timeout_sec)
+        alone = answer.latency if answer.success else math.inf
+        number = fitting(alone, self._settings.request_rate)
+        self._notices.append(
+            f"{number} requests: what this server answers in a minute one by one, by the time of "
+            "one; --num-prompts says another number"
+        )
+        return number
 
     async def _speculation(self) -> speculation.Counts:
         """What the server's metrics say of it so far: nothing where it has none."""

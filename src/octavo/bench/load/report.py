@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import textwrap
 import time
@@ -74,7 +75,7 @@ def table(result: Mapping[str, Any], metrics: list[str]) -> str:
             else name.replace("_", " ").replace("vllm", "vLLM")
         )
         lines += textwrap.wrap(
-            f"{title}: {DEFINITIONS[name]}", 98, initial_indent="  ", subsequent_indent="    "
+            f"{title}: {DEFINITIONS[name]}", 78, initial_indent="  ", subsequent_indent="    "
         )
     return "\n".join(lines)
 
@@ -146,9 +147,12 @@ class Progress:
             f"{ended}/{self._total} ended, {run.sent - ended - run.unfinished} in flight"
             + (f", {rejected} rejected" if rejected else "")
             + (f", {failed} failed" if failed else "")
-            + f", {time.perf_counter() - self._begin:.0f} s"
+            + f", {(passed := time.perf_counter() - self._begin):.0f} s"
         )
-        self._stream.write(f"\r{text:<{_WIDTH}}")
+        done = (ended + run.parts) / self._total
+        if passed > 1 and 0.02 < done < 1:
+            text += f", about {passed * (1 - done) / done:.0f} s to go"
+        self._stream.write(f"\r\x1b[K{text[: shutil.get_terminal_size().columns - 1]}")
         self._stream.flush()
 
     def close(self, run: Run) -> None:

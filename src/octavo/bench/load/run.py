@@ -39,6 +39,12 @@ class Run:
     unfinished: int = 0  # sent and given up on Ctrl-C
     interrupted: bool = False
     uncounted: int = 0  # answers whose server gave no usage
+    in_flight: dict[int, tuple[Answer, int]] = field(default_factory=dict)  # and tokens asked for
+
+    @property
+    def parts(self) -> float:
+        """What has come of the answers in flight, in answers."""
+        return sum(min(1.0, answer.events / asked) for answer, asked in self.in_flight.values())
 
     @property
     def lateness_ms(self) -> dict[str, float]:
@@ -164,6 +170,7 @@ class Load:
         answer.queue_time = answer.start - arrived
         run = self._run
         run.sent += 1
+        run.in_flight[index] = answer, max(1, sample.output_len)
         try:
             await self.client.exchange(data, answer, self.timeout)
             self._ended(index, sample, answer)
@@ -171,6 +178,7 @@ class Load:
             run.unfinished += 1
             raise
         finally:
+            run.in_flight.pop(index)
             if gate is not None:
                 gate.release()
 

@@ -132,12 +132,14 @@ class LocalTokenizer:
             return
         from tokenizers import Tokenizer
 
+        from octavo.checkpoint.encoder import guarded
+
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            backend = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises this and nothing narrower
+            backend = guarded(Tokenizer.from_file, str(file))
+        except ValueError as error:
             raise ValueError(f"{file}: not a tokenizer ({error})") from None
-        self.encode = lambda text: list(backend.encode(text, add_special_tokens=False).ids)
+        self.encode = lambda text: list(guarded(backend.encode, text, add_special_tokens=False).ids)
         self.special = backend.num_special_tokens_to_add(is_pair=False)
         special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         self.ids = [i for i in range(backend.get_vocab_size()) if i not in special]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from octavo.cli.console import json_text, on_stderr
+from octavo.cli.fold import show_report
 from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
@@ -52,7 +53,9 @@ def command(
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)
     try:
-        typer.echo(json_text(limits.as_dict(), indent=2) if as_json else as_text(limits))
+        show_report(
+            json_text(limits.as_dict(), indent=2) if as_json else as_text(limits), as_json=as_json
+        )
     finally:  # also when nobody reads on
         if not quick and threads in (None, usable_cpus()[0]):
             typer.echo(f"stored in {limits.save()}", err=True)

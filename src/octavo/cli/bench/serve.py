@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, writing
+from octavo.cli.fold import show_report
 from octavo.cli.load import (
+    DATASET,
     DATASET_OPTIONS,
     GOODPUT_OPTION,
+    MOST_REQUESTS,
     TRAFFIC,
     TRAFFIC_OPTIONS,
     demand_settings,
@@ -98,6 +101,16 @@ SAMPLING_OPTIONS = [
         "extra_body", str | None, None, "Fields for each request, as a JSON object.", _SAMPLING,
         parser=json_object, metavar="JSON",
     ),
+]  # fmt: skip
+
+LOAD_OPTIONS = [
+    option(
+        "num_prompts", int | None, None, "Requests.", DATASET, min=1, max=MOST_REQUESTS,
+        show_default="a minute's worth for this server, at most 1000; of a trace all in the window",
+    )
+    if parameter.name == "num_prompts"
+    else parameter
+    for parameter in DATASET_OPTIONS
 ]  # fmt: skip
 
 WARMUP_OPTIONS = [
@@ -204,7 +217,7 @@ _AS_THEY_ARE = (
 @takes(
     values=(
         SERVER_OPTIONS
-        + DATASET_OPTIONS
+        + LOAD_OPTIONS
         + TRAFFIC_OPTIONS
         + WARMUP_OPTIONS
         + SAMPLING_OPTIONS
@@ -260,7 +273,7 @@ def command(
         if values["as_json"]:
             typer.echo(json_text(kept))
         else:
-            typer.echo(report.table(short, list(asked.metrics)))
+            show_report(report.table(short, list(asked.metrics)))
     finally:  # also when nobody reads on
         if saved:
             path = folder / (name or benchmark.file_name(asked, result))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural
+from octavo.cli.console import json_text, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import (
     ENGINE_OPTIONS,
     LIMITS_HELP,
@@ -15,6 +16,7 @@ from octavo.cli.options import (
     length,
     takes,
 )
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.bench.throughput import Row
@@ -85,11 +87,14 @@ def command(
         ):
             if not as_json:
                 progress("")
-                typer.echo(as_text(row) if rows else f"{header(row)}\n{as_text(row)}")
+                show_report(as_text(row) if rows else f"{header(row)}\n{as_text(row)}")
             rows.append(row)
     if not as_json and rows[-1].tokens_per_pass is not None:
-        typer.echo(speculation(rows))
-    typer.echo(json_text([row.as_dict() for row in rows], indent=2) if as_json else footer(rows))
+        show_report(speculation(rows))
+    show_report(
+        json_text([row.as_dict() for row in rows], indent=2) if as_json else footer(rows),
+        as_json=as_json,
+    )
 
 
 def header(row: Row) -> str:
@@ -98,19 +103,21 @@ def header(row: Row) -> str:
         f"{row.model}, {row.weight_bytes / 1e6:.0f} MB, {row.isa}, "
         f"{plural(row.threads, 'thread')}, prompts of {row.prompt_len} tokens, "
         f"{row.output_len} drawn, {plural(row.repetitions, 'repetition')}\n\n"
-        "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |\n"
-        "|------:|-----------------:|---------:|-----------------:|---------:|------------:|"
+        "| batch |   prefill tok/s | of limit |   decode tok/s | of limit | memory GB/s |\n"
+        "|------:|----------------:|---------:|---------------:|---------:|------------:|"
     )
 
 
 def as_text(row: Row) -> str:
     """A line of the table."""
     memory = " → ".join(f"{each['bytes_per_second'] / 1e9:.1f}" for each in row.limits)
-    prefill = f"{row.prefill_tok_s:.1f} ± {row.prefill_tok_s_deviation:.1f}"
-    decode = f"{row.decode_tok_s:.1f} ± {row.decode_tok_s_deviation:.1f}"
+    prefill, decode = f"{row.prefill_tok_s:.1f}", f"{row.decode_tok_s:.1f}"
+    if row.repetitions > 1:  # one has no deviation
+        prefill += f" ± {row.prefill_tok_s_deviation:.1f}"
+        decode += f" ± {row.decode_tok_s_deviation:.1f}"
     return (
-        f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
-        f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
+        f"| {row.batch:>5} | {prefill:>15} | {row.prefill_of_limit:>8.1%} "
+        f"| {decode:>14} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr, wrapped
+from octavo.cli.fold import show_report
 from octavo.cli.options import MOST_SEQUENCES, length, naming_flags
 from octavo.cli.planned import (
     DEVICE_HELP,
@@ -21,8 +22,10 @@ from octavo.cli.planned import (
     chosen_scheme,
 )
 from octavo.plan.defaults import engine_defaults
+from octavo.words import number, plural
 
 if TYPE_CHECKING:
+    from octavo.plan.band import Doubt
     from octavo.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
     from octavo.plan.lengths import Lengths
 
@@ -121,7 +124,7 @@ def command(
     lengths of prompts and answers: what saturates, what runs and waits below that, and static
     batching beside it. Sums, not a simulation: octavo simulate runs the engine itself.
     """
-    from octavo.plan.batching import batching
+    from octavo.plan.batching import batching, slowed
 
     given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
                   "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
@@ -149,12 +152,17 @@ def command(
         )  # fmt: skip
     try:
         found = batching(step, load, limits, static_batch)
+        unsure: Doubt = how.pop("doubt")
+        ends = [
+            batching(slowed(step, times), load, limits, static_batch)
+            for times in (1 / unsure.faster, unsure.slower)
+        ]
     except ValueError as error:
         raise _refused(str(error)) from None
     if as_json:
-        typer.echo(json_text(as_dict(found, how, notices), indent=2))
+        typer.echo(json_text(as_dict(found, ends, unsure, how, notices), indent=2))
     else:
-        typer.echo("\n".join([*notices, *as_lines(found, how)]))
+        show_report("\n".join([*notices, *as_lines(found, ends, unsure, how)]))
 
 
 def _refused(message: str) -> Exception:
@@ -216,6 +224,7 @@ def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
 
 
 def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]:
+    from octavo.plan.band import OF_GIVEN
     from octavo.plan.batching import LinearStep
 
     values = {flag: value or 0.0 for flag, value in given.items()}
@@ -233,6 +242,7 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
     return LinearStep(constant / 1e3, sequence / 1e3, token / 1e3), {
         "step": " + ".join(words),
         "cache": None,
+        "doubt": OF_GIVEN,
     }
 
 
@@ -253,6 +263,7 @@ def _model(
     from octavo.kv.cache import peak_blocks
     from octavo.plan import hardware
     from octavo.plan import quantization as formats
+    from octavo.plan.band import doubt
     from octavo.plan.batching import ModelStep, held_tokens
     from octavo.plan.simulation import Setup, weights_on
     from octavo.plan.subject import Subject
@@ -311,6 +322,7 @@ def _model(
             "basis": on.assumption or setup.basis(),
             "cache": where,
             "num_blocks": cache,
+            "doubt": doubt(setup),
         },
     )
 
@@ -318,7 +330,14 @@ def _model(
 # --- JSON ----------------------------------------------------------------------------------------
 
 
-def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[str, Any]:
+def as_dict(
+    found: Batching,
+    ends: list[Batching],
+    unsure: Doubt,
+    how: dict[str, Any],
+    notices: list[str],
+) -> dict[str, Any]:
+    """``ends``: the same with the shortest and the longest steps that ``unsure`` leaves."""
     load, saturation, static, spread = found.load, found.saturation, found.static, found.spread
     fixed = found.fixed_point
 
@@ -345,6 +364,14 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
         "request_rate": load.rate,
         "utilisation": found.utilisation,
         "saturated": found.saturated,
+        "headroom": found.headroom,
+        "error_band": {
+            **unsure._asdict(),
+            "headroom": [end.headroom for end in reversed(ends)] if load.rate else None,
+            "ttft_seconds": [finite(end.ttft_seconds) for end in ends],
+            "tpot_seconds": [end.tpot_seconds for end in ends],
+            "output_throughput": [end.tokens_per_second for end in reversed(ends)],
+        },
         "fixed_point": None if fixed is None else fixed.running,
         "step_seconds": found.step_seconds,
         "running": spread.running,
@@ -370,7 +397,9 @@ def as_dict(found: Batching, how: dict[str, Any], notices: list[str]) -> dict[st
 # --- for people ----------------------------------------------------------------------------------
 
 
-def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
+def as_lines(
+    found: Batching, ends: list[Batching], unsure: Doubt, how: dict[str, Any]
+) -> list[str]:
     load, mix = found.load, found.saturation.mix
     lines = [f"a step: {how['step']}"]
     for key in ("standing", "basis"):
@@ -382,12 +411,13 @@ def as_lines(found: Batching, how: dict[str, Any]) -> list[str]:
         f"  answer    {_mean(load.outputs)}",
         f"  steps     {_g(mix.reads)} to read the prompt, the last of which gives a token, and "
         f"{_g(load.decodes)} for the others",
-        f"  context   {_g(load.context)} tokens in its cache while it decodes, in the mean",
+        f"  context   {plural(load.context, 'token')} in its cache while it decodes, in the mean",
         "",
         *_saturation_lines(found, how),
     ]
     if load.rate:
         lines += ["", *(_saturated_lines(found) if found.saturated else _below_lines(found))]
+        lines += _band_lines(ends, unsure)
     return [*lines, "", *_static_lines(found)]
 
 
@@ -402,20 +432,21 @@ def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
     }[saturation.limit]
     stays = mix.steps * saturation.step_seconds
     return [
-        "saturated",
-        f"  running   {_g(saturation.running)} sequences: {why}",
+        "when saturated",
+        f"  running   {plural(saturation.running, 'sequence')}: {why}",
         f"  a step    {_ms(saturation.step_seconds)}",
-        f"  a request {_g(mix.steps)} steps × {_ms(saturation.step_seconds)} = {_g(stays)} s",
+        f"  a request {plural(mix.steps, 'step')} × {_ms(saturation.step_seconds)} = {_g(stays)} s",
         f"  at most   {_g(saturation.running)} ÷ {_g(stays)} s = "
-        f"{_g(saturation.requests_per_second)} requests/s × {_g(mix.load.outputs.mean)} tokens = "
-        f"{_g(saturation.tokens_per_second)} tokens/s",
+        f"{_g(saturation.requests_per_second)} requests/s × "
+        f"{plural(mix.load.outputs.mean, 'token')} = {_g(saturation.tokens_per_second)} tokens/s",
     ]
 
 
 def _below_lines(found: Batching) -> list[str]:
     load, spread, fixed = found.load, found.spread, found.fixed_point
     lines = [
-        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates",
+        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates, "
+        f"headroom {found.headroom:.3g} ×",
     ]
     if fixed is not None:
         seen = fixed.running + 1
@@ -427,7 +458,7 @@ def _below_lines(found: Batching) -> list[str]:
         ]
     lines += [
         f"  running   {_g(spread.running)} in the mean as arrivals are random, with "
-        f"{_g(found.tokens_in_flight)} tokens in their caches",
+        f"{plural(found.tokens_in_flight, 'token')} in their caches",
         f"            no request {_percent(spread.idle)} of the time, all places taken "
         f"{_percent(spread.full)}; {_g(spread.waiting)} wait",
         f"  gives     {_g(found.requests_per_second)} requests/s, {_g(found.tokens_per_second)} "
@@ -441,37 +472,53 @@ def _saturated_lines(found: Batching) -> list[str]:
     grows = load.rate - most
     return [
         f"SATURATED at {_g(load.rate)} requests/s: {100 * found.utilisation:.4g} % of what can be "
-        "served",
+        f"served, headroom {found.headroom:.3g} ×",
         f"  the queue grows by {_g(load.rate)} - {_g(most)} = {_g(grows)} requests a second as "
         "long as this lasts;",
-        f"  who comes after an hour waits {_g(60 * grows / most)} minutes. TPOT "
+        f"  who comes after an hour waits {plural(60 * grows / most, 'minute')}. TPOT "
         f"{_ms(found.tpot_seconds)} once it runs",
     ]
+
+
+def _band_lines(ends: list[Batching], unsure: Doubt) -> list[str]:
+    fast, slow = ends
+    lines = [
+        f"  error     steps may take {1 / unsure.faster:.2f} to {unsure.slower:.2f} times as long "
+        f"({unsure.basis}):",
+        f"            headroom {slow.headroom:.3g} to {fast.headroom:.3g} ×, TPOT "
+        f"{_ms(fast.tpot_seconds)} to {_ms(slow.tpot_seconds)}",
+    ]
+    if not fast.saturated:
+        most = "no end" if slow.saturated else _ms(slow.ttft_seconds)
+        lines.append(f"            TTFT {_ms(fast.ttft_seconds)} to {most}")
+    if slow.saturated and not fast.saturated:
+        lines.append(
+            "  !         so near to saturation waits are uncertain: it may lie on either side"
+        )
+    return lines
 
 
 def _static_lines(found: Batching) -> list[str]:
     static, load = found.static, found.load
     return [
         f"static batching, {static.size:,} at a time",
-        f"  the longest answer of {static.size:,}: {_g(static.longest)} tokens expected, "
+        f"  the longest answer of {static.size:,}: {plural(static.longest, 'token')} expected, "
         f"{static.longest / load.outputs.mean:.3g} × the mean",
-        f"  a batch   {_g(static.seconds)} s for {static.size:,} × {_g(load.outputs.mean)} tokens "
-        f"= {_g(static.requests_per_second)} requests/s, {_g(static.tokens_per_second)} tokens/s",
+        f"  a batch   {_g(static.seconds)} s for {static.size:,} × "
+        f"{plural(load.outputs.mean, 'token')} = {_g(static.requests_per_second)} requests/s, "
+        f"{_g(static.tokens_per_second)} tokens/s",
         f"continuous ÷ static, both saturated: {found.ratio:.3g} ×",
     ]
 
 
 def _mean(lengths: Lengths) -> str:
     if lengths.cv < 1e-9:
-        return f"{lengths.mean:,.0f} tokens"
-    return f"{_g(lengths.mean)} tokens in the mean, cv {lengths.cv:.3g} ({lengths.text})"
+        return plural(round(lengths.mean), "token")
+    return f"{plural(lengths.mean, 'token')} in the mean, cv {lengths.cv:.3g} ({lengths.text})"
 
 
 def _g(value: float) -> str:
-    """Four digits, and thousands with a comma."""
-    if abs(value) < 1e-6:
-        return "0"
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return "0" if abs(value) < 1e-6 else number(value)
 
 
 def _ms(seconds: float) -> str:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, on_stderr, plural, wrapped
+from octavo.cli.console import json_text, on_stderr, wrapped
+from octavo.cli.fold import show_report
 from octavo.cli.options import PlannedModel, amount, length, named_flags
 from octavo.cli.planned import (
     KV_DTYPE_HELP,
@@ -22,6 +23,7 @@ from octavo.cli.planned import (
 )
 from octavo.execute.memory import as_size
 from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.plan.memory import Alternative, Load, Need, Place
@@ -180,7 +182,7 @@ def command(
         typer.echo(json_text(facts, indent=2))
     else:
         serve = _serve(model, rounding, load)
-        typer.echo(as_text(load, places, found, instead, serve, loads))
+        show_report(as_text(load, places, found, instead, serve, loads))
 
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:
@@ -358,11 +360,12 @@ def _alternative_dict(each: Alternative) -> dict[str, Any]:
 def verdict(load: Load, place: Place, need: Need | None) -> str:
     """In a line: whether it fits there, and how many of its sequences would."""
     what = f"{plural(load.users, 'user')} of {load.context:,} tokens"
+    what += " takes" if load.users == 1 else " take"
     if need is None:
         return f"Does not fit on {place.name}: no kernel here takes {_unserved(load)}."
     of = f"{as_size(need.bytes)} of {as_size(place.memory_bytes)}"
     if need.fits:
-        return f"Fits on {place.name}: {what} take {of}, and {need.sequences:,} would fit."
+        return f"Fits on {place.name}: {what} {of}, and {need.sequences:,} would fit."
     if need.budget <= 0:
         why = (
             "and weights alone are too much"
@@ -375,9 +378,9 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
                 f"that --gpu-memory-utilization {load.config.memory_utilization:g} allows, "
                 "weights, work space and runtime leave nothing for a cache"
             )
-        return f"Does not fit on {place.name}: {what} take {of}, {why}."
+        return f"Does not fit on {place.name}: {what} {of}, {why}."
     return (
-        f"Does not fit on {place.name}: {what} take {of}; the cache may have "
+        f"Does not fit on {place.name}: {what} {of}; the cache may have "
         f"{as_size(need.budget)}, room for {need.sequences:,}."
     )
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import Model, length, naming_flags
 from octavo.cli.planned import (
     NAMES,
@@ -23,6 +24,7 @@ from octavo.cli.planned import (
     embedding_scheme,
     unit,
 )
+from octavo.words import number
 
 if TYPE_CHECKING:
     from octavo.kv.layout import KvLayout
@@ -46,7 +48,7 @@ def command(
         typer.Option(
             metavar="FORMAT",
             help="Show the sums of one format: of GGUF (q4_0, q4_k, …), gptq, awq, "
-            "compressed-tensors, bf16, f32.",
+            "compressed-tensors, w8a8, fp8, bf16, f32.",
             show_default="all in a table",
         ),
     ] = None,
@@ -100,9 +102,13 @@ def command(
     layout = KvLayout.of(subject.program.config, dtype=kv_dtype)
     skipped: dict[str, str] = {}
     variants = [stored] if (stored := planning.as_stored(subject)) and chosen is None else []
+    gpu = hardware.is_gpu(device)
     for scheme in schemes.survey() if chosen is None else [chosen]:
         try:
-            variants.append(planning.in_scheme(subject, scheme, edges))
+            variant = planning.in_scheme(subject, scheme, edges)
+            if planning.for_gpus(variant) and not gpu:
+                raise ValueError(f"{scheme.name}: CPUs have no fp8 units (--device h100, say)")
+            variants.append(variant)
         except ValueError as error:
             if chosen is not None:
                 raise SettingsError(str(error)) from None
@@ -136,9 +142,9 @@ def command(
         }
         typer.echo(json_text(facts, indent=2))
     elif chosen is None:
-        typer.echo(as_table(subject, on, plans, skipped, layout, in_cache, prompt))
+        show_report(as_table(subject, on, plans, skipped, layout, in_cache, prompt))
     else:
-        typer.echo(as_sums(subject, on, plans[0], chosen, edges, layout, in_cache, prompt))
+        show_report(as_sums(subject, on, plans[0], chosen, edges, layout, in_cache, prompt))
 
 
 def _tokens(flag: str, given: str | None, default: int, most: int) -> int:
@@ -230,8 +236,8 @@ def as_table(
         lines.append(
             f"{stored.name:<{width}}{plan.bytes_per_weight:>11.6f}"
             f"{stored.part_bytes('layers') / 1e6:>10.1f}{stored.bytes / 1e6:>10.1f}"
-            f"{plan.decode.tokens_per_second:>10.4g}{bound:>8}"
-            f"{plan.prefill.tokens_per_second:>10.4g}{crossing:>7}  {how}"
+            f"{number(plan.decode.tokens_per_second):>10}{bound:>8}"
+            f"{number(plan.prefill.tokens_per_second):>10}{crossing:>7}  {how}"
         )
     lines += [f"{name:<{width}}  not for this model: {why}" for name, why in skipped.items()]
     rates = plans[0].rates
@@ -300,7 +306,7 @@ def as_sums(
     ]
     if plan.held_decode_tokens_per_second is not None:
         lines.append(
-            f"  of what Octavo holds: {plan.held_decode_tokens_per_second:.4g} tokens/s at most"
+            f"  of what Octavo holds: {number(plan.held_decode_tokens_per_second)} tokens/s at most"
         )
     lines += ["", *_crossing_lines(plan, context), "", f"prefill, {prompt} tokens"]
     lines += _phase_lines(plan.prefill)
@@ -363,14 +369,14 @@ def _phase_lines(phase: Phase) -> list[str]:
     """A line for each part: bytes and their time, operations and theirs, and what binds."""
     gb = phase.rates.bytes_per_second / 1e9
     lines = [
-        f"  {'':<16}{'bytes':>15}{f'÷ {gb:.4g} GB/s':>17}{'operations':>20}{'÷ peak':>14}"
+        f"  {'':<16}{'bytes':>15}{f'÷ {number(gb)} GB/s':>17}{'operations':>20}{'÷ peak':>14}"
         f"{'the longer':>15}",
         *(_line(part.label, part) for part in phase.parts),
         _line("step", phase),
     ]
     lines.append(
         f"  {phase.tokens:,} {'token' if phase.tokens == 1 else 'tokens'} ÷ "
-        f"{1e3 * phase.seconds:.4f} ms = {phase.tokens_per_second:.4g} tokens/s at most"
+        f"{1e3 * phase.seconds:.4f} ms = {number(phase.tokens_per_second)} tokens/s at most"
     )
     return lines
 
@@ -393,15 +399,16 @@ def _crossing_lines(plan: Plan, context: int) -> list[str]:
         (unit,) = units
         read = plan.bytes_per_weight / rates.bytes_per_second
         lines += [
-            f"  a weight: {plan.bytes_per_weight:.6g} bytes ÷ {rates.bytes_per_second / 1e9:.4g} "
-            f"GB/s = {1e12 * read:.4g} ps to read; 2 operations ÷ {rates.peak(unit) / 1e9:.4g} "
-            f"Gop/s ({unit}) = {2e12 / rates.peak(unit):.4g} ps a sequence:",
+            f"  a weight: {plan.bytes_per_weight:.6g} bytes ÷ "
+            f"{number(rates.bytes_per_second / 1e9)} GB/s = {number(1e12 * read)} ps to read; "
+            f"2 operations ÷ {number(rates.peak(unit) / 1e9)} Gop/s ({unit}) = "
+            f"{number(2e12 / rates.peak(unit))} ps a sequence:",
             "  the layers' matrices are bound by operations from "
-            f"{plan.layers_crossing:.4g} sequences on",
+            f"{number(plan.layers_crossing)} sequences on",
         ]
     else:
         lines.append(
-            f"  the layers' matrices are bound by operations from {plan.layers_crossing:.4g} on"
+            f"  the layers' matrices are bound by operations from {number(plan.layers_crossing)} on"
         )
     if plan.crossing is None:
         lines.append(
@@ -417,5 +424,5 @@ def _crossing_lines(plan: Plan, context: int) -> list[str]:
 
 
 def _figures(rates: Any) -> str:
-    peaks = ", ".join(f"{unit} {rates.peak(unit) / 1e9:.4g}" for unit in rates.units)
-    return f"{rates.bytes_per_second / 1e9:.4g} GB/s; {peaks} Gop/s"
+    peaks = ", ".join(f"{unit} {number(rates.peak(unit) / 1e9)}" for unit in rates.units)
+    return f"{number(rates.bytes_per_second / 1e9)} GB/s; {peaks} Gop/s"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, on_stderr, wrapped, writing
+from octavo.cli.fold import show_report
 from octavo.cli.options import Model, check_file, length, naming_flags
 from octavo.cli.planned import (
     NAMES,
@@ -29,6 +30,7 @@ from octavo.cli.planned import (
 from octavo.execute.memory import as_size
 from octavo.plan.defaults import GPU
 from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.words import number
 
 if TYPE_CHECKING:
     from octavo.plan.phase import Phase
@@ -167,7 +169,7 @@ def command(
         if as_json:
             typer.echo(json_text(as_dict(found, price, setup.basis()), indent=2))
         else:
-            typer.echo(as_text(found, price, max_num_batched_tokens, setup.basis()))
+            show_report(as_text(found, price, max_num_batched_tokens, setup.basis()))
     finally:  # also when nobody reads on
         if plot is not None:
             from octavo.plan.roofline_plot import draw
@@ -268,7 +270,8 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
     rates, layout, stored = found.rates, found.layout, found.stored
     scale, letter = (1e12, "T") if found.roofs[0].ops_per_second >= 1e13 else (1e9, "G")
     peaks = [
-        f"{name} {peak / scale:,.6g}" for name, peak in found.device.peaks(stored.bytes).items()
+        f"{name} {number(peak / scale, 6)}"
+        for name, peak in found.device.peaks(stored.bytes).items()
     ]
     lines = [
         f"{found.subject.name}: {found.subject.parameters:,} parameters, {stored.bytes:,} bytes of "
@@ -276,11 +279,11 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         f"{layout.bytes_per_token:,} bytes of KV cache a token ({layout.dtype})",
         "",
         *wrapped(f"{found.device.name}: {found.device.standing}"),
-        f"  {'memory':<12}{rates.bytes_per_second / 1e9:>9,.4g} GB/s",
+        f"  {'memory':<12}{number(rates.bytes_per_second / 1e9):>9} GB/s",
         *(
             f"  {names:<12}{roof.ops_per_second / scale:>9,.6g} {letter}op/s ÷ "
-            f"{rates.bytes_per_second / 1e9:.4g} GB/s: bound by operations from "
-            f"{roof.ridge:.4g} a byte on"
+            f"{number(rates.bytes_per_second / 1e9)} GB/s: bound by operations from "
+            f"{number(roof.ridge)} a byte on"
             for names, roof in levels(found.roofs)
         ),
         f"  {'peaks':<12}{', '.join(peaks)} {letter}op/s",
@@ -295,11 +298,11 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         lines.append(f"  in steps of at most {chunk:,} tokens, each of which reads the weights")
     lines += [
         "",
-        "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the share "
-        "of the",
-        "time that arithmetic at its peak would take. A step's time is added op by op, each the "
-        "longer of",
-        "its two.",
+        *wrapped(
+            "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the "
+            "share of the time that arithmetic at its peak would take. Bounds are added op by op, "
+            "each the longer time."
+        ),
     ]
     if any(point.seconds < 0.99 * point.seconds_at_roof for point in found.decode + found.prefill):
         lines.append(
@@ -342,11 +345,11 @@ def _table(
         second = f"{point.sequences:,}" if columns[0] else f"{point.context:,}"
         cells = [_part(point.phase, name) for name in shown]
         cells.append(_cell(point.phase.intensity, point.phase.bound))
-        cost = "" if price is None else f"{per_million(price, point.tokens_per_second):>12.4g}"
+        cost = "" if price is None else f"{number(per_million(price, point.tokens_per_second)):>12}"
         lines.append(
             f"{'!' if point.fits is False else ' '} {first:>8}{second:>8}"
             f"{''.join(f'{cell:>10}' for cell in cells)}"
-            f"{1e3 * point.seconds:>10.4g}{point.tokens_per_second:>10,.0f}"
+            f"{number(1e3 * point.seconds):>10}{point.tokens_per_second:>10,.0f}"
             f"{100 * point.mfu:>6.1f}%{cost}"
         )
     return lines
@@ -375,6 +378,6 @@ def _crossing(context: Any) -> str:
         else f"bound by operations from {context.crossing:,} sequences on"
     )
     return (
-        f"  context {context.context:,}: {where}; ever larger batches near {context.limit:.4g} "
+        f"  context {context.context:,}: {where}; ever larger batches near {number(context.limit)} "
         "ops/byte"
     )

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from octavo.cli.console import json_text, now_and_then, on_stderr, plural
+from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -68,7 +70,7 @@ def command(
             )
     except TextError as error:
         raise SettingsError(str(error)) from None
-    typer.echo(json_text(found, indent=2) if as_json else as_text(found))
+    show_report(json_text(found, indent=2) if as_json else as_text(found), as_json=as_json)
 
 
 def as_text(found: dict[str, Any]) -> str:

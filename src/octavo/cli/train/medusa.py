@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from octavo.cli.console import json_text, now_and_then, on_stderr
+from octavo.cli.fold import show_report
 from octavo.cli.options import Model
 
 EXAMPLES = (
@@ -150,7 +151,7 @@ def command(
             progress=now_and_then(show),
         )
     facts["seconds"] = round(time.monotonic() - began, 1)
-    typer.echo(json_text(facts, indent=2) if as_json else _as_text(facts))
+    show_report(json_text(facts, indent=2) if as_json else _as_text(facts), as_json=as_json)
 
 
 def _as_text(facts: dict[str, Any]) -> str:

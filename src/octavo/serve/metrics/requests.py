@@ -24,11 +24,11 @@ _SMALL = (1, 2, 5, 10, 20)
 _PRIORITIES = 8  # that clients ask for, with series of their own
 _CLIENTS = 128
 
-# Why a request was refused. Counted where the refusal is answered, and of those shed, which have
-# waited, when their record ends.
+# Why a request was refused. Counted where the refusal is answered, and of those shed or replaced,
+# which have waited, when their record ends.
 REJECTIONS = (
-    *("capacity", "quota", "shed", "draining", "invalid", "unauthorized", "forbidden"),
-    *("not_found", "misdirected", "timeout", "gone", "error"),
+    *("capacity", "quota", "shed", "replaced", "draining", "invalid", "unauthorized"),
+    *("forbidden", "not_found", "misdirected", "timeout", "gone", "error"),
 )
 
 
@@ -135,8 +135,9 @@ class RequestMetrics:
 
     def on_end(self, record: RequestRecord) -> None:
         if record.outcome is Outcome.REJECTED:
-            if FinishReason.SHED in record.finish_reasons:
-                self.refuse("shed", record.client)
+            for reason in (FinishReason.SHED, FinishReason.REPLACED):
+                if reason in record.finish_reasons:
+                    self.refuse(reason.value, record.client)
             return
         if record.outcome is not None:
             self._requests_of_client(record.client, record.outcome.value).inc()

@@ -1,0 +1,87 @@
+"""How a model's makers want its answers drawn, where a request does not say.
+
+``generation_config.json`` of a Hugging Face folder has it under transformers' names, a GGUF file in
+keys that begin with ``general.sampling.``. As in vLLM, the values of `_NAMES` are the defaults of
+requests; what else is there and would change the drawing is named in the log.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from octavo.checkpoint.base import Checkpoint, CheckpointError
+from octavo.checkpoint.files import json_object, read_file
+from octavo.checkpoint.hf_tokenizer import GENERATION
+from octavo.sample.params import InvalidParameter, SamplingParams
+
+_MOST_BYTES = 4 << 20
+# transformers' name: ours
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+# These do not change how tokens are drawn here: ids that the tokenizer has, a switch that vLLM
+# does not heed either, and how transformers itself computes.
+_NO_SAMPLING = frozenset(
+    {
+        *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+        *("do_sample", "transformers_version", "_from_model_config", "use_cache", "max_length"),
+        *("cache_implementation", "return_dict_in_generate", "output_scores", "trust_remote_code"),
+    }
+)
+VLLM = "vllm"  # instead of a folder: nothing but a request's own values and vLLM's defaults
+
+
+class SamplingDefaults(NamedTuple):
+    """``values`` are `SamplingParams`' fields; ``ignored`` names what is not supported."""
+
+    values: dict[str, Any]
+    source: str
+    ignored: tuple[str, ...]
+
+    def report(self) -> str:
+        """A line for the log; "" if there is nothing to say."""
+        parts = []
+        if self.values:
+            given = ", ".join(f"{name} {value:g}" for name, value in self.values.items())
+            parts.append(f"{given} where a request says nothing")
+        if self.ignored:
+            parts.append(f"not supported and not applied: {', '.join(self.ignored)}")
+        if not parts:
+            return ""
+        return f"sampling defaults: {'; '.join(parts)} ({self.source})"
+
+
+def sampling_defaults(
+    checkpoint: Checkpoint, setting: str = "auto", override: Mapping[str, Any] | None = None
+) -> SamplingDefaults:
+    """By ``setting`` of the model's own files ("auto"), of none ("vllm"), or of a folder's
+    ``generation_config.json``; ``override`` has the last word. Raises `CheckpointError`.
+    """
+    source, given = checkpoint.path.name, checkpoint.generation_config
+    if checkpoint.path.is_dir():
+        source = GENERATION
+    if setting == VLLM:
+        source, given = "", {}
+    elif setting != "auto":
+        path = Path(setting) / GENERATION
+        source, given = str(path), json_object(path, read_file(path, _MOST_BYTES))
+    if override:
+        flag = "--override-generation-config"
+        source = f"{source}, {flag}" if given else flag
+        given = {**given, **override}
+    given = {name: value for name, value in given.items() if value is not None}
+    values = {ours: given[name] for name, ours in _NAMES.items() if name in given}
+    try:
+        SamplingParams(**values).validated(1 << 31)
+    except InvalidParameter as error:
+        hint = "" if setting == VLLM else f" (--generation-config {VLLM} leaves the file out)"
+        raise CheckpointError(f"{source}: {error}{hint}") from None
+    ignored = sorted(given.keys() - _NAMES.keys() - _NO_SAMPLING)
+    return SamplingDefaults(values, source, tuple(ignored))

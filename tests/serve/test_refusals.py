@@ -38,8 +38,8 @@ def test_all_that_is_refused_takes_a_tenth_of_the_time() -> None:
 async def test_a_refused_body_is_charged(make_client: Any, engine: FakeEngine) -> None:
     """The request, and tokens by its length; a quota of either keeps the next one out."""
     keys = (
-        ApiKey("requests", sha256(b"sk-requests").digest(), max_requests_per_minute=2),
-        ApiKey("tokens", sha256(b"sk-tokens").digest(), max_tokens_per_minute=30_000),
+        ApiKey(name="requests", digest=sha256(b"sk-requests").digest(), max_requests_per_minute=2),
+        ApiKey(name="tokens", digest=sha256(b"sk-tokens").digest(), max_tokens_per_minute=30_000),
     )
     client = make_client(named_keys=keys)
     body = json.dumps({"prompt": "a", "logit_bias": {str(key): 0 for key in range(9000)}}).encode()

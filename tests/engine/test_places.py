@@ -89,7 +89,8 @@ def behind(name: PolicyName, waiting: list[RequestRecord], asks: RequestRecord) 
             return record.priority - (asks.arrival - record.arrival) / AGEING
         if record.target is None or record.target.ttft is None:
             return record.arrival + BEST_EFFORT
-        return record.arrival + record.target.ttft
+        due = record.arrival + record.target.ttft
+        return record.arrival + BEST_EFFORT if due < asks.arrival else due
 
     worst = max(waiting, key=level)
     return [worst] if level(asks) < level(worst) else None

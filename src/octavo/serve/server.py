@@ -29,6 +29,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
+from octavo.extras import install_command
 from octavo.plan.calibration import Calibration
 from octavo.serve.app import App, create_app
 from octavo.serve.clients import Clients, raise_file_limit
@@ -134,7 +135,7 @@ def _tracer(endpoint: str) -> Tracer:
         from octavo.serve.tracing import Tracer
     except ImportError as error:
         raise SettingsError(
-            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): pip install 'octavo[otel]'"
+            f"--otlp-traces-endpoint needs OpenTelemetry ({error}): {install_command('otel')}"
         ) from None
     try:
         return Tracer(endpoint)

@@ -11,10 +11,12 @@ A shared machine becomes faster and slower within seconds and minutes. So each l
 pieces, one a round, with other requests each time, and a load's figures are of the requests of all
 its pieces. Between them the engine runs the few seconds of steps of `octavo calibrate --refresh`,
 which tell how many times as long memory and processor take as when calibrated. Each piece is
-predicted three times:
+predicted with:
 
 - refreshed: with the refresh just before it. This is known before the load: the first figure.
 - calibrated: with the calibration as it was at the start.
+- slower and faster: the ends of the error band that `octavo simulate` gives with that refresh
+  (plan/band.py). Of nine figures in ten it is promised that they lie between.
 - around: with the speed of before and after it together, which is not known before. Its errors are
   the cost model's own, and what the machine did within the piece.
 
@@ -31,6 +33,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,7 +48,8 @@ from octavo.engine.load import LoadedEngine, load_engine
 from octavo.execute.batch import Batch
 from octavo.execute.cost import Rates
 from octavo.execute.native import NativeExecutor
-from octavo.plan.calibration import Calibration
+from octavo.plan.band import of_calibration
+from octavo.plan.calibration import Calibration, Moment
 from octavo.plan.fitting import Observation, Slowness, slowness
 from octavo.plan.hardware import Device
 from octavo.plan.observing import probe
@@ -104,13 +108,14 @@ class Figures:
 
 
 PREDICTIONS = ("refreshed", "calibrated", "around")
+ENDS = ("slower", "faster")
 
 
 class Piece(NamedTuple):
     """Of a load, as it went and as it was predicted."""
 
     live: Replay
-    predicted: dict[str, Replay]  # by PREDICTIONS
+    predicted: dict[str, Replay]  # by PREDICTIONS and ENDS
     before: Slowness  # of the refresh
     around: Slowness
     change: float  # of the refreshes' steps from before to after
@@ -142,7 +147,10 @@ class Row:
             sum(len(done.records) for done in live),
             sum(done.duration for done in live),
             Figures.of(live),
-            {name: Figures.of([piece.predicted[name] for piece in pieces]) for name in PREDICTIONS},
+            {
+                name: Figures.of([piece.predicted[name] for piece in pieces])
+                for name in PREDICTIONS + ENDS
+            },
             [piece.before for piece in pieces],
             [piece.around for piece in pieces],
             [piece.change for piece in pieces],
@@ -154,6 +162,15 @@ class Row:
         """Of what is predicted, as a share of what is measured."""
         of, true = asdict(self.predicted[prediction]), asdict(self.measured)
         return {name: of[name] / true[name] - 1 for name in true}
+
+    def within(self) -> list[bool]:
+        """Of each figure, whether it lies in the error band."""
+        true = asdict(self.measured)
+        ends = [asdict(self.predicted[name]) for name in ("refreshed", *ENDS)]
+        return [
+            min(end[name] for end in ends) <= true[name] <= max(end[name] for end in ends)
+            for name in true
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,8 +297,13 @@ class Bench:
         refreshed = slowness(self.costs, before, stored.rates, stored.held_up)
         # Of both sides, nothing is put down to the moment.
         around = slowness(self.costs, before + after, stored.rates, stored.held_up, believed=1.0)
+        now = datetime.now(UTC)
+        moment = Moment(*refreshed, now.isoformat(), len(before))
+        unsure = of_calibration(replace(stored, moment=moment), now)
         rates = {
             "refreshed": stored.rates.slowed(*refreshed),
+            "slower": stored.rates.slowed(*refreshed).slowed(unsure.slower),
+            "faster": stored.rates.slowed(*refreshed).slowed(1 / unsure.faster),
             "calibrated": stored.rates,
             "around": stored.rates.slowed(*around),
         }
@@ -336,11 +358,14 @@ def main() -> None:
             asdict(row) | {"errors": {each: row.errors(each) for each in PREDICTIONS}}
             for row in rows
         ]
-        print(json.dumps({"rows": report, "median_errors": median_errors}))
+        within = [row.within() for row in rows]
+        print(json.dumps({"rows": report, "median_errors": median_errors, "within": within}))
     else:
         for what, errors in median_errors.items():
             figures = ", ".join(f"{name} {error:.1%}" for name, error in errors.items())
             print(f"median errors, {what}: {figures}")
+        found = [each for row in rows for each in row.within()]
+        print(f"within the error band: {sum(found)} of {len(found)} figures")
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:

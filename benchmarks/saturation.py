@@ -118,7 +118,7 @@ def _silent() -> Any:
     raise RuntimeError("no device here is measured")
 
 
-def drawn(seed: int, requests: tuple[int, int] = (80, 160), seats: int = 6) -> Load:
+def drawn(seed: int, requests: tuple[int, int] = (80, 120), seats: int = 6) -> Load:
     """``requests``: fewest and most; ``seats``: at most 2 to this power."""
     rng = np.random.default_rng((0x5A7, seed))
     subject, stored, where = _placed(*MODELS[rng.integers(len(MODELS))])
@@ -133,8 +133,8 @@ def drawn(seed: int, requests: tuple[int, int] = (80, 160), seats: int = 6) -> L
     lengths, arrivals = str(rng.choice(LENGTHS)), str(rng.choice(ARRIVALS))
     shared = int(rng.choice((0, 0, 1, 6)))  # prefixes that prompts have in common
     prefix = int(rng.integers(32, 512)) if shared else 0
-    prompts = _lengths(rng, lengths, float(np.exp(rng.uniform(*np.log((16, 400))))), count)
-    answers = _lengths(rng, lengths, float(np.exp(rng.uniform(*np.log((8, 100))))), count)
+    prompts = _lengths(rng, lengths, float(np.exp(rng.uniform(*np.log((16, 300))))), count)
+    answers = _lengths(rng, lengths, float(np.exp(rng.uniform(*np.log((8, 50))))), count)
     samples = []
     for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         parts: tuple[Part, ...] = (Part(RANDOM + 1 + index, prompt),)

@@ -59,7 +59,9 @@ def shown(program: str) -> Iterator[Shown]:
     for path in PAGES:
         made: set[str] = set()
         for block in blocks(path.read_text()):
-            for line in block.replace("\\\n", " ").splitlines():
+            lines = block.replace("\\\n", " ").splitlines()
+            typed = [line for line in lines if line.strip().startswith("$ ")]
+            for line in typed or lines:  # where there are prompts, the rest is what comes
                 line = line.strip().removeprefix("$ ").removeprefix(".venv/bin/")
                 if not line.startswith(f"{program} "):
                     continue

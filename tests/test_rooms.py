@@ -45,7 +45,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 ALLOWED["cli"] = {*ALLOWED, "llm", "strict_json"}
 for _allowed in ALLOWED.values():
-    _allowed.add("words")
+    _allowed |= {"words", "extras"}
 
 
 def test_no_room_is_left_out() -> None:

@@ -127,7 +127,8 @@ def check_own_tokens(kind: str, data: st.DataObject) -> None:
     if count(plain) == own:
         assert ids == plain or (unknown is not None and unknown in rendered)
     texts = [tokenizer.decode(each, skip_special_tokens=False) for each in (ids, plain)]
-    assert texts[0].replace(" ", "") == texts[1].replace(" ", "")
+    # Some tokens take white space along, when they are tokens.
+    assert "".join(texts[0].split()) == "".join(texts[1].split())
 
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
@@ -151,7 +152,15 @@ WAYS: list[tuple[str, tuple[str, ...], int]] = [
          ("a</think>\n\n<|im_end|>",), 1),
         ("{% for c in messages[0].content %}{{ c }}{% endfor %}", ("<|im_end|>",), 0),
         ("{{ messages[0].content | reverse }}", (">|dne_mi|<",), 0),
-        ("{{ '%s<|im_end|>' % messages[0].content }}", ("<|im_end|>",), 0),
+        ("{{ '%s<|im_end|>' % messages[0].content }}", ("<|im_end|>",), 1),
+    ("{{ '%s%s' % (messages[0].content, messages[1].content) }}", ("<|im_", "end|>"), 0),
+    ("{{ '%(a)s%%%(b)d<|im_end|>' % {'a': messages[0].content, 'b': 7} }}", ("<|im_end|>",), 1),
+    ("{{ '{}{}{}'.format('<|im_', messages[0].content, '>') }}", ("end|",), 0),
+    ("{{ '{1}{0}{x}<|im_end|>'.format('a', messages[0].content, x=1) }}", ("<|im_end|>",), 1),
+    ("{{ '{0!s:>12}<|im_end|>'.format(messages[0].content) }}", ("a",), 1),
+    ("{{ messages[0].content.rjust(10, '<') }}", ("|im_end|>",), 0),
+    ("{{ messages[0].content | center(12) | trim }}", ("<|im_end|>",), 0),
+    ("{{ messages[0].content | wordwrap(4) | replace('\n', '') }}", ("<|im_end|>",), 0),
         ("{{ '{}<|im_end|>'.format(messages[0].content) }}", ("a",), 1),
         ("{{ '%s<|im_end|>' | format(messages[0].content) }}", ("a",), 1),
         ("{{ messages | tojson }}<|im_end|>", ("<|im_end|>",), 1),

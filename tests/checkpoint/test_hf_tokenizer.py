@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint.base import CheckpointError
+from octavo.checkpoint.base import ChatTemplateError, CheckpointError
+from octavo.checkpoint.chat_template import JinjaChatTemplate, problem
 from octavo.checkpoint.hf import _chat_template
 from octavo.checkpoint.hf_folder import HfFolder
 from octavo.checkpoint.hf_tokenizer import hf_tokenizer
@@ -227,6 +228,37 @@ def test_special_tokens_that_cannot_be(tmp_path: Path) -> None:
     assert load(path, size + 1).bos_token_id == size
     with pytest.raises(CheckpointError, match=f"bos_token has token {size}, outside"):
         load(path, size)
+
+
+def test_the_default_of_several_templates(tmp_path: Path) -> None:
+    path = copy("qwen2", tmp_path)
+    config = path / "tokenizer_config.json"
+    several = [{"name": "rag", "template": "r"}, {"name": "tool_use", "template": "t"}]
+    config.write_text(json.dumps({"chat_template": several}))
+    template = _chat_template(HfFolder(path), {})
+    assert template is not None
+    with pytest.raises(
+        ChatTemplateError, match=r"several chat templates \(rag, tool_use\) and none"
+    ):
+        template.render([{"role": "user", "content": "hi"}])
+    assert "none called default" in str(problem(template))
+    several.append({"name": "default", "template": "d"})
+    config.write_text(json.dumps({"chat_template": several}))
+    assert source(path) == "d"
+    # Files of their own go before, all of them.
+    (path / "additional_chat_templates").mkdir()
+    (path / "additional_chat_templates" / "tool_use.jinja").write_text("T")
+    template = _chat_template(HfFolder(path), {})
+    assert template is not None
+    assert "(tool_use)" in str(problem(template))
+    (path / "chat_template.jinja").write_text("D")
+    assert source(path) == "D"
+
+
+def source(path: Path) -> str:
+    template = _chat_template(HfFolder(path), {})
+    assert isinstance(template, JinjaChatTemplate)
+    return template.source
 
 
 def test_templates_that_are_none(tmp_path: Path) -> None:

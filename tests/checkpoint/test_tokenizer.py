@@ -30,10 +30,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from octavo.checkpoint.base import CheckpointError, Tokenizer
+from octavo.checkpoint.base import CheckpointError, Rendered, Tokenizer
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer, implied_merges
 from octavo.checkpoint.pre_tokenizers import CUTS
+from octavo.checkpoint.template_text import CONTENT, TEMPLATE
 
 ORACLE = Path(__file__).parent.parent / "oracle"
 MODELS = {"smollm2": "smollm2_path", "gemma3-270m": "gemma3_path"}
@@ -302,6 +303,34 @@ def test_scores_rank_the_merges(tmp_path: Path) -> None:
         tokenizer = build(file, tmp_path)
         ids = tokenizer.encode("abc", add_special_tokens=False)
         assert [tokenizer.token_text(i) for i in ids] == cut
+
+
+@pytest.mark.parametrize(
+    ("make", "control", "other"),
+    [(tiny_llama, "<|im_end|>", "<tool>"), (lambda: llama2(["▁", "a"]), "</s>", "a")],
+)
+def test_content_of_a_chat_is_text(
+    make: Callable[[], Gguf], control: str, other: str, tmp_path: Path
+) -> None:
+    tokenizer = build(make(), tmp_path)
+    text = f"a{control}{other}"
+    for origin, own in ((CONTENT, 0), (TEMPLATE, 1)):
+        rendered = Rendered(text, origin * len(text), text)
+        ids = tokenizer.encode(rendered, add_special_tokens=False)
+        assert sum(map(tokenizer.is_special, ids)) == own
+        assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == text
+    assert ids == tokenizer.encode(text, add_special_tokens=False)
+
+
+def test_phi3_tokens_take_white_space_along(tmp_path: Path) -> None:
+    file = llama2(["▁", "a", "<|user|>", "<t>", "\n"])
+    types = file.metadata["tokenizer.ggml.token_type"][2]
+    types[-3] = CONTROL
+    assert len(build(file, tmp_path).encode("<|user|>\n a", add_special_tokens=False)) > 2
+    file.set("general.architecture", STRING, "phi3")
+    tokenizer = build(file, tmp_path)
+    ids = tokenizer.encode("<|user|>\n a", add_special_tokens=False)
+    assert tokenizer.decode(ids, skip_special_tokens=False).replace(" ", "") == "<|user|>a"
 
 
 def test_user_defined_tokens_keep_a_written_space_mark(tmp_path: Path) -> None:

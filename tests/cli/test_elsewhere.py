@@ -95,6 +95,8 @@ def test_the_model_may_be_an_option(given: list[str], asked: list[str]) -> None:
     ("given", "said"),
     [
         (["serve", "--model", "m", "n"], "unexpected extra argument"),
+        (["bench", "serve", "-m", "m"], "No such option: -m. Here: --model"),
+        (["pull", "--model", "m"], "no model is asked for"),
         (["serve", "--model"], "MODEL is the first argument"),
         (["generate", "--model", "m", "x"], "MODEL is the first argument"),
         (["generate", "m", "x", "-np", "4"], "No such option: -np. Here: --max-num-seqs"),

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import pty
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import strict_json
 from octavo.cli import app
+from octavo.cli.speculate import _asked
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 LLAMA = ORACLES / "tiny-llama.gguf"
@@ -144,3 +150,29 @@ def test_what_it_makes_no_use_of_is_refused() -> None:
     assert "--step" in run("--json", "--step", code=2).output
     assert "--max-num-seqs" in run("--max-num-seqs", "7", code=2).output
     strict_json.loads(run("--json", "--no-step", "--max-tokens", "3").stdout)
+
+
+@pytest.mark.parametrize(
+    ("key", "answer"), [(b"q", "q"), (b"A", "a"), (b"\r", "\n"), (b"\x04", "q")]
+)
+def test_a_key_of_a_terminal_is_enough(
+    monkeypatch: pytest.MonkeyPatch, key: bytes, answer: str
+) -> None:
+    """Without Enter."""
+    ours, theirs = pty.openpty()
+    answered = threading.Event()
+
+    def press() -> None:
+        while not answered.wait(0.02):  # what comes before it listens is dropped
+            os.write(ours, key)
+
+    pressing = threading.Thread(target=press)
+    with open(theirs) as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        pressing.start()
+        try:
+            assert _asked(Console(file=io.StringIO())) == answer
+        finally:
+            answered.set()
+            pressing.join()
+            os.close(ours)

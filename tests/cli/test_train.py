@@ -117,4 +117,4 @@ def test_without_torch_nothing_is_begun(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torch", None)
     done = run("m", "-o", str(tmp_path / "d"))
     assert isinstance(done.exception, SettingsError)
-    assert "octavo[train]" in str(done.exception)
+    assert f"{sys.executable} -m pip install 'torch>=" in str(done.exception)

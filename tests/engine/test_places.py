@@ -89,7 +89,8 @@ def behind(name: PolicyName, waiting: list[RequestRecord], asks: RequestRecord) 
             return record.priority - (asks.arrival - record.arrival) / AGEING
         if record.target is None or record.target.ttft is None:
             return record.arrival + BEST_EFFORT
-        return record.arrival + record.target.ttft
+        due = record.arrival + record.target.ttft
+        return record.arrival + BEST_EFFORT if due < asks.arrival else due
 
     worst = max(waiting, key=level)
     return [worst] if level(asks) < level(worst) else None
@@ -205,3 +206,18 @@ def test_what_has_left_is_forgotten() -> None:
         record.scheduled = 1.0
         queue.there.remove(record)
     assert len(queue.places._records) < 200
+
+
+def test_those_being_read_do_not_keep_out_who_comes_before_one_that_waits() -> None:
+    """Nobody knows how urgent they are; they are counted when they are submitted."""
+    for name in POLICIES:
+        queue = Queue(name, 4, None)
+        urgent = RequestRecord(
+            "urgent", 5.0, 1, priority=-1, client="b", target=LatencyTarget(ttft=0.1)
+        )
+        assert queue.places.outranks(urgent) is (name != "fcfs")  # nobody waits
+        for number in range(4):
+            queue.submit(RequestRecord(str(number), 4.0, 1, client="a"))
+        again = RequestRecord("again", 5.0, 1, client="a")
+        assert queue.places.outranks(urgent) is (name != "fcfs")
+        assert not queue.places.outranks(again)

@@ -428,6 +428,10 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     found = strict_json.loads(result.stdout)
     assert found["serve_command"].startswith(f"octavo serve {config.parent} --max-num-seqs")
     assert found["met"] is True
+    assert found["saturated"] is False
+    assert found["headroom"] > 1
+    least, most = found["error_band"]["headroom"]
+    assert least < found["headroom"] < most
     assert found["predicted"]["requests"] == 40
     assert found["predicted"]["request_goodput"] > 0
     assert found["predicted"]["ttft_ms"]["p99"] <= 500

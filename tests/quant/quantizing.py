@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from octavo.quant.hf_model import places
 from octavo.quant.layouts import Format, scheme_of
 from octavo.quant.quantizer import Method, Progress, Recipe
 from octavo.quant.run import Outcome, quantize
+from octavo.quant.scope import ends
 from oracle.tiny_folders import FAMILIES, folder
 
 Float32 = npt.NDArray[np.float32]
@@ -69,10 +71,18 @@ def recipe(
 
 
 def make(
-    source: Path, out: Path, *, progress: Progress = lambda report: None, **how: Any
+    source: Path,
+    out: Path,
+    *,
+    progress: Progress = lambda report: None,
+    embedding: int | None = 16,
+    **how: Any,
 ) -> Outcome:
-    chosen, format = recipe(**how)
-    return quantize(load(source), chosen, format, out, SAMPLES, progress)
+    """``embedding``: bits of the ends, as of the command."""
+    checkpoint, (chosen, format) = load(source), recipe(**how)
+    symmetric = bool(how.get("symmetric"))
+    small = ends(checkpoint, format, embedding, chosen.scheme.group, symmetric)
+    return quantize(checkpoint, replace(chosen, ends=small), format, out, SAMPLES, progress)
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Float32]:

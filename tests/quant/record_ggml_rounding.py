@@ -10,7 +10,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-FORMATS = ("Q4_0", "Q4_1", "Q8_0")
+FORMATS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 
 
 def cases() -> np.ndarray:

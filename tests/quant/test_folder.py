@@ -27,11 +27,8 @@ LAYOUTS = [
     {"format": "awq"},
     {"format": "awq", "method": "awq"},
     {"format": "awq", "group": None},
-    {"format": "compressed-tensors"},
     {"format": "compressed-tensors", "symmetric": True},
-    {"format": "compressed-tensors", "method": "gptq", "order": "group"},
     {"format": "compressed-tensors", "bits": 8, "symmetric": True},
-    {"format": "compressed-tensors", "bits": 8},
     {"format": "compressed-tensors", "bits": 8, "group": None, "symmetric": True},
 ]
 NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())

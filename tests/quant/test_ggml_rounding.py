@@ -17,6 +17,8 @@ RECORDED = Path(__file__).with_name("ggml_rounding.npz")
 SCHEMES = {
     "Q4_0": Scheme(4, 32, Kind.Q4_0),
     "Q4_1": Scheme(4, 32, Kind.Q4_1),
+    "Q5_0": Scheme(5, 32, Kind.Q5_0),
+    "Q5_1": Scheme(5, 32, Kind.Q5_1),
     "Q8_0": Scheme(8, 32, Kind.Q8_0),
 }
 

@@ -18,7 +18,7 @@ INTEGERS = [Kind.SYMMETRIC, Kind.ASYMMETRIC]
 @st.composite
 def schemes(draw: st.DrawFn) -> Scheme:
     kind = draw(st.sampled_from(Kind))
-    bits = {Kind.Q4_0: 4, Kind.Q4_1: 4, Kind.Q8_0: 8}.get(kind) or draw(st.sampled_from((4, 8)))
+    bits = int(kind.value[1]) if kind.of_gguf else draw(st.sampled_from((4, 8)))
     steps = draw(st.sampled_from(Steps)) if kind in INTEGERS else Steps.F16
     group = draw(st.sampled_from((32, 64, None))) if kind in INTEGERS else 32
     return Scheme(bits, group, kind, steps)
@@ -51,7 +51,7 @@ def test_the_range_is_covered(scheme: Scheme, seed: int) -> None:
     weights = matrix(seed)
     found = round_to_nearest(scheme, weights)
     step = np.abs(found.step)[:, found.group_of]
-    whole = 1.0 if scheme.kind in (Kind.Q4_0, Kind.SYMMETRIC) else 0.5
+    whole = 1.0 if scheme.kind in (Kind.Q4_0, Kind.Q5_0, Kind.SYMMETRIC) else 0.5
     lost = scheme.levels * 2.0**-8  # of the ends, by scales of eight bits
     assert (np.abs(found.values() - weights) <= (whole + lost) * step + 1e-6).all()
 
@@ -67,7 +67,7 @@ def test_scales_are_what_the_layout_stores(scheme: Scheme, seed: int) -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_zeros_stay_zeros(kind: Kind) -> None:
-    scheme = Scheme(8 if kind is Kind.Q8_0 else 4, 32, kind)
+    scheme = Scheme(int(kind.value[1]) if kind.of_gguf else 4, 32, kind)
     weights = np.zeros((2, 64), np.float32)
     weights[1, :32] = np.linspace(-1.0, 3.0, 32)
     values = round_to_nearest(scheme, weights).values()
@@ -86,7 +86,7 @@ def test_zeros_are_never_code_zero() -> None:
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_search_loses_no_more_by_its_own_measure(kind: Kind, whole: bool) -> None:
-    scheme = Scheme(8 if kind is Kind.Q8_0 else 4, 32, kind)
+    scheme = Scheme(int(kind.value[1]) if kind.of_gguf else 4, 32, kind)
     rng = np.random.default_rng(3)
     weights = rng.standard_t(2, (20, 64)).astype(np.float32)
     inputs = rng.normal(size=(200, 64)) * np.exp(rng.normal(size=64))

@@ -69,6 +69,9 @@ class ByteTokenizer:
 class PlainTemplate:
     """``role:content`` lines; wants roles to alternate, as many templates do."""
 
+    def check(self) -> None:
+        """It can be used."""
+
     def render(self, messages: list[dict[str, object]], **kwargs: object) -> str:
         roles = [message["role"] for message in messages if message["role"] != "system"]
         if any(a == b for a, b in itertools.pairwise(roles)):

@@ -44,6 +44,7 @@ async def nothing(*_: Any) -> None: ...
             f"evil.example evil.{MACHINE} {MACHINE}.evil.example",
         ),
         ({"host": "::"}, "[2001:db8::1] 10.0.0.1", "evil.example"),
+        ({"host": ""}, "10.0.0.1", "evil.example a:b []"),
         ({"host": "gpu.lan"}, "gpu.lan GPU.lan. 10.0.0.1 localhost", "evil.example a.gpu.lan"),
         (
             {"allowed_hosts": ("chat.example", "*.corp.example")},
@@ -66,6 +67,21 @@ def test_whose_name_it_is(config: dict[str, Any], own: str, strange: str) -> Non
     assert [name for name in own.split() if not hosts.own(name)] == []
     assert [name for name in strange.split() if hosts.own(name)] == []
     assert hosts.own("") == hosts.own(EVIL)
+
+
+async def test_what_is_no_request_has_no_host(engine: FakeEngine) -> None:
+    app = create_app(engine, served_model(), ServeConfig())  # type: ignore[arg-type]
+    messages = iter(({"type": "lifespan.startup"}, {"type": "lifespan.shutdown"}))
+    sent = []
+
+    async def receive() -> Any:
+        return next(messages)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    await app({"type": "lifespan", "state": {}}, receive, send)
+    assert sent == ["lifespan.startup.complete", "lifespan.shutdown.complete"]
 
 
 @pytest.mark.parametrize(

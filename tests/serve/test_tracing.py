@@ -25,6 +25,7 @@ from test_process import process
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stats import EngineStats
+from octavo.extras import install_command
 from octavo.serve.exchange import Exchange
 from octavo.serve.metrics import Metrics
 from octavo.serve.tracing import Spans, Tracer, _Exporter
@@ -372,4 +373,5 @@ def test_without_opentelemetry_the_option_says_how_to_get_it() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
     assert "octavo: --otlp-traces-endpoint needs OpenTelemetry" in done.stderr
-    assert "pip install 'octavo[otel]'" in done.stderr
+    assert install_command("otel") in done.stderr
+    assert "opentelemetry-exporter-otlp-proto-http" in done.stderr

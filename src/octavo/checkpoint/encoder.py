@@ -80,7 +80,8 @@ class Encoder:
         ):
             return ids
         rightful = self._rightful(text, origin, given)
-        if self._found(text) == rightful:
+        matched = [each for each in ids if each in self._control and each != self._unknown]
+        if matched == [each.token_id for each in rightful] and self._found(text) == rightful:
             return ids
         if self._blind is None:
             self._blind = _Blind(self._backend, self._control)

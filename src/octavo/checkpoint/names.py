@@ -1,5 +1,5 @@
-"""Names that people give to models: those of presets, which are shapes without weights, and where
-their weights are.
+"""Names that people give to models: those of presets, which are shapes, and where their weights
+are.
 """
 
 from __future__ import annotations

@@ -245,10 +245,7 @@ def resolve(model: str, *, download: bool = True, progress: bool = True) -> Path
     if path.suffix == ".gguf" or model.startswith(("/", ".", "~")):
         raise PullError(f"{model}: no such file or folder")
     if shape := preset(model):
-        raise PullError(
-            f"{model} is a shape to plan for, without weights: give its repository on Hugging "
-            f"Face, {HUB_IDS[shape]}, or a folder or GGUF file of it"
-        )
+        return _from_hub(HUB_IDS[shape], None, download=download)
     hint = difflib.get_close_matches(model, KNOWN, n=1)
     raise PullError(
         f"{model!r} is not a known model ({', '.join(KNOWN)}), not a file or folder here, and not "

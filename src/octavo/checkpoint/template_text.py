@@ -11,9 +11,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from string import Formatter
 from typing import Any, SupportsIndex
 
 TEMPLATE, CONTENT, UNKNOWN = b"\0", b"\1", b"\2"
+
+_CONVERSION = re.compile(r"%%|%(?:\((\w+)\))?[#0\- +]*\d*(?:\.\d+)?[a-zA-Z]")
 
 # Roles are part of the format: templates of some families make control tokens of them.
 ROLES = frozenset(
@@ -68,6 +71,22 @@ class Text(str):
         return Text(str.__mul__(self, count), self._origin * count)
 
     __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> str:
+        text = str.__mod__(self, values)
+        given = iter(values if isinstance(values, tuple) else (values,))
+        parts: list[str] = []
+        last = 0
+        for found in _CONVERSION.finditer(self):
+            parts.append(self._part(last, found.start()))
+            last = found.end()
+            if found[0] == "%%":
+                parts.append(self._part(last - 1, last))
+            else:
+                name = found[1]
+                value = next(given, None) if name is None else values.get(name)
+                parts.append(like(value, str.__mod__(found[0], values if name else (value,))))
+        return _if_equal(text, [*parts, self._part(last, len(self))])
 
     # ── Cutting ─────────────────────────────────────────────────────────────────────────────────
 
@@ -161,6 +180,43 @@ class Text(str):
 
 def _bytes(origin: bytes) -> Iterator[bytes]:
     return (origin[at : at + 1] for at in range(len(origin)))
+
+
+def like(value: object, text: str) -> Text:
+    """``text``, which is ``value`` in another form: all content if the value is."""
+    if isinstance(value, Text):
+        if value == text:
+            return value
+        if not value._origin.strip(CONTENT):
+            return Text(text, CONTENT * len(text))
+    return Text(text)
+
+
+def formatted(template: Text, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """``text`` is what `str.format` makes of the template with these arguments."""
+    parts: list[str] = []
+    number = 0
+    origin = template._origin[:1]
+    if template._origin.strip(origin):
+        return text
+    for literal, name, form, conversion in Formatter().parse(template):
+        parts.append(Text(literal, origin * len(literal)))
+        if name is None:
+            continue
+        if form or conversion or not (name == "" or name.isdecimal() or name in kwargs):
+            return text
+        if name in kwargs:
+            value = kwargs[name]
+        else:
+            value, number = args[int(name or number)], number + 1
+        parts.append(like(value, str(value)))
+    return _if_equal(text, parts)
+
+
+def _if_equal(text: str, parts: list[str]) -> str:
+    """The parts joined, if they are the text: else something in them is not as it is thought."""
+    found = joined(parts)
+    return found if found == text else text
 
 
 def origin_of(text: str) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from datetime import datetime
+from functools import wraps
 from typing import Any, NoReturn
 
 import jinja2
@@ -80,6 +81,7 @@ class Environment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
         )
         self.code_generator_class = Generator
+        self.filters = {name: followed(each) for name, each in self.filters.items()}
         self.filters["tojson"] = tojson
         self.filters["join"] = join
         self.globals |= {
@@ -88,6 +90,35 @@ class Environment(ImmutableSandboxedEnvironment):
             "dict": TemplateDict(),
             "namespace": TemplateNamespace,
         }
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        result = super().call(context, function, *args, **kwargs)
+        if type(result) is str:
+            return template_text.like(getattr(function, "__self__", None), result)
+        return result
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        call = super().wrap_str_format(value)
+        if call is None or value.__name__ != "format" or not isinstance(value.__self__, Text):
+            return call
+
+        def tracked(*args: Any, **kwargs: Any) -> str:
+            return template_text.formatted(value.__self__, call(*args, **kwargs), args, kwargs)
+
+        return tracked
+
+
+def followed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter: what it makes of content is content."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if type(result) is not str:
+            return result
+        return template_text.like(next((x for x in args if isinstance(x, str)), None), result)
+
+    return call
 
 
 def environment() -> Environment:

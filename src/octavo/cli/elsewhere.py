@@ -80,8 +80,6 @@ VLLM = (
     _flag("--load-format", "GGUF or safetensors, told by the file", "auto"),
     _flag("--download-dir", "OCTAVO_HOME, and HF_HOME for Hugging Face's"),
     _flag("--config", "options are given one by one"),
-    _flag("--generation-config", "requests name their own sampling parameters", "vllm"),
-    _flag("--override-generation-config", "requests name their own sampling parameters"),
     _flag("--hf-overrides", "edit config.json"),
     _flag("--chat-template", "put it into the model's folder as chat_template.jinja"),
     _flag("--chat-template-content-format", _MEDIA, "auto", "string"),

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 _GAP = re.compile(r"\S {2,}\S")  # between two cells of a table
+_NARROWEST = 40  # columns that a report is folded to
 _LEAST = 24  # columns that a cell of text is given, to be wrapped in
 
 
@@ -19,7 +20,7 @@ def show_report(text: str, *, as_json: bool = False) -> None:
     stays as it is.
     """
     if not as_json and (sys.stdout.isatty() or "COLUMNS" in os.environ):
-        text = fold(text, shutil.get_terminal_size().columns)
+        text = fold(text, max(_NARROWEST, shutil.get_terminal_size().columns))
     print(text, flush=True)
 
 
@@ -28,7 +29,7 @@ def fold(text: str, width: int) -> str:
     wider the columns go below each other, each part with the table's first column.
     """
     lines: list[str] = []
-    for is_table, block in groupby(text.splitlines(), lambda line: bool(_GAP.search(line))):
+    for is_table, block in groupby(text.splitlines(), _is_row):
         rows = list(block)
         if all(_cells(row) <= width for row in rows):
             lines += rows
@@ -38,6 +39,10 @@ def fold(text: str, width: int) -> str:
             for paragraph in _paragraphs(rows):
                 lines += _wrapped(paragraph, width)
     return "\n".join(lines)
+
+
+def _is_row(line: str) -> bool:
+    return bool(_GAP.search(line)) and not line.startswith("|")  # a table in Markdown stays one
 
 
 def _paragraphs(lines: Sequence[str]) -> Iterator[str]:
@@ -57,7 +62,7 @@ def _paragraphs(lines: Sequence[str]) -> Iterator[str]:
 
 
 def _wrapped(line: str, width: int) -> list[str]:
-    if _cells(line) <= width or line.startswith("|"):  # a table in Markdown stays one
+    if _cells(line) <= width or line.startswith("|"):
         return [line]
     if line.startswith("octavo "):  # is to be copied; a flag and its value stay together
         line = re.sub(r"(--\S+) (?!--)", "\\1\0", line)

@@ -49,6 +49,7 @@ def command(
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
+    from octavo.checkpoint.chat_template import problem
     from octavo.checkpoint.rounding import rounded
     from octavo.engine.cache_plan import plan_cache
     from octavo.engine.config import DoesNotFit, SettingsError
@@ -134,20 +135,9 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         },
         "chat_template": checkpoint.chat_template is not None,
         "notes": list(checkpoint.notes),
-        "chat_template_error": _template_error(checkpoint),
+        "chat_template_error": problem(checkpoint.chat_template),
         "here": here,
     }
-
-
-def _template_error(checkpoint: Checkpoint) -> str | None:
-    from octavo.checkpoint.base import ChatTemplateError
-
-    try:
-        if checkpoint.chat_template is not None:
-            checkpoint.chat_template.check()
-    except ChatTemplateError as error:
-        return str(error)
-    return None
 
 
 def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str, Any]]:

@@ -22,7 +22,10 @@ class Page:
         formatter = ctx.make_formatter()
         write_text, write_dl = formatter.write_text, formatter.write_dl
         formatter.write_text = lambda text: write_text(_unbroken(text))
-        formatter.write_dl = lambda rows: write_dl([(name, _unbroken(is_)) for name, is_ in rows])
+        names = min(30, formatter.width * 2 // 5)  # columns
+        formatter.write_dl = lambda rows: write_dl(
+            [(name, _unbroken(is_)) for name, is_ in rows], names
+        )
         self.format_help(ctx, formatter)  # type: ignore[attr-defined]
         text: str = formatter.getvalue()
         return text.rstrip("\n").replace(_HYPHEN, "-")
@@ -40,6 +43,12 @@ class Group(Page, TyperGroup):
         if name in COMMANDS and name not in self.commands:
             ctx.fail(f"No such command '{name}'. Here: {COMMANDS[name]}")
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(1000)) for name, each in self.commands.items()]
+            )
 
 
 class Command(Page, TyperCommand):
@@ -59,12 +68,15 @@ class Command(Page, TyperCommand):
         for word in adapted(args, known):
             if not isinstance(word, Given):
                 own.append(word)
-            elif word.flag is MODEL and word.value and _only_argument(parameters) == "MODEL":
+            elif word.flag is MODEL and word.value and _arguments(parameters) == ["MODEL"]:
                 own.insert(0, word.value)
             elif word.value in word.flag.same:
                 typer.echo(f"octavo: {word} changes nothing here: {word.flag.here}", err=True)
             else:
-                ctx.fail(f"No such option: {word.name}. Here: {word.flag.here}")
+                here = word.flag.here
+                if word.flag is MODEL and "MODEL" not in _arguments(parameters):
+                    here = "--model" if "--model" in known else "no model is asked for"
+                ctx.fail(f"No such option: {word.name}. Here: {here}")
         return super().parse_args(ctx, own)
 
     def collect_usage_pieces(self, ctx: typer.Context) -> list[str]:  # type: ignore[override]
@@ -84,7 +96,7 @@ class Command(Page, TyperCommand):
             else:
                 title = getattr(parameter, "rich_help_panel", None) or "Options"
                 name = _flags(parameter)
-            if parameter.metavar == "MODEL" and _only_argument(self.get_params(ctx)) == "MODEL":
+            if parameter.metavar == "MODEL" and _arguments(self.get_params(ctx)) == ["MODEL"]:
                 help = f"{help}  Also: --model MODEL."
             sections.setdefault(title, []).append((name, help))
         for title, rows in sections.items():
@@ -94,10 +106,9 @@ class Command(Page, TyperCommand):
                 formatter.write_dl(rows)
 
 
-def _only_argument(parameters: list[Any]) -> str | None:
-    """Its name; None where there are none or several."""
-    names = [each.metavar for each in parameters if each.param_type_name == "argument"]
-    return names[0] if len(names) == 1 else None
+def _arguments(parameters: list[Any]) -> list[str]:
+    """Their names."""
+    return [each.metavar for each in parameters if each.param_type_name == "argument"]
 
 
 def _argument(parameter: Any) -> str:

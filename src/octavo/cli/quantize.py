@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,12 +20,14 @@ from octavo.execute.memory import as_size
 
 if TYPE_CHECKING:
     from octavo.checkpoint.base import Checkpoint
+    from octavo.quant.forecast import Forecast
     from octavo.quant.layouts import Format
     from octavo.quant.quantizer import Progress, Recipe, Report
     from octavo.quant.run import Outcome
 
 EXAMPLES = (
-    "octavo quantize smollm2 --method gptq --bits 4 --group-size 64 -o smollm2-gptq",
+    "octavo quantize gemma3-270m --method rtn --bits 8 --embedding-bits 5 -o small.gguf",
+    "octavo quantize org/repo --method gptq --group-size 128 -o model-gptq",
     "octavo quantize org/repo --method awq --calibration mine.txt -o model-awq",
     "octavo quantize org/repo --method gptq -o model.q4_1.gguf",
     "octavo quantize org/repo --method rtn --bits 8 --format compressed-tensors -o model-int8",
@@ -61,6 +64,13 @@ class ScalesName(StrEnum):
 class Bits(StrEnum):
     four = "4"
     eight = "8"
+
+
+class EmbeddingBits(StrEnum):
+    four = "4"
+    five = "5"
+    eight = "8"
+    sixteen = "16"
 
 
 def _place(text: str) -> Path:
@@ -106,6 +116,14 @@ def command(
     format: Annotated[
         FormatName | None,
         typer.Option(help="Layout.", show_default="gguf for .gguf, awq for awq, else gptq"),
+    ] = None,
+    embedding_bits: Annotated[
+        EmbeddingBits | None,
+        typer.Option(
+            help="Bits of embedding and head (5: in GGUF); 16: they stay as they are.",
+            show_default="8 where they are a tenth of the weights and readers of the layout know "
+            "them so: GGUF, a head in compressed-tensors",
+        ),
     ] = None,
     calibration: Annotated[
         Path | None,
@@ -154,22 +172,37 @@ def command(
             show_default="0.01",
         ),
     ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what would come, and write nothing.")
+    ] = False,
+    allow_no_gain: Annotated[
+        bool,
+        typer.Option(
+            "--allow-no-gain",
+            help="Write it also where it is not smaller than MODEL, or hardly smaller than a MODEL "
+            "that is quantized already.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what was written as one JSON object.")
     ] = False,
 ) -> None:
     """Make a model small, and write it so that others load it, too.
 
-    Layer by layer. The source is what MODEL's weights stand for, also where they are quantized
-    themselves. Embeddings and the head stay as they are. An interrupted run goes on where it was
-    when the same command is given again.
+    It says first how large each part will be and what it loses at least, and stops if the result
+    would not be smaller. The source is what MODEL's weights stand for, also where they are
+    quantized themselves. An interrupted run goes on where it was when the same command is given
+    again.
     """
     from octavo.checkpoint import load
     from octavo.checkpoint.pull import resolve
+    from octavo.quant.forecast import forecast
     from octavo.quant.gptq import Order
     from octavo.quant.layouts import Format, scheme_of
     from octavo.quant.quantizer import Method, Recipe
     from octavo.quant.run import quantize
+    from octavo.quant.scope import ends, kept
+    from octavo.quant.state import QuantizeError
 
     if method is not MethodName.gptq:
         _unused(method, {"--act-order": act_order, "--scales": scales, "--damping": damping})
@@ -190,21 +223,37 @@ def command(
         scheme = scheme_of(chosen, number, None if size == -1 else size, plain)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    if calibration is not None and not calibration.is_file():
+        raise typer.BadParameter(f"no such file: {calibration}", param_hint="--calibration")
+    checkpoint = load(resolve(model))
+    small = None if embedding_bits is None else int(embedding_bits.value)
+    try:
+        at_ends = ends(checkpoint, chosen, small, scheme.group, plain)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--embedding-bits") from None
     recipe = Recipe(
         Method(method.value),
         scheme,
         Order.STATIC if act_order is None else Order(act_order.value),
         scales is not ScalesName.minmax,
         0.01 if damping is None else damping,
+        at_ends,
+        kept(checkpoint, Method(method.value), chosen, scheme),
     )
-    if calibration is not None and not calibration.is_file():
-        raise typer.BadParameter(f"no such file: {calibration}", param_hint="--calibration")
-    checkpoint = load(resolve(model))
-    if note := _already_quantized(checkpoint):
-        print(note, file=sys.stderr)
     samples = None
     if recipe.method is not Method.RTN:
         samples = _samples(checkpoint, calibration, num_samples or 64, seq_len)
+    coming = forecast(checkpoint, recipe, chosen)
+    parts = _parts(checkpoint, coming)
+    print(_table(parts, coming), file=sys.stderr)
+    if chosen is not Format.GGUF and (hint := _large_ends(checkpoint, recipe, coming)):
+        print(hint, file=sys.stderr)
+    if not (coming.gains or allow_no_gain):
+        raise QuantizeError(_no_gain(checkpoint, parts, coming))
+    if dry_run:
+        if as_json:
+            typer.echo(json_text({"parts": parts}, indent=2))
+        return
     began = time.monotonic()
     with _progress(recipe) as (progress, reached):
         try:
@@ -219,7 +268,7 @@ def command(
     for note in outcome.notes:
         print(f"note: {note}", file=sys.stderr)
     looked = (0, 0) if samples is None else samples.shape
-    facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began)
+    facts = _facts(outcome, recipe, chosen, looked, time.monotonic() - began) | {"parts": parts}
     show_report(json_text(facts, indent=2) if as_json else _as_text(facts), as_json=as_json)
 
 
@@ -266,19 +315,125 @@ def _samples(
     return samples(checkpoint.tokenizer, text, count, length, where)
 
 
-def _already_quantized(checkpoint: Checkpoint) -> str | None:
-    formats = {
-        weight.stored.format
-        for role, weight in checkpoint.weights.items()
-        if role.startswith("layers.") and len(weight.shape) == 2
+# ── What will come ──────────────────────────────────────────────────────────────────────────────
+
+
+def _parts(checkpoint: Checkpoint, coming: Forecast) -> dict[str, dict[str, Any]]:
+    """By part of the network and in all: parameters, bytes, and the least error (RMS of it over
+    RMS of the matrices)."""
+    from math import prod
+
+    from octavo.cli.inspect import part_of
+
+    sums: dict[str, list[float]] = {}
+    for role, weight in checkpoint.weights.items():
+        count = prod(weight.shape)
+        squares, lost = coming.squares[role] if len(weight.shape) == 2 else (0.0, 0.0)
+        own = (count, coming.before[role], coming.after.get(role, 0), count * squares, count * lost)
+        for part in (part_of(role), "all"):
+            sums[part] = [a + b for a, b in zip(sums.get(part, [0] * 5), own, strict=True)]
+    sums["all"] = sums.pop("all")  # last
+    return {
+        part: {
+            "parameters": int(count),
+            "source_bytes": int(before),
+            "bytes": int(after),
+            "least_error": (lost / squares) ** 0.5 if squares else 0.0,
+        }
+        for part, (count, before, after, squares, lost) in sums.items()
     }
-    made = sorted(formats - {"F32", "F16", "BF16"})
-    if not made:
-        return None
+
+
+def _table(parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
+    lines = [
+        f"{'weights':<12}{'parameters':>14}{'before':>12}{'after':>12}{'bytes a weight':>16}"
+        f"{'least error':>13}"
+    ]
+    for name, part in parts.items():
+        a, b = (part[key] / part["parameters"] for key in ("source_bytes", "bytes"))
+        error = f"{part['least_error']:.1%}" if part["least_error"] else "–"
+        lines.append(
+            f"{name:<12}{part['parameters']:>14,}{as_size(part['source_bytes']):>12}"
+            f"{as_size(part['bytes']):>12}{f'{a:.3g} → {b:.3g}':>16}{error:>13}"
+        )
+    lines.append("least error: of rounding to nearest, RMS, as a share of the weights' own")
+    if coming.quantized:
+        lines.append(
+            f"the source is quantized already ({', '.join(coming.quantized)}): it has lost once, "
+            "and this comes on top"
+        )
+    return "\n".join(lines)
+
+
+def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
+    from octavo.quant.scope import WORTH
+
+    before, after = parts["all"]["source_bytes"], parts["all"]["bytes"]
+    change = f"grow from {as_size(before)} to {as_size(after)}"
+    if after == before:
+        change = f"stay at {as_size(before)}"
+    elif after < before:
+        change = (
+            f"shrink from {as_size(before)} to {as_size(after)} only, by less than {WORTH:.0%}, "
+            "which a model that is quantized already must"
+        )
+    others = ", ".join(f"{flags} ({as_size(size)})" for size, flags in _smaller(checkpoint, coming))
+    error = f"{parts['all']['least_error']:.1%}"
+    loss = "" if error == "0.0%" else f", and lose {error} of its weights at least"
     return (
-        f"note: {checkpoint.path.name} is quantized already ({', '.join(made)}); "
-        "what its weights stand for is quantized again"
+        f"{checkpoint.path.name} would {change}{loss}; nothing was written. --allow-no-gain writes "
+        "it all the same. "
+        + (f"What would be smaller: {others}" if others else "No GGUF file would be smaller either")
     )
+
+
+def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str | None:
+    """What to know where embedding or head stay and are a large part of what will be written."""
+    from octavo.quant.forecast import sizes
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.quantizer import Recipe
+    from octavo.quant.scope import EMBEDDING, HEAD, ends, large
+
+    staying = [role for role in (EMBEDDING, HEAD) if role in coming.after.keys() - recipe.ends]
+    if not staying or not large(checkpoint):
+        return None
+    share = sum(coming.after[role] for role in staying) / sum(coming.after.values())
+    scheme = scheme_of(Format.GGUF, 4, 32, False)
+    small = ends(checkpoint, Format.GGUF, 8, 32, False)
+    whole = sum(sizes(checkpoint, Recipe(recipe.method, scheme, ends=small), Format.GGUF).values())
+    named = {EMBEDDING: "the embedding", HEAD: "the head"}
+    return (
+        f"{' and '.join(named[role] for role in staying)}, {share:.0%} of the result, "
+        f"{'stays' if len(staying) == 1 else 'stay'} in 16 bits; a 4-bit GGUF file (-o NAME.gguf) "
+        f"has 8 there and takes {as_size(whole)}"
+    )
+
+
+def _smaller(checkpoint: Checkpoint, coming: Forecast) -> list[tuple[int, str]]:
+    """Sizes and flags of some GGUF files that would gain, the largest, which loses least, first."""
+    from octavo.quant.forecast import sizes
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.quantizer import Method, Recipe
+    from octavo.quant.scope import ends, kept, worth
+
+    found: dict[int, str] = {}
+    before = sum(coming.before.values())
+    for bits, small in product((8, 4), (8, 5, 4)):
+        symmetric = bits == 8
+        scheme = scheme_of(Format.GGUF, bits, 32, symmetric)
+        recipe = Recipe(
+            Method.RTN,
+            scheme,
+            ends=ends(checkpoint, Format.GGUF, small, scheme.group, symmetric),
+            kept=kept(checkpoint, Method.RTN, Format.GGUF, scheme),
+        )
+        size = sum(sizes(checkpoint, recipe, Format.GGUF).values())
+        if worth(before, size, quantized=bool(coming.quantized)):
+            found.setdefault(size, f"--bits {bits} --embedding-bits {small} -o NAME.gguf")
+    return sorted(found.items(), reverse=True)[:3]
+
+
+# ── What comes ──────────────────────────────────────────────────────────────────────────────────
 
 
 @contextmanager
@@ -330,6 +485,8 @@ def _facts(
         "group_size": recipe.scheme.group or -1,
         "kind": recipe.scheme.kind.value,
         "format": format.value,
+        "kept_matrices": len(recipe.kept),
+        "embedding_bits": {role: scheme.bits for role, scheme in recipe.ends.items()},
         "num_samples": samples,
         "seq_len": length,
         "parameters": outcome.parameters,
@@ -345,9 +502,11 @@ def _facts(
 def _as_text(facts: dict[str, Any]) -> str:
     group = "rows" if facts["group_size"] == -1 else f"groups of {facts['group_size']}"
     text = f", on {facts['num_samples']} pieces of {facts['seq_len']} tokens"
+    kept = f"; {facts['kept_matrices']} matrices of the layers are as they were"
     return (
         f"{facts['path']}: {facts['format']}, {facts['bits']} bits by {facts['method']} "
-        f"in {group}, {facts['kind']}{text if facts['num_samples'] else ''}\n"
+        f"in {group}, {facts['kind']}{text if facts['num_samples'] else ''}"
+        f"{kept if facts['kept_matrices'] else ''}\n"
         f"{as_size(facts['bytes'])}, {facts['bytes_per_weight']:.3f} bytes a weight "
         f"(the source {as_size(facts['source_bytes'])}), in {facts['seconds']:,.0f} s"
     )

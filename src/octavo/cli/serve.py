@@ -120,7 +120,7 @@ SERVE_OPTIONS = [
     option(
         "otlp_traces_endpoint", str | None, None,
         "Send a trace of each generation to this OpenTelemetry collector: "
-        "http://HOST:4318/v1/traces. Needs octavo[otel].", _SERVER, metavar="URL",
+        "http://HOST:4318/v1/traces. Needs opentelemetry-sdk.", _SERVER, metavar="URL",
     ),
     option("log_format", str, "text", "Log lines: text or json.", _SERVER, metavar="FORMAT"),
     option("uvicorn_log_level", str, "info", _LOG_LEVELS, _SERVER, metavar="LEVEL"),

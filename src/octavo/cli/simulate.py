@@ -40,6 +40,7 @@ from octavo.cli.planned import (
 )
 from octavo.cli.serve import QUEUE_OPTIONS
 from octavo.plan.defaults import GPU, engine_defaults
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -244,7 +245,7 @@ def command(
                 max_concurrency=load.max_concurrency,
                 observers=observers,
                 target=promised(slo),
-                progress=lambda count: tell(f"{count} of {len(asked)} requests have ended"),
+                progress=lambda count: tell(f"{count} of {plural(len(asked), 'request')} ended"),
             )
     except ValueError as error:  # what the engine's rooms refuse
         raise SettingsError(str(error)) from None

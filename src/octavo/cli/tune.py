@@ -456,13 +456,13 @@ def _sustained_lines(speeds: Sequence[tuple[float, Trial]], rate: float, slo: Sl
     if kept is None and len(speeds) == 1 and not speeds[0][1].saturated:
         return ["more slowly it would not be kept either: these requests are refused at any rate"]
     if kept is None:
-        return [f"not even {speeds[0][0]:.3g} times this load keeps the SLO"]
+        return [f"not even {number(speeds[0][0], 3)} × this load keeps the SLO"]
     if len(speeds) == 1:
         return ["the load is too short to say what happens when it comes faster"]
     edge = "" if kept < speeds[-1][0] else " at least"
     return [
-        f"with the best the SLO holds up to{edge} {kept:.2g} times this load, "
-        f"{kept * rate:.3g} requests/s"
+        f"with the best the SLO holds up to{edge} {number(kept, 2)} × this load, "
+        f"{number(kept * rate, 3)} requests/s"
     ]
 
 

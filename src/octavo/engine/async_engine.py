@@ -140,7 +140,11 @@ class AsyncEngine:
         self._check_life()
         asking = [] if asks is None else [asks]
         queued, tokens = len(self._inbox) + pending, self._inbox_tokens
-        self.admission.check_queue(asking, queued, tokens)
+        try:
+            self.admission.check_queue(asking, queued, tokens)
+        except AdmissionError as error:
+            if not (pending and error.retryable and self.engine.places.outranks(asks)):
+                raise
         self.admission.check_forecast(asking, queued, tokens)
 
     def _check_life(self) -> None:

@@ -30,6 +30,7 @@ from octavo.speculate.draft_checkpoint import DraftModel
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
 from octavo.speculate.heads import Heads, read_heads
 from octavo.speculate.speculator import Speculator
+from octavo.words import plural
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class LoadedEngine:
         return "\n".join(
             (
                 f"model: {model.name or self.checkpoint.path.name}, family {model.family}, "
-                f"{len(model.layers)} layers, weights {as_size(self.weight_bytes)}",
+                f"{plural(len(model.layers), 'layer')}, weights {as_size(self.weight_bytes)}",
                 *(
                     [f"quantization: {summary(self.checkpoint, quantization)}"]
                     if quantization
@@ -80,12 +81,12 @@ class LoadedEngine:
                 f"context: {self.max_model_len} tokens (the model has {model.context_length})",
                 *([f"rope: {rope}"] if (rope := model.rope_of_length(self.max_model_len)) else ()),
                 f"kv cache: {as_size(self.kv_cache_bytes)} of "
-                f"{KvDtype.of(self.config.kv_cache_dtype)}, {self.num_blocks} blocks of "
+                f"{KvDtype.of(self.config.kv_cache_dtype)}, {plural(self.num_blocks, 'block')} of "
                 f"{self.config.block_size} tokens: {self.capacity_tokens} tokens, or "
                 f"{self.capacity_sequences:.1f} sequences of {self.max_model_len}",
                 *self._offload(),
-                f"batch: up to {self.config.max_num_seqs} sequences and "
-                f"{self.config.max_num_batched_tokens} tokens a step"
+                f"batch: up to {plural(self.config.max_num_seqs, 'sequence')} and "
+                f"{plural(self.config.max_num_batched_tokens, 'token')} a step"
                 + (
                     ""
                     if self.config.itl_target is None
@@ -101,8 +102,8 @@ class LoadedEngine:
                         f"draft model: {len(self.draft.checkpoint.config.layers)} layers, weights "
                         f"{as_size(self.draft.weight_bytes)}; of the kv cache "
                         f"{as_size(self.draft_blocks * self.draft.layout.block_bytes)}, "
-                        f"{self.draft_blocks} blocks; drafts up to {self.draft_tokens} tokens of "
-                        "context"
+                        f"{plural(self.draft_blocks, 'block')}; drafts up to {self.draft_tokens} "
+                        "tokens of context"
                     ]
                     if self.draft
                     else ()

@@ -7,8 +7,8 @@ puts last of all:
 - under ``priority``, of the least urgent by priority; of two alike the later one. Each
   ``priority_ageing`` seconds since its arrival make one a level more urgent, as in the queue: so
   whoever has waited long enough keeps its place.
-- under ``deadline``, of the one that is due last; requests without a target are due
-  ``best_effort_deadline`` seconds after they came.
+- under ``deadline``, of the one that is due last; requests without a target, and those that have
+  missed theirs, are due ``best_effort_deadline`` seconds after they came.
 - under ``fair``, of the latest of the client that has most waiting for its weight, if the
   newcomer's client has less even with it.
 - under ``fcfs``, of nobody: who comes last is last.
@@ -25,10 +25,11 @@ from bisect import insort
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
+from functools import partial
 from operator import attrgetter
 
 from octavo.schedule.policies.config import PolicyConfig
-from octavo.schedule.policies.deadline import first_due
+from octavo.schedule.policies.deadline import first_due, is_missed
 from octavo.schedule.request import AdmissionError, RequestRecord
 from octavo.schedule.scheduler import Scheduler
 
@@ -78,6 +79,15 @@ class Places:
                 tokens += prompt_tokens
             return taken
 
+    def outranks(self, newcomer: RequestRecord | None) -> bool:
+        """Whether a newcomer (None: of which nothing is known) would get a place although others,
+        of which nothing is known either, are on their way to all that are left.
+        """
+        if self._order is None:
+            return False
+        with self._lock:
+            return next(self._waiting([]), None) is None or self._last(newcomer, []) is not None
+
     def take(self, records: Iterable[RequestRecord]) -> None:
         """These are to leave the queue (`Engine.replace`)."""
         with self._lock:
@@ -101,12 +111,25 @@ class Places:
             return None
         while self._records and not _waits(self._records[-1]):
             self._records.pop()
-        if self._scheduler.config.policy.scheduling_policy == "fair":
-            return self._of_most(newcomer, taken)
-        last = next(self._waiting(taken), None)
-        if last is None or newcomer is None or self._order(newcomer) < self._order(last):
+        order = self._order
+        match self._scheduler.config.policy.scheduling_policy:
+            case "fair":
+                return self._of_most(newcomer, taken)
+            case "deadline" if newcomer is not None:  # by then some have missed theirs
+                order = partial(self._due, now=newcomer.arrival)
+                last = max(self._waiting(taken), key=order, default=None)
+            case _:
+                last = next(self._waiting(taken), None)
+        if last is None or newcomer is None or order(newcomer) < order(last):
             return last
         return None
+
+    def _due(self, record: RequestRecord, now: float) -> float:
+        due = first_due(record)
+        if due is None or is_missed(record, now):
+            best_effort = self._scheduler.config.policy.setting("best_effort_deadline")
+            return record.arrival + best_effort
+        return due
 
     def _of_most(
         self, newcomer: RequestRecord | None, taken: list[RequestRecord]
@@ -138,17 +161,9 @@ def _waits(record: RequestRecord) -> bool:
 def _order(policy: PolicyConfig) -> Callable[[RequestRecord], float] | None:
     """What orders those that wait for their places; the later is replaced first."""
     match policy.scheduling_policy:
+        case "fcfs":
+            return None
         case "priority":
             ageing = policy.setting("priority_ageing")
             return lambda record: record.priority * ageing + record.arrival
-        case "deadline":
-            best_effort = policy.setting("best_effort_deadline")
-
-            def due(record: RequestRecord) -> float:
-                found = first_due(record)
-                return record.arrival + best_effort if found is None else found
-
-            return due
-        case "fair":
-            return attrgetter("arrival")
-    return None
+    return attrgetter("arrival")

@@ -81,8 +81,7 @@ def sampling_defaults(
     try:
         SamplingParams(**values).validated(1 << 31)
     except InvalidParameter as error:
-        raise CheckpointError(
-            f"{source}: {error} (--generation-config vllm leaves the model's own out)"
-        ) from None
+        hint = "" if setting == VLLM else f" (--generation-config {VLLM} leaves the file out)"
+        raise CheckpointError(f"{source}: {error}{hint}") from None
     ignored = sorted(given.keys() - _NAMES.keys() - _NO_SAMPLING)
     return SamplingDefaults(values, source, tuple(ignored))

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from octavo.execute.cgroups import cgroups, ignored
+from octavo.words import plural
 
 
 def usable_cpus() -> tuple[int, str]:
@@ -18,7 +19,7 @@ def usable_cpus() -> tuple[int, str]:
     quota = cpu_quota()
     if quota is not None and quota < allowed:
         return max(1, -int(-quota // 1)), f"CPU quota of {quota:g}"
-    return allowed, f"{allowed} CPUs in the affinity mask"
+    return allowed, f"{plural(allowed, 'CPU')} in the affinity mask"
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

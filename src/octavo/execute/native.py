@@ -21,6 +21,7 @@ from octavo.execute.cpu import usable_cpus
 from octavo.kv.layout import KvDtype, KvLayout
 from octavo.model.config import Activation, Experts, Rope
 from octavo.model.program import Embed, PagedAttention, Program, RmsNorm, RopeAndStoreKv
+from octavo.words import plural
 
 if TYPE_CHECKING:
     from hashlib import _Hash
@@ -195,7 +196,7 @@ class NativeExecutor:
             kv_kind=_KV_KINDS[layout.dtype],
         )
         self.isa: str = runtime.isa
-        logger.info("%d threads (%s), instruction set %s", self.threads, source, self.isa)
+        logger.info("%s (%s), instruction set %s", plural(self.threads, "thread"), source, self.isa)
         self._keep_hidden = [keep_hidden]  # of each program
         self._attention = _attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)

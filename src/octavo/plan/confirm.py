@@ -10,6 +10,7 @@ from octavo.engine.load import LoadedEngine, load_engine
 from octavo.plan.calibration import Calibration
 from octavo.plan.replay import replay
 from octavo.plan.slo import Figures, Slo, promised
+from octavo.words import plural
 from octavo.workload.datasets import Part, Sample
 
 _WARM_UP = Sample(64, 8, (Part(0, 64),), arrival=0.0)
@@ -50,7 +51,7 @@ def confirmed(
             max_concurrency=max_concurrency,
             target=promised(slo.limits),
             progress=lambda ended: report(
-                f"live: {ended} of {count} requests have ended; the last arrives after "
+                f"live: {ended} of {plural(count, 'request')} ended; the last arrives after "
                 f"{seconds:.0f} s"
             ),
         )

@@ -18,7 +18,14 @@ from octavo.engine.engine import Engine
 from octavo.engine.leap import Leap
 from octavo.plan.slo import promised
 from octavo.sample.params import SamplingParams
-from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, Request, RequestRecord
+from octavo.schedule.request import (
+    AdmissionError,
+    FinishReason,
+    LatencyTarget,
+    Outcome,
+    Request,
+    RequestRecord,
+)
 from octavo.workload.datasets import Sample, draws
 from octavo.workload.metrics import Record
 
@@ -206,4 +213,6 @@ def _end(record: Record, outcome: RequestRecord, start: float) -> None:
     if not record.success:
         record.rejected = outcome.outcome is Outcome.REJECTED  # shed from the queue
         record.reason = SHED if record.rejected else "failed"
+        if FinishReason.REPLACED in outcome.finish_reasons:
+            record.reason = QUEUE_FULL
         record.detail = outcome.error or ""

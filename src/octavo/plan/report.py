@@ -16,7 +16,7 @@ from octavo.plan.replay import QUEUE_FULL, SHED
 from octavo.plan.saturation import Saturation, saturation
 from octavo.plan.series import GAUGES
 from octavo.plan.simulation import Simulation
-from octavo.words import number
+from octavo.words import number, plural
 from octavo.workload.metrics import Record, Totals, by_class, is_good, seconds, spread, totals
 
 INTERVALS = 100
@@ -259,9 +259,10 @@ def text(result: Mapping[str, Any]) -> str:
         f"a step: up to {settings['max_num_seqs']:,} sequences and "
         f"{settings['max_num_batched_tokens']:,} tokens; " + _techniques(settings),
         "",
-        f"requests      {completed:,} of {requests:,} served{_refused(result)}, {mean_in:.0f} "
-        f"tokens in and {mean_out:.0f} out on average; the last arrives after "
-        f"{result['last_arrival']:.0f} s, all is done after {result['duration']:.0f}",
+        f"requests      {completed:,} of {requests:,} served{_refused(result)}, "
+        f"{plural(round(mean_in), 'token')} in and {mean_out:.0f} out on average; "
+        f"the last arrives after {result['last_arrival']:.0f} s, all is done after "
+        f"{result['duration']:.0f}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "
         f"{result['request_throughput']:.3f} requests/s",
@@ -291,7 +292,7 @@ def text(result: Mapping[str, Any]) -> str:
         f"KV cache      {100 * usage['mean']:.1f} % in use on average, {100 * usage['max']:.1f} % "
         f"at most; waste {100 * result['kv_waste']:.2f} % (allocated, not filled)",
         f"prefix cache  {100 * result['prefix_hit_rate']:.1f} % of prompt tokens found; "
-        f"{result['preemptions']:,} preemptions",
+        f"{plural(result['preemptions'], 'preemption')}",
         f"steps         {result['steps']:,} of {result['mean_step_ms']:.2f} ms and "
         f"{result['tokens_per_step']:.1f} tokens on average; busy {100 * result['busy']:.0f} % of "
         "the time",
@@ -335,7 +336,7 @@ def error_band_lines(found: Mapping[str, Any]) -> list[str]:
         *(f"  {', '.join(shown[first : first + 2])} ms" for first in range(0, len(shown), 2)),
     ]
     if (ends := found["headroom"]) is not None:
-        lines.append(f"  headroom {ends[0]:.3g} to {ends[1]:.3g} ×")
+        lines.append(f"  headroom {number(ends[0], 3)} to {number(ends[1], 3)} ×")
     return lines
 
 

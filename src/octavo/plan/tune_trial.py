@@ -21,6 +21,7 @@ from octavo.plan.slo import Figures, Slo, promised
 from octavo.plan.subject import Subject
 from octavo.plan.tune_space import AS_IT_PAYS, Choice, describe
 from octavo.speculate.config import SpeculativeConfig
+from octavo.words import plural
 from octavo.workload.datasets import Sample
 
 Report = Callable[[str], None]
@@ -185,7 +186,7 @@ class Trials:
             max_concurrency=self.max_concurrency,
             target=promised(self.slo.limits),
             progress=lambda ended: self.watch(
-                f"{describe(choice)}: {ended} of {count} requests have ended"
+                f"{describe(choice)}: {ended} of {plural(count, 'request')} ended"
             ),
         )
         records = done.replay.records

@@ -289,7 +289,7 @@ class Exact:
         states: list[dict[str, Float32]] = [{} for _ in groups]
         last = frozenset({self._last.x})
         for number, ops in enumerate(stages):
-            self._progress(f"the reference: layer {number} of {len(layers)}")
+            self._progress(f"the reference: stage {number + 1} of {len(stages)}")
             kept = live([op for stage in stages[number + 1 :] for op in stage], last)
             weights, ids = self._weights(ops, groups)
             for group, values in zip(ids, states, strict=True):

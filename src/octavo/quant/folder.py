@@ -1,8 +1,8 @@
 """A quantized model as a Hugging Face folder, in the layout of GPTQ, AWQ or compressed-tensors.
 
-Matrices of layers are quantized; embeddings, head and vectors keep the type that a source folder
-has them in, and become bfloat16 where the source is a GGUF file. What is not weights comes from the
-source folder, or is made of the GGUF file's metadata.
+What the recipe does not round keeps the type that a source folder has it in, and becomes bfloat16
+where the source is a GGUF file. What is not weights comes from the source folder, or is made of the
+GGUF file's metadata.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, Weight
-from octavo.checkpoint.bind import ROUTER
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.quant import hf_tokenizer
 from octavo.quant.blocks import dequantize
-from octavo.quant.grid import Float32, Quantized, bf16, bf16_bits
+from octavo.quant.grid import Float32, bf16, bf16_bits
 from octavo.quant.hf_model import Place, hf_config, less_one, places
-from octavo.quant.layouts import Layout, Tensor
+from octavo.quant.layouts import Layout, Tensor, packed_tensors
+from octavo.quant.nearest import nearest_stored, stacked
+from octavo.quant.quantizer import Recipe
 from octavo.quant.row_order import row_order
 from octavo.quant.safetensors_writer import SafetensorsWriter
 from octavo.quant.state import LayerResult, QuantizeError, State, write_whole
@@ -35,8 +36,9 @@ class FolderTarget:
     """Where a checkpoint's quantized form goes. Raises `QuantizeError` for a family that no folder
     can express, and for a matrix that the layout cannot."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: Layout) -> None:
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, layout: Layout) -> None:
         self.checkpoint = checkpoint
+        self.recipe = recipe
         self.config = checkpoint.config
         self.layout = layout
         self.from_folder = checkpoint.path.is_dir()
@@ -53,12 +55,7 @@ class FolderTarget:
         for place in self.places:
             shapes = [self.checkpoint.weights[role].shape for role in place.roles]
             outputs = sum(shape[0] for shape in shapes)
-            if (
-                place.roles[0].startswith("layers.")
-                and len(shapes[0]) == 2
-                and not place.roles[0].endswith(ROUTER)
-                and outputs % self.layout.outputs
-            ):
+            if self.recipe.of(place.roles[0], shapes[0]) and outputs % self.layout.outputs:
                 raise QuantizeError(
                     f"{self.checkpoint.weights[place.roles[0]].name} has {outputs} outputs; "
                     f"the layout has a multiple of {self.layout.outputs}: choose another --format"
@@ -67,7 +64,7 @@ class FolderTarget:
     def stored(self, role: str, values: Float32) -> Float32:
         """A vector, or a router, as readers of the folder will have it."""
         shift = np.float32(less_one(self.config, role))
-        match self._format(self.checkpoint.weights[role]):
+        match stored_as(self.checkpoint, self.checkpoint.weights[role]):
             case "BF16":
                 return bf16(values - shift) + shift
             case "F16":
@@ -103,17 +100,20 @@ class FolderTarget:
                 if layer != at:
                     at, result = layer, state.load(layer)
             if role in result.matrices:
-                for part, tensor in self._module(place, result).items():
-                    writer.add(f"{place.name}.{part}", tensor)
+                tensors = self._module(place, result)
+            elif scheme := self.recipe.ends.get(role):
+                tensors = packed_tensors(nearest_stored(scheme, self.checkpoint.weights[role]))
             else:
-                writer.add(f"{place.name}.{place.ending}", self._tensor(place, result))
+                tensors = {place.ending: self._tensor(place, result)}
+            for part, tensor in tensors.items():
+                writer.add(f"{place.name}.{part}", tensor)
 
     def _module(self, place: Place, result: LayerResult) -> dict[str, Tensor]:
         parts = []
         for role in place.roles:
             matrix, order = result.matrices[role], row_order(self.config, role, interleaved=False)
             parts.append(matrix if order is None or self.from_folder else matrix.rows(order))
-        return self.layout.tensors(_stacked(parts))
+        return self.layout.tensors(stacked(parts))
 
     def _tensor(self, place: Place, result: LayerResult) -> Tensor:
         parts = [self._plain(role, result) for role in place.roles]
@@ -123,7 +123,7 @@ class FolderTarget:
 
     def _plain(self, role: str, result: LayerResult) -> Tensor:
         weight = self.checkpoint.weights[role]
-        format, floats = self._format(weight), ("F32", "F16", "BF16")
+        format, floats = stored_as(self.checkpoint, weight), ("F32", "F16", "BF16")
         if role not in result.vectors and weight.format.name == format and len(weight.shape) == 2:
             return Tensor(format, weight.data.view(_DTYPES[format]).reshape(weight.shape))
         values = result.vectors[role] if role in result.vectors else dequantize(weight)
@@ -137,29 +137,14 @@ class FolderTarget:
             return Tensor(format, bf16_bits(values))
         return Tensor(format, values.astype(_DTYPES[format]))
 
-    def _format(self, weight: Weight) -> str:
-        """The dtype in which the folder has a weight that is not quantized."""
-        name = weight.stored.format
-        return name if self.from_folder and name in _DTYPES else "BF16"
-
 
 _DTYPES: dict[str, npt.DTypeLike] = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
-def _stacked(parts: list[Quantized]) -> Quantized:
-    """Matrices of one input, one below the other."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    zeros = [part.zero for part in parts if part.zero is not None]
-    return Quantized(
-        first.scheme,
-        np.concatenate([part.codes for part in parts]),
-        np.concatenate([part.step for part in parts]),
-        np.concatenate(zeros) if zeros else None,
-        None,
-        first.group_of,
-    )
+def stored_as(checkpoint: Checkpoint, weight: Weight) -> str:
+    """The dtype in which a folder made of a checkpoint has a weight that is not quantized."""
+    name = weight.stored.format
+    return name if checkpoint.path.is_dir() and name in _DTYPES else "BF16"
 
 
 def _write_json(path: Path, values: object) -> None:

@@ -19,23 +19,23 @@ def ggml_round(scheme: Scheme, weights: Float32) -> Quantized:
     out, inputs = weights.shape
     blocks = weights.reshape(out, -1, BLOCK)
     low: Float32 | None = None
-    if scheme.kind is Kind.Q4_1:
+    if scheme.kind.has_low:
         low = blocks.min(axis=2, keepdims=True)
-        scale = (blocks.max(axis=2, keepdims=True) - low) / np.float32(15.0)
+        scale = (blocks.max(axis=2, keepdims=True) - low) / np.float32(scheme.levels)
         codes = np.trunc((blocks - low) * _inverse(scale) + np.float32(0.5))
     else:
         at = np.abs(blocks).argmax(axis=2)[..., None]
         top = np.take_along_axis(blocks, at, axis=2)
-        if scheme.kind is Kind.Q4_0:
-            scale = top / np.float32(-8.0)
+        if scheme.kind is not Kind.Q8_0:
+            scale = top / -scheme.middle
             wide = blocks.astype(np.float64) * _inverse(scale).astype(np.float64)
-            codes = np.trunc(wide + 8.5).astype(np.float32)
+            codes = np.trunc(wide + float(scheme.middle) + 0.5).astype(np.float32)
         else:
             scale = np.abs(top) / np.float32(127.0)
             codes = _away(blocks * _inverse(scale)) + np.float32(128.0)
     codes = np.clip(codes, scheme.least, scheme.levels).reshape(out, inputs)
     step = _half(scale)
-    zero = np.full_like(step, 128.0 if scheme.kind is Kind.Q8_0 else 8.0)
+    zero = np.full_like(step, scheme.middle)
     grid = Grid(step, zero, None if low is None else _half(low))
     return quantized(scheme, codes, grid, np.arange(inputs) // BLOCK)
 

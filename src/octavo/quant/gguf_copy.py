@@ -11,7 +11,7 @@ from pathlib import Path
 from struct import unpack_from
 
 from octavo.checkpoint.base import Checkpoint
-from octavo.checkpoint.bind import ROUTER, STACKS
+from octavo.checkpoint.bind import STACKS
 from octavo.checkpoint.files import map_file
 from octavo.checkpoint.gguf_split import open_gguf
 from octavo.checkpoint.loader import FUSED
@@ -24,8 +24,9 @@ from octavo.quant.gguf_writer import (
     key,
     matrix,
     of_storage,
+    rounded,
 )
-from octavo.quant.grid import Kind
+from octavo.quant.quantizer import Recipe
 from octavo.quant.state import LayerResult
 
 _OF_SPLITS = ("split.no", "split.count", "split.tensors.count")
@@ -34,16 +35,24 @@ _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _HEADER = 24  # bytes: magic, version, tensors, keys
 
 
-def copied(checkpoint: Checkpoint, kind: Kind) -> Content:
+def copied(checkpoint: Checkpoint, recipe: Recipe) -> Content:
     """``checkpoint`` is of a GGUF file, split or whole."""
-    file = open_gguf(checkpoint.path)
-    tensors = []
+    file, kind = open_gguf(checkpoint.path), recipe.scheme.kind
+    tensors, matrices = [], 0
     for name, info in file.tensors.items():
         role = role_of(name)
         weight = checkpoint.weights.get(role)
-        if roles := _quantized(checkpoint, name, info.shape):
+        if roles := _quantized(checkpoint, recipe, name, info.shape):
             tensors.append(matrix(name, info.shape, kind, roles))
-        elif role.startswith("layers.") and weight is not None and weight.name == name:
+            matrices += 1
+        elif role in recipe.ends and weight is not None:
+            tensors.append(rounded(name, weight, recipe.ends[role]))
+        elif (
+            role.startswith("layers.")
+            and role not in recipe.kept
+            and weight is not None
+            and weight.name == name
+        ):
             tensors.append(changed(name, role, weight))
         else:
 
@@ -51,25 +60,26 @@ def copied(checkpoint: Checkpoint, kind: Kind) -> Content:
                 return file.weight(name).data
 
             tensors.append(Tensor(name, info.shape, info.format, None, data))
-    own = of_storage(kind)
+    own = of_storage(kind) if matrices else {}
     dropped = {*own, *_OF_SPLITS}
     keys = [span for name, span in spans(file.path) if name not in dropped]
     keys += [key(name, value) for name, value in own.items()]
     return Content(keys, tensors, file.alignment)
 
 
-def _quantized(checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The roles of the quantized matrices that a tensor is made of, or none."""
+def _quantized(
+    checkpoint: Checkpoint, recipe: Recipe, name: str, shape: tuple[int, ...]
+) -> tuple[str, ...]:
+    """The roles of the layers' quantized matrices that a tensor is made of, or none."""
     role, weights = role_of(name), checkpoint.weights
     prefix, _, part = role.rpartition(".")
-    if part in STACKS and len(shape) == 3:
-        return tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
     members = tuple(f"{prefix}.{each}" for each in FUSED.get(part, ()))
     rows = [weights[member].shape[0] for member in members if member in weights]
-    if members and len(rows) == len(members) and sum(rows) == shape[0]:
-        return members
-    matrix = role.startswith("layers.") and role in weights and len(shape) == 2
-    return (role,) if matrix and not role.endswith(ROUTER) else ()
+    if part in STACKS and len(shape) == 3:
+        members = tuple(f"{prefix}.{each}.{e}" for e in range(shape[0]) for each in STACKS[part])
+    elif not members or len(rows) != len(members) or sum(rows) != shape[0]:
+        members = (role,) if role.startswith("layers.") and role in weights else ()
+    return members if all(recipe.of(each, weights[each].shape) for each in members) else ()
 
 
 # ── Keys ────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight, WeightFormat
-from octavo.checkpoint.bind import ROUTER, STACKS
+from octavo.checkpoint.bind import STACKS
 from octavo.checkpoint.chat_template import JinjaChatTemplate
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.checkpoint.loader import FUSED, load_gguf
@@ -36,8 +36,10 @@ from octavo.quant.gguf_writer import (
     key,
     matrix,
     of_storage,
+    rounded,
 )
-from octavo.quant.grid import Kind, bf16_bits
+from octavo.quant.grid import bf16_bits
+from octavo.quant.quantizer import Recipe
 from octavo.quant.row_order import row_order
 from octavo.quant.same_model import difference
 from octavo.quant.state import LayerResult, QuantizeError
@@ -49,7 +51,7 @@ _WINDOWED = ("gemma2", "gemma3", "phi3")  # llama.cpp's others see everything
 _FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
 
 
-def modelled(checkpoint: Checkpoint, kind: Kind) -> tuple[Content, list[str]]:
+def modelled(checkpoint: Checkpoint, recipe: Recipe) -> tuple[Content, list[str]]:
     """The file of a folder's checkpoint, and what a reader of it should know.
 
     Raises `QuantizeError` for a model or a tokenizer that GGUF cannot express.
@@ -67,8 +69,8 @@ def modelled(checkpoint: Checkpoint, kind: Kind) -> tuple[Content, list[str]]:
     keys |= named
     if isinstance(checkpoint.chat_template, JinjaChatTemplate):
         keys["tokenizer.chat_template"] = checkpoint.chat_template.source
-    keys |= of_storage(kind)
-    tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, kind)]
+    keys |= of_storage(recipe.scheme.kind)
+    tensors = [*_rope_tensors(config, scaling), *_tensors(checkpoint, recipe)]
     try:
         written = [key(name, value) for name, value in keys.items()]
     except UnencodableKey as error:
@@ -196,8 +198,8 @@ def _floats(name: str, values: tuple[float, ...]) -> Tensor:
     return Tensor(name, (len(values),), WeightFormat.F32, None, lambda _: data)
 
 
-def _tensors(checkpoint: Checkpoint, kind: Kind) -> list[Tensor]:
-    config, weights = checkpoint.config, checkpoint.weights
+def _tensors(checkpoint: Checkpoint, recipe: Recipe) -> list[Tensor]:
+    config, weights, kind = checkpoint.config, checkpoint.weights, recipe.scheme.kind
     interleaved = architecture(config) in INTERLEAVED
     found: list[Tensor] = []
     fused: dict[str, str] = {}  # a part's first member, and what they are together
@@ -210,14 +212,15 @@ def _tensors(checkpoint: Checkpoint, kind: Kind) -> list[Tensor]:
         prefix, _, part = role.rpartition(".")
         roles = [role]
         if not role.startswith("layers."):
-            found.append(_kept(f"{role}.weight", weight))
+            name, scheme = f"{role}.weight", recipe.of(role, weight.shape)
+            found.append(rounded(name, weight, scheme) if scheme else _kept(name, weight))
             continue
         if prefix.partition(".")[2].partition(".")[2] in STACKS:  # layers.3.ffn_up_exps.0
             assert config.experts is not None
             roles = [f"{prefix}.{index}" for index in range(config.experts.count)]
             shape = (len(roles), *weight.shape)
             found.append(matrix(_name(prefix), shape, kind, roles))
-        elif len(weight.shape) == 1 or part == ROUTER:
+        elif recipe.of(role, weight.shape) is None:
             order = row_order(config, role, interleaved=interleaved)
             found.append(changed(_name(role), role, weight, order))
         else:

@@ -1,10 +1,11 @@
-"""A quantized model as a GGUF file: keys, tensors, and the layers' matrices in Q4_0, Q4_1 or Q8_0.
+"""A quantized model as a GGUF file: keys, tensors, and matrices in Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0.
 
 Layout, from the GGUF specification (ggml repository, docs/gguf.md): magic, version, counts, keys
 with typed values, a line a tensor, padding, the tensors' bytes. Blocks are ggml's (32 values): Q4_0
 an fp16 scale d and 4-bit codes q, w = d (q - 8), code j in the low and code j + 16 in the high half
-of byte j; Q4_1 the same after d and an fp16 minimum m, w = d q + m; Q8_0 d and signed bytes,
-w = d q. What a file holds is made of a GGUF file (gguf_copy.py) or of a folder (gguf_model.py).
+of byte j; Q4_1 the same after d and an fp16 minimum m, w = d q + m; Q5_0 and Q5_1 have the codes'
+fifth bits in 4 bytes before that, w = d (q - 16) and d q + m; Q8_0 d and signed bytes, w = d q.
+What a file holds is made of a GGUF file (gguf_copy.py) or of a folder (gguf_model.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import numpy.typing as npt
 from octavo.checkpoint.base import Weight, WeightFormat
 from octavo.checkpoint.gguf import BLOCKS
 from octavo.quant.blocks import dequantize
-from octavo.quant.grid import Float32, Kind, Quantized
+from octavo.quant.grid import Float32, Kind, Quantized, Scheme
+from octavo.quant.nearest import nearest_stored
 from octavo.quant.state import LayerResult, State
 
 Bytes = npt.NDArray[np.uint8]
@@ -32,6 +34,8 @@ BLOCK = 32
 FORMATS = {
     Kind.Q4_0: WeightFormat.Q4_0,
     Kind.Q4_1: WeightFormat.Q4_1,
+    Kind.Q5_0: WeightFormat.Q5_0,
+    Kind.Q5_1: WeightFormat.Q5_1,
     Kind.Q8_0: WeightFormat.Q8_0,
 }
 _FILE_TYPES = {Kind.Q4_0: 2, Kind.Q4_1: 3, Kind.Q8_0: 7}  # general.file_type: "mostly …"
@@ -139,6 +143,17 @@ def matrix(
     return Tensor(name, shape, FORMATS[kind], layer_of(roles[0]), data)
 
 
+def rounded(name: str, weight: Weight, scheme: Scheme) -> Tensor:
+    """A matrix of no layer."""
+    return Tensor(
+        name,
+        weight.shape,
+        FORMATS[scheme.kind],
+        None,
+        lambda _: blocks(nearest_stored(scheme, weight)),
+    )
+
+
 def changed(
     name: str, role: str, weight: Weight, order: npt.NDArray[np.intp] | None = None
 ) -> Tensor:
@@ -161,8 +176,10 @@ def blocks(matrix: Quantized) -> Bytes:
     if matrix.scheme.kind is Kind.Q8_0:
         return np.concatenate([scale, codes ^ np.uint8(128)], axis=1).reshape(-1)
     half = BLOCK // 2
-    nibbles = codes[:, :half] | codes[:, half:] << np.uint8(4)
-    parts = [scale, nibbles]
+    low = codes & np.uint8(15)
+    parts = [scale, low[:, :half] | low[:, half:] << np.uint8(4)]
+    if matrix.scheme.bits == 5:
+        parts.insert(1, np.packbits(codes >> np.uint8(4), axis=1, bitorder="little"))
     if matrix.low is not None:
         parts.insert(1, matrix.low.reshape(-1, 1).astype("<f2").view(np.uint8))
     return np.concatenate(parts, axis=1).reshape(-1)

@@ -31,7 +31,18 @@ class Kind(Enum):
     ASYMMETRIC = "asymmetric"  # scale * (code - zero), the zero a code itself
     Q4_0 = "q4_0"  # GGUF: scale * (code - 8), the scale of either sign
     Q4_1 = "q4_1"  # GGUF: scale * code + least
+    Q5_0 = "q5_0"  # the same with five bits, and 16
+    Q5_1 = "q5_1"
     Q8_0 = "q8_0"  # GGUF: scale * (code - 128), codes from 1 on
+
+    @property
+    def has_low(self) -> bool:
+        """Whether a group has its least weight instead of a zero."""
+        return self in (Kind.Q4_1, Kind.Q5_1)
+
+    @property
+    def of_gguf(self) -> bool:
+        return self not in (Kind.SYMMETRIC, Kind.ASYMMETRIC)
 
 
 class Steps(Enum):
@@ -57,6 +68,11 @@ class Scheme:
     @property
     def least(self) -> int:
         return 1 if self.kind is Kind.Q8_0 else 0
+
+    @property
+    def middle(self) -> np.float32:
+        """The code of zero where there are no zeros of their own."""
+        return np.float32(1 << (self.bits - 1))
 
     def size(self, inputs: int) -> int:
         """Inputs of a group."""
@@ -102,7 +118,7 @@ class Quantized:
     codes: npt.NDArray[np.uint8]  # [out, in]
     step: Float32  # [out, groups]
     zero: npt.NDArray[np.uint8] | None  # [out, groups], of kinds with integer zeros
-    low: Float32 | None  # [out, groups], of Q4_1
+    low: Float32 | None  # [out, groups], of Q4_1 and Q5_1
     group_of: npt.NDArray[np.int32]  # [in]
 
     @property
@@ -156,10 +172,10 @@ def fit_range(scheme: Scheme, low: Float32, high: Float32) -> Grid:
         case Kind.Q8_0:
             step = _step(top / np.float32(127.0), scheme.steps)
             return Grid(step, np.full_like(step, 128.0), None)
-        case Kind.Q4_0:
-            step = _step(np.where(high > -low, high, low) / np.float32(-8.0), scheme.steps)
-            return Grid(step, np.full_like(step, 8.0), None)
-        case Kind.Q4_1:
+        case Kind.Q4_0 | Kind.Q5_0:
+            step = _step(np.where(high > -low, high, low) / -scheme.middle, scheme.steps)
+            return Grid(step, np.full_like(step, scheme.middle), None)
+        case Kind.Q4_1 | Kind.Q5_1:
             step, least = _step((high - low) / levels, scheme.steps), _stored(low, scheme.steps)
             return Grid(step, -least / step, least)
         case Kind.ASYMMETRIC:

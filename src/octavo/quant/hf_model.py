@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ from octavo.checkpoint.bind import ROUTER
 from octavo.checkpoint.hf_config import model_config
 from octavo.checkpoint.hf_folder import CONFIG, HfFolder
 from octavo.model.config import Activation, Experts, LongRope, ModelConfig, Rope
+from octavo.quant.grid import Scheme
 from octavo.quant.same_model import difference
 from octavo.quant.state import QuantizeError
 
@@ -129,6 +130,11 @@ def routers(config: ModelConfig) -> list[str]:
     """The modules that say which experts a token goes to: quantizing leaves them alone."""
     sparse = (index for index, layer in enumerate(config.layers) if layer.experts is not None)
     return [f"model.layers.{index}.{_part(config, ROUTER)}" for index in sparse]
+
+
+def modules(ends: Mapping[str, Scheme]) -> dict[str, Scheme]:
+    """The same by the last part of the module's name."""
+    return {_TOP[role].split(".")[-2]: scheme for role, scheme in ends.items()}
 
 
 def less_one(config: ModelConfig, role: str) -> bool:

@@ -7,7 +7,7 @@ named after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -36,6 +36,8 @@ class Tensor(NamedTuple):
 def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> Scheme:
     """What a layout can express of it. Raises `ValueError` for what it cannot."""
     kind = Kind.SYMMETRIC if symmetric else Kind.ASYMMETRIC
+    if bits == 5 and format is not Format.GGUF:
+        raise ValueError(f"the {format.value} layout has 4 and 8 bits; GGUF has 5 too")
     match format:
         case Format.AWQ:
             if bits != 4:
@@ -44,6 +46,12 @@ def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> 
                 raise ValueError("the awq layout is asymmetric; gptq can be symmetric")
             return Scheme(bits, group, kind, Steps.BOTH)
         case Format.COMPRESSED_TENSORS:
+            if not symmetric:
+                raise ValueError(
+                    "transformers cannot load zero points in the compressed-tensors layout unless "
+                    "it dequantizes the model (tried: 5.24 with compressed-tensors 0.20.1); "
+                    "gptq and awq have zeros that it loads"
+                )
             return Scheme(bits, group, kind, Steps.BF16)
         case Format.GGUF:
             if group != 32:
@@ -52,6 +60,8 @@ def scheme_of(format: Format, bits: int, group: int | None, symmetric: bool) -> 
                 if not symmetric:
                     raise ValueError("GGUF's 8 bits (Q8_0) are symmetric; its 4 can have zeros")
                 return Scheme(bits, group, Kind.Q8_0)
+            if bits == 5:
+                return Scheme(bits, group, Kind.Q5_0 if symmetric else Kind.Q5_1)
             return Scheme(bits, group, Kind.Q4_0 if symmetric else Kind.Q4_1)
     return Scheme(bits, group, kind, Steps.BOTH)
 
@@ -81,17 +91,11 @@ def awq_tensors(matrix: Quantized) -> dict[str, Tensor]:
 
 def packed_tensors(matrix: Quantized) -> dict[str, Tensor]:
     """compressed-tensors, pack-quantized."""
-    bits = matrix.scheme.bits
-    found = {
-        "weight_packed": Tensor("I32", _words(matrix.codes, bits)),
+    return {
+        "weight_packed": Tensor("I32", _words(matrix.codes, matrix.scheme.bits)),
         "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
         "weight_shape": Tensor("I64", np.array(matrix.shape, "<i8")),
     }
-    if matrix.scheme.kind is Kind.ASYMMETRIC:
-        found["weight_zero_point"] = Tensor("I32", _words(_zero(matrix).T, bits).T)
-    if not matrix.ordered:
-        found["weight_g_idx"] = Tensor("I32", matrix.group_of.astype("<i4"))
-    return found
 
 
 def plain_tensors(matrix: Quantized) -> dict[str, Tensor]:
@@ -100,6 +104,24 @@ def plain_tensors(matrix: Quantized) -> dict[str, Tensor]:
         "weight": Tensor("I8", (matrix.codes ^ np.uint8(128)).view(np.int8)),
         "weight_scale": Tensor("BF16", bf16_bits(matrix.step)),
     }
+
+
+def module_bytes(
+    format: Format, scheme: Scheme, rows: int, inputs: int, *, packed: bool = False
+) -> int:
+    """What a quantized matrix takes. ``packed``: one beside the layers, see `Layout`."""
+    bits, groups = scheme.bits, scheme.groups(inputs)
+    along_inputs, along_rows = -(-inputs * bits // 32), -(-rows * bits // 32)
+    match format:
+        case Format.GPTQ:
+            return 4 * (along_inputs * rows + along_rows * groups + inputs) + 2 * groups * rows
+        case Format.AWQ:
+            return 4 * along_rows * (inputs + groups) + 2 * groups * rows
+        case Format.COMPRESSED_TENSORS:
+            if _plain(scheme) and not packed:
+                return rows * inputs + 2 * rows
+            return 4 * along_inputs * rows + 2 * groups * rows + 16
+    return rows * groups * (bits * scheme.size(inputs) // 8 + 2 + 2 * scheme.kind.has_low)
 
 
 def _zero(matrix: Quantized) -> npt.NDArray[np.uint8]:
@@ -130,7 +152,7 @@ def _awq_order(numbers: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
 
 class Layout(NamedTuple):
     """``files``: configurations in files of their own, beside config.json's. ``outputs``: of which
-    a matrix has a multiple.
+    a matrix has a multiple. Embedding and head, where they are quantized, are `packed_tensors`.
     """
 
     tensors: Callable[[Quantized], dict[str, Tensor]]
@@ -140,10 +162,17 @@ class Layout(NamedTuple):
 
 
 def layout_of(
-    format: Format, scheme: Scheme, *, ordered: bool, damping: float, kept: Sequence[str] = ()
+    format: Format,
+    scheme: Scheme,
+    *,
+    ordered: bool,
+    damping: float,
+    kept: Sequence[str] = (),
+    ends: Mapping[str, Scheme] | None = None,
 ) -> Layout:
     """How a scheme is written. ``ordered``: groups are of neighbouring inputs; ``kept``: modules of
-    layers that stay as they are."""
+    layers that stay as they are; ``ends``: of the modules beside the layers those that are
+    quantized. Raises `ValueError` for what the layout has no place for."""
     match format:
         case Format.GPTQ:
             config = {
@@ -177,21 +206,48 @@ def layout_of(
                 outputs=8,
             )
         case Format.COMPRESSED_TENSORS:
-            return _compressed_tensors(scheme, ordered, kept)
+            if not ordered:
+                raise ValueError(
+                    "compressed-tensors has dropped groups in another order (--act-order group), "
+                    "and transformers refuses such a folder; gptq has them"
+                )
+            return _compressed_tensors(scheme, kept, ends or {})
     raise ValueError(f"{format.value} is no folder's layout")
 
 
-def _compressed_tensors(scheme: Scheme, ordered: bool, kept: Sequence[str]) -> Layout:
-    symmetric = scheme.kind is Kind.SYMMETRIC
-    # 8 bits a channel is what engines run in integers, with activations rounded as they come.
-    plain = scheme.bits == 8 and scheme.group is None and symmetric and ordered
+_PACKED, _PLAIN, _MIXED = "pack-quantized", "int-quantized", "mixed-precision"
+
+
+def _compressed_tensors(scheme: Scheme, kept: Sequence[str], ends: Mapping[str, Scheme]) -> Layout:
+    plain = _plain(scheme)
+    groups = [_config_group("Linear", scheme, _PLAIN if plain else _PACKED)]
+    groups += [_config_group(f"re:.*{name}$", own, _PACKED) for name, own in ends.items()]
+    formats = {group["format"] for group in groups}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": [*([] if "lm_head" in ends else ["lm_head"]), *kept],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+    return Layout(plain_tensors if plain else packed_tensors, config, {})
+
+
+def _plain(scheme: Scheme) -> bool:
+    """8 bits a channel is what engines run in integers, with activations rounded as they come."""
+    return scheme.bits == 8 and scheme.group is None
+
+
+def _config_group(target: str, scheme: Scheme, format: str) -> dict[str, Any]:
     weights = {
         "num_bits": scheme.bits,
         "type": "int",
-        "symmetric": symmetric,
+        "symmetric": True,
         "strategy": "channel" if scheme.group is None else "group",
         "group_size": scheme.group,
-        "actorder": None if ordered else "group",
+        "actorder": None,
         "dynamic": False,
         "observer": "minmax",
     }
@@ -202,22 +258,10 @@ def _compressed_tensors(scheme: Scheme, ordered: bool, kept: Sequence[str]) -> L
         "strategy": "token",
         "dynamic": True,
     }
-    name = "int-quantized" if plain else "pack-quantized"
-    config = {
-        "quant_method": "compressed-tensors",
-        "format": name,
-        "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": activations if plain else None,
-                "output_activations": None,
-                "format": name,
-            }
-        },
-        "ignore": ["lm_head", *kept],
-        "kv_cache_scheme": None,
-        "global_compression_ratio": None,
+    return {
+        "targets": [target],
+        "weights": weights,
+        "input_activations": activations if format == _PLAIN else None,
+        "output_activations": None,
+        "format": format,
     }
-    return Layout(plain_tensors if plain else packed_tensors, config, {})

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from octavo.extras import install_command
+
 SUFFIXES = (".svg", ".png", ".pdf")
 MARKERS = ("o", "s", "^", "D")  # ten colours of each
 
@@ -20,7 +22,7 @@ def check_suffix(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise PlotError("a plot needs matplotlib: pip install 'octavo[plot]'") from None
+        raise PlotError(f"a plot needs matplotlib: {install_command('plot')}") from None
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:

@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path
@@ -24,16 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint, CheckpointError, Weight
+from octavo.checkpoint.bind import ROUTER
 from octavo.execute import reference
 from octavo.model.families import program
 from octavo.model.program import Op
 from octavo.quant.awq import Stored, awq
 from octavo.quant.blocks import dequantize
 from octavo.quant.calibrate import Moments
-from octavo.quant.ggml_rounding import ggml_round
 from octavo.quant.gptq import Order, gptq, relative_loss
-from octavo.quant.grid import Float32, Kind, Quantized, Scheme, round_to_nearest
+from octavo.quant.grid import Float32, Scheme
 from octavo.quant.layers import LayerOps, SharedInput, live, roles, split
+from octavo.quant.nearest import nearest
 from octavo.quant.state import LayerResult, QuantizeError, State
 
 VERSION = 1  # of what the settings mean: raise it when results change
@@ -53,13 +54,26 @@ class Method(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How matrices are rounded; where they are written is no concern of it."""
+    """How matrices are rounded; where they are written is no concern of it.
+
+    ``scheme`` is for the matrices of the layers but those that are ``kept``, ``ends`` for the
+    embedding and the head, by role; an end that is not in it is not rounded.
+    """
 
     method: Method
     scheme: Scheme
     order: Order = Order.STATIC  # GPTQ's
     search: bool = True  # GPTQ's grids: by squared error, or from smallest to largest
     damping: float = 0.01  # GPTQ's
+    ends: Mapping[str, Scheme] = field(default_factory=dict)
+    kept: frozenset[str] = frozenset()
+
+    def of(self, role: str, shape: tuple[int, ...]) -> Scheme | None:
+        """What a weight is rounded to; None for one that stays as it is."""
+        if not role.startswith("layers."):
+            return self.ends.get(role)
+        stays = len(shape) != 2 or role.endswith(ROUTER) or role in self.kept
+        return None if stays else self.scheme
 
 
 class Report(NamedTuple):
@@ -102,20 +116,21 @@ class Quantizer:
 
     def _check(self) -> None:
         """Everything that can be known before work begins, with the tensor's name."""
-        group = self.recipe.scheme.group
-        for layer in self.layers:
-            for role in layer.matrices:
-                inputs, name = self.program.weights[role][1], self._name(role)
-                if inputs % INPUTS:
-                    raise QuantizeError(
-                        f"{name} has {inputs} inputs, not a multiple of {INPUTS}: Octavo could "
-                        "not serve it quantized"
-                    )
-                if group is not None and inputs % group:
-                    raise QuantizeError(
-                        f"{name} has {inputs} inputs, which group size {group} does not "
-                        f"divide: choose one that does, such as {_dividing(inputs)}"
-                    )
+        for role, shape in self.program.weights.items():
+            scheme = self.recipe.of(role, shape)
+            if scheme is None:
+                continue
+            inputs, name = shape[1], self._name(role)
+            if inputs % INPUTS:
+                raise QuantizeError(
+                    f"{name} has {inputs} inputs, not a multiple of {INPUTS}: Octavo could "
+                    "not serve it quantized"
+                )
+            if scheme.group is not None and inputs % scheme.group:
+                raise QuantizeError(
+                    f"{name} has {inputs} inputs, which group size {scheme.group} does not "
+                    f"divide: choose one that does, such as {_dividing(inputs)}"
+                )
         if self.recipe.method is not Method.RTN and self.samples is None:
             raise QuantizeError(f"{self.recipe.method.value} needs a calibration text")
 
@@ -130,8 +145,11 @@ class Quantizer:
         if self.recipe.method is not Method.RTN and self.samples is not None:
             facts["samples"] = list(self.samples.shape)
             facts["calibration"] = hashlib.sha256(self.samples.tobytes()).hexdigest()
-        plain = {k: v.value if isinstance(v, Enum) else v for k, v in facts.items()}
-        return dict(json.loads(json.dumps(plain)))
+        facts["kept"] = sorted(self.recipe.kept)
+        for name in ("ends", "kept"):
+            if not facts[name]:
+                del facts[name]  # so that what earlier versions began can be finished
+        return dict(json.loads(json.dumps(facts, default=_plain)))
 
     def _digest(self) -> str:
         """Of the shape, and of each weight's name, format and bytes, all of them."""
@@ -148,7 +166,10 @@ class Quantizer:
     def run(self, state: State, progress: Progress) -> None:
         """From the first layer that ``state`` has not."""
         first = state.finished()
-        calibrated = self.recipe.method is not Method.RTN
+        method = self.recipe.method
+        if not any(self._rounded(layer.matrices) for layer in self.layers):
+            method = Method.RTN  # nothing to look at a text for
+        calibrated = method is not Method.RTN
         hidden = self._start() if calibrated and first < len(self.layers) else []
         for index, layer in enumerate(self.layers):
             weights = _Weights(self.path, self.weights, layer)
@@ -156,7 +177,7 @@ class Quantizer:
                 result = state.load(index)  # a damaged one is better known now than at the end
                 self.starved.append(len(result.starved))
                 if hidden:
-                    if self.recipe.method is Method.GPTQ:
+                    if method is Method.GPTQ:
                         weights.become(result)
                     self._follow(hidden, layer, weights)
                 progress(Report(index, len(self.layers), "", None, last=True))
@@ -164,7 +185,7 @@ class Quantizer:
             work = {Method.RTN: self._rtn, Method.GPTQ: self._gptq, Method.AWQ: self._awq}
             tell = _Teller(progress, index, len(self.layers))
             with np.errstate(all="ignore"):  # what is not finite is named where it appears
-                result = work[self.recipe.method](hidden, layer, weights, tell)
+                result = work[method](hidden, layer, weights, tell)
             state.save(index, result)
             self.starved.append(len(result.starved))
             tell.done()
@@ -175,17 +196,15 @@ class Quantizer:
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
-        for role in layer.matrices:
+        for role in self._rounded(layer.matrices):
             with self._naming(role):
-                result.matrices[role] = self._nearest(weights[role])
+                result.matrices[role] = nearest(self.recipe.scheme, weights[role])
             tell(role, None)
         return result
 
-    def _nearest(self, weights: Float32) -> Quantized:
-        scheme = self.recipe.scheme
-        if scheme.kind in (Kind.Q4_0, Kind.Q4_1, Kind.Q8_0):
-            return ggml_round(scheme, weights)
-        return round_to_nearest(scheme, weights)
+    def _rounded(self, roles: tuple[str, ...]) -> list[str]:
+        """Of matrices of a layer those that do not stay."""
+        return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(
         self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
@@ -193,12 +212,13 @@ class Quantizer:
         result = LayerResult.empty()
         recipe = self.recipe
         for shared, moments in self._inputs(hidden, layer, weights, result):
-            if shared.router:
+            rounded = self._rounded(shared.roles)
+            if shared.router or not rounded:
                 continue
-            stacked = np.concatenate([weights[role] for role in shared.roles])
-            with self._naming(shared.roles[0]):
+            stacked = np.concatenate([weights[role] for role in rounded])
+            with self._naming(rounded[0]):
                 if moments is None:
-                    found = self._nearest(stacked)
+                    found = nearest(recipe.scheme, stacked)
                 else:
                     found = gptq(
                         recipe.scheme,
@@ -209,7 +229,7 @@ class Quantizer:
                         damping=recipe.damping,
                     )
             at = 0
-            for role in shared.roles:
+            for role in rounded:
                 rows = len(weights[role])
                 matrix = result.matrices[role] = found.rows(slice(at, at + rows))
                 at += rows
@@ -298,11 +318,7 @@ class Quantizer:
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
         used, samples = np.unique(self.samples, return_inverse=True)
-        weights = {
-            role: dequantize(_rows(self.weights[role], used))
-            for op in self.before
-            for role in roles(op)
-        }
+        weights = {role: self._embedding(role, used) for op in self.before for role in roles(op)}
         chunks = []
         for start in range(0, len(self.samples), count):
             values: reference.Values = {}
@@ -310,6 +326,12 @@ class Quantizer:
             reference.run(self.before, self.config, weights, values, ids)
             chunks.append(values)
         return chunks
+
+    def _embedding(self, role: str, rows: npt.NDArray[np.int32]) -> Float32:
+        """Some of its rows, as they will be: later matrices make up for its errors, too."""
+        values = dequantize(_rows(self.weights[role], rows))
+        scheme = self.recipe.of(role, values.shape)
+        return values if scheme is None else nearest(scheme, values).values()
 
     def _follow(
         self, hidden: list[reference.Values], layer: LayerOps, weights: Mapping[str, Float32]
@@ -398,6 +420,13 @@ def _rows(weight: Weight, rows: npt.NDArray[np.int32]) -> Weight:
     """A matrix of some of its rows."""
     data = np.concatenate([weight.rows(row, row + 1) for row in rows.tolist()])
     return weight._replace(shape=(len(rows), *weight.shape[1:]), source=data)
+
+
+def _plain(value: object) -> Any:
+    """For JSON."""
+    if isinstance(value, Enum):
+        return value.value
+    raise TypeError(f"a {type(value).__name__} is no setting")
 
 
 def _dividing(inputs: int) -> str:

@@ -16,16 +16,22 @@ from octavo.checkpoint.base import Checkpoint
 from octavo.checkpoint.pull import QUANTIZING
 from octavo.execute.memory import as_size
 from octavo.quant.folder import FolderTarget
+from octavo.quant.forecast import sizes
 from octavo.quant.gguf_copy import copied
 from octavo.quant.gguf_model import modelled
 from octavo.quant.gguf_writer import GgufTarget
 from octavo.quant.gptq import Order
-from octavo.quant.hf_model import routers
+from octavo.quant.hf_model import modules, routers
 from octavo.quant.layouts import Format, layout_of
 from octavo.quant.quantizer import SEEN, Method, Progress, Quantizer, Recipe
+from octavo.quant.scope import EMBEDDING
 from octavo.quant.state import STATE, QuantizeError, State
 
 WORK = QUANTIZING
+_EMBEDDING = (
+    "the embedding is quantized: Octavo reads it, and vLLM from 0.29 on in models that have a head "
+    "of their own; transformers 5.24 does not"
+)
 
 
 class Outcome(NamedTuple):
@@ -61,9 +67,9 @@ def quantize(
         if not ordered:
             raise QuantizeError("GGUF has no groups in another order (--act-order group)")
         if checkpoint.path.is_dir():
-            content, notes = modelled(checkpoint, recipe.scheme.kind)
+            content, notes = modelled(checkpoint, recipe)
         else:
-            content = copied(checkpoint, recipe.scheme.kind)
+            content = copied(checkpoint, recipe)
         target = GgufTarget(content)
     else:
         try:
@@ -73,16 +79,19 @@ def quantize(
                 ordered=ordered,
                 damping=recipe.damping,
                 kept=routers(checkpoint.config),
+                ends=modules(recipe.ends),
             )
         except ValueError as error:
             raise QuantizeError(str(error)) from None
-        target = FolderTarget(checkpoint, layout)
+        target = FolderTarget(checkpoint, recipe, layout)
+        if EMBEDDING in recipe.ends:
+            notes.append(_EMBEDDING)
     quantizer = Quantizer(checkpoint, recipe, samples, target.stored)
     _check_apart(checkpoint, out)
     work = _work_folder(out, format)
     if work.is_symlink():
         raise QuantizeError(f"{work}: is a symbolic link; remove it")
-    _check_room(checkpoint, recipe, work)
+    _check_room(checkpoint, recipe, format, work)
     settings = quantizer.settings() | {"format": format.value}
     with _state(work, settings, recipe) as state:
         quantizer.run(state, progress)
@@ -155,17 +164,14 @@ def _work_folder(out: Path, format: Format) -> Path:
     return work
 
 
-def _check_room(checkpoint: Checkpoint, recipe: Recipe, work: Path) -> None:
+def _check_room(checkpoint: Checkpoint, recipe: Recipe, format: Format, work: Path) -> None:
     """A disk that is full after an hour is better known before."""
-    size = 0
+    size = sum(sizes(checkpoint, recipe, format).values())
     for role, weight in checkpoint.weights.items():
-        count = prod(weight.shape)
         if role.startswith("layers.") and len(weight.shape) == 2:
-            # Codes with scale and zero, once in the work folder and once in the result.
-            group = recipe.scheme.size(weight.shape[1])
-            size += 2 * (count * recipe.scheme.bits // 8 + 8 * count // group)
-        else:
-            size += 2 * count
+            # In the work folder, too: codes, with scale and zero in fp32.
+            count, group = prod(weight.shape), recipe.scheme.size(weight.shape[1])
+            size += count * recipe.scheme.bits // 8 + 8 * count // group
     place = next(path for path in (work, *work.resolve().parents) if path.is_dir())
     free = shutil.disk_usage(place).free
     if free < size:

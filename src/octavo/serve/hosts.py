@@ -37,7 +37,7 @@ class Hosts:
         self._any = "*" in allowed or (
             not allowed and (bool(config.keys) or config.uds is not None)
         )
-        self._names = {"localhost", own, *allowed}
+        self._names = {"localhost", own, *allowed} - {""}
         self._suffixes = (".localhost", *(each[1:] for each in allowed if each.startswith("*.")))
         address = _address(own)
         self._loopback = self._ends(own) or own == "localhost"
@@ -49,6 +49,9 @@ class Hosts:
             self._names |= {machine, short, f"{short}.local"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         exchange = Exchange.of(scope)
         host = exchange.headers.get(b"host")  # None: HTTP/1.0, which no browser speaks
         if host is None or self.own(host.decode("latin-1")):

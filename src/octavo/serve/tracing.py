@@ -2,7 +2,7 @@
 one of the time until the engine got it (prepare: body, template, tokens), and for each prompt those
 in which it waited (queue), went through the model (prefill) and was answered (decode).
 
-Needs the optional packages of ``octavo[otel]``. Attributes follow OpenTelemetry's semantic
+Needs the packages of the extra ``otel``. Attributes follow OpenTelemetry's semantic
 conventions for generative AI and HTTP, those of times vLLM's names (``gen_ai.latency.*``). Spans
 wait in a bounded queue for a thread of their own; what does not fit is dropped, newest kept. A
 collector that fails is named once, and once more when it works again: what it missed is counted.

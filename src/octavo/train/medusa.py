@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from octavo.checkpoint.base import Checkpoint
 from octavo.engine.config import SettingsError
+from octavo.extras import install_command
 from octavo.model.families import program
 from octavo.model.program import Embed
 from octavo.quant.blocks import dequantize
@@ -84,7 +85,7 @@ def import_torch() -> Any:
         return importlib.import_module("torch")
     except ImportError:
         raise SettingsError(
-            "training needs PyTorch, which is not installed: pip install 'octavo[train]'"
+            f"training needs PyTorch, which is not installed: {install_command('train')}"
         ) from None
 
 

@@ -103,8 +103,8 @@ def header(row: Row) -> str:
         f"{row.model}, {row.weight_bytes / 1e6:.0f} MB, {row.isa}, "
         f"{plural(row.threads, 'thread')}, prompts of {row.prompt_len} tokens, "
         f"{row.output_len} drawn, {plural(row.repetitions, 'repetition')}\n\n"
-        "| batch |    prefill tok/s | of limit |     decode tok/s | of limit | memory GB/s |\n"
-        "|------:|-----------------:|---------:|-----------------:|---------:|------------:|"
+        "| batch |   prefill tok/s | of limit |   decode tok/s | of limit | memory GB/s |\n"
+        "|------:|----------------:|---------:|---------------:|---------:|------------:|"
     )
 
 
@@ -116,8 +116,8 @@ def as_text(row: Row) -> str:
         prefill += f" ± {row.prefill_tok_s_deviation:.1f}"
         decode += f" ± {row.decode_tok_s_deviation:.1f}"
     return (
-        f"| {row.batch:>5} | {prefill:>16} | {row.prefill_of_limit:>8.1%} "
-        f"| {decode:>16} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
+        f"| {row.batch:>5} | {prefill:>15} | {row.prefill_of_limit:>8.1%} "
+        f"| {decode:>14} | {row.decode_of_limit:>8.1%} | {memory:>11} |"
     )
 
 

@@ -298,11 +298,11 @@ def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str)
         lines.append(f"  in steps of at most {chunk:,} tokens, each of which reads the weights")
     lines += [
         "",
-        "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the share "
-        "of the",
-        "time that arithmetic at its peak would take. A step's time is added op by op, each the "
-        "longer of",
-        "its two.",
+        *wrapped(
+            "ops/byte: operations a byte moved; * takes longer to compute than to read. MFU: the "
+            "share of the time that arithmetic at its peak would take. Bounds are added op by op, "
+            "each the longer time."
+        ),
     ]
     if any(point.seconds < 0.99 * point.seconds_at_roof for point in found.decode + found.prefill):
         lines.append(

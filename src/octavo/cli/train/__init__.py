@@ -6,5 +6,5 @@ from types import ModuleType
 
 from octavo.cli.train import medusa
 
-HELP = "Train what drafts for a model (pip install 'octavo[train]')."
+HELP = "Train what drafts for a model; needs PyTorch."
 COMMANDS: tuple[ModuleType, ...] = (medusa,)

@@ -17,7 +17,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same
 
 
 class JinjaChatTemplate:
-    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe; renders one at a time.
+    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe.
 
     ``tokens`` are the checkpoint's special tokens by name (``bos_token``, ``eos_token``, …).
     ``seconds`` (of wall time), ``memory`` (bytes that a rendering may take) and ``characters`` (of

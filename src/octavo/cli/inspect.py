@@ -110,6 +110,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "experts": experts,
         "vocab_size": config.vocab_size,
         "context_length": config.context_length,
+        "default_max_model_len": config.default_length,
         "windows": windows,
         "tied_embeddings": config.tied_embeddings,
         "parameters": parameters,
@@ -233,7 +234,12 @@ def as_text(facts: dict[str, Any]) -> str:
         *_experts(facts),
         f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
         f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
-        f"context     {facts['context_length']:,} tokens",
+        f"context     {facts['context_length']:,} tokens"
+        + (
+            ""
+            if facts["default_max_model_len"] == facts["context_length"]
+            else f"; {facts['default_max_model_len']:,}, as in training, without --max-model-len"
+        ),
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
         *(

@@ -64,6 +64,7 @@ ONE_CACHE = (
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
+_SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux takes twice as many
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
 
 
@@ -302,6 +303,8 @@ def bind(config: ServeConfig) -> socket.socket:
         # connections inherit this.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_BEFORE_PROBE)
+        # What a client does not take of its answer is not the system's memory's, either.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listener.bind(address)
     except OSError:
         listener.close()

@@ -4,9 +4,9 @@
 
 OPTIONS are of octavo serve. First a victim asks for short answers, one after the other, alone and
 beside four senders of hostile bodies of each kind, each of which sends again as soon as it is
-refused: its time to the first token, and the ratio of the p99s. Then 64 clients ask for streams with
-many choices and logprobs and read a byte a second: the server's resident memory is shown before, at
-its highest, and at the end (the KV cache, 256 MiB, is touched as it fills).
+refused: its time to the first token, and the ratio of the p99s. Then 64 clients ask for streams of
+many choices with logprobs and read a byte a second: the server's resident memory is shown before,
+at its highest, and at the end (the KV cache, 256 MiB, is touched as it fills).
 """
 
 from __future__ import annotations

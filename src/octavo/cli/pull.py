@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from typing import Annotated
 
@@ -70,10 +71,13 @@ def known_names() -> str:
         "",
         "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
         *textwrap.wrap(
-            ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
+            ", ".join(shapes),
+            min(78, shutil.get_terminal_size().columns),
+            initial_indent="  ",
+            subsequent_indent="  ",
             break_on_hyphens=False,
         ),
         "",
         "to serve others: a Hugging Face id (org/repo or org/repo:Q4_K_M), a GGUF file, a folder",
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)

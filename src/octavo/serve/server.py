@@ -24,7 +24,8 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from octavo import __version__
-from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
+from octavo.checkpoint.base import ChatTemplate
+from octavo.checkpoint.chat_template import problem
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
@@ -214,10 +215,8 @@ async def _serve(
 
 def _try_template(template: ChatTemplate) -> None:
     """Say at the start what would else be found out by the first chat."""
-    try:
-        template.check()
-    except ChatTemplateError as error:
-        log.warning("chats will be refused, the chat template cannot be used: %s", error)
+    if (reason := problem(template)) is not None:
+        log.warning("chats will be refused, the chat template cannot be used: %s", reason)
 
 
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:

@@ -256,6 +256,8 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert parts["ffn"]["bytes"] < parts["ffn"]["source_bytes"]
     assert {path.name for path in tmp_path.iterdir()} == {"source"}
     assert "least error" in done.stderr
+    assert "the embedding and the head, " in done.stderr
+    assert "stay in 16 bits; a 4-bit GGUF file" in done.stderr
 
 
 @pytest.mark.parametrize(

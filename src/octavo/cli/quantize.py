@@ -246,6 +246,8 @@ def command(
     coming = forecast(checkpoint, recipe, chosen)
     parts = _parts(checkpoint, coming)
     print(_table(parts, coming), file=sys.stderr)
+    if chosen is not Format.GGUF and (hint := _large_ends(checkpoint, recipe, coming)):
+        print(hint, file=sys.stderr)
     if not (coming.gains or allow_no_gain):
         raise QuantizeError(_no_gain(checkpoint, parts, coming))
     if dry_run:
@@ -376,10 +378,34 @@ def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: F
             "which a model that is quantized already must"
         )
     others = ", ".join(f"{flags} ({as_size(size)})" for size, flags in _smaller(checkpoint, coming))
+    error = f"{parts['all']['least_error']:.1%}"
+    loss = "" if error == "0.0%" else f", and lose {error} of its weights at least"
     return (
-        f"{checkpoint.path.name} would {change}, and lose {parts['all']['least_error']:.1%} of its "
-        "weights at least; nothing was written. --allow-no-gain writes it all the same. "
+        f"{checkpoint.path.name} would {change}{loss}; nothing was written. --allow-no-gain writes "
+        "it all the same. "
         + (f"What would be smaller: {others}" if others else "No GGUF file would be smaller either")
+    )
+
+
+def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str | None:
+    """What to know where embedding or head stay and are a large part of what will be written."""
+    from octavo.quant.forecast import sizes
+    from octavo.quant.layouts import Format, scheme_of
+    from octavo.quant.quantizer import Recipe
+    from octavo.quant.scope import EMBEDDING, HEAD, ends, large
+
+    staying = [role for role in (EMBEDDING, HEAD) if role in coming.after.keys() - recipe.ends]
+    if not staying or not large(checkpoint):
+        return None
+    share = sum(coming.after[role] for role in staying) / sum(coming.after.values())
+    scheme = scheme_of(Format.GGUF, 4, 32, False)
+    small = ends(checkpoint, Format.GGUF, 8, 32, False)
+    whole = sum(sizes(checkpoint, Recipe(recipe.method, scheme, ends=small), Format.GGUF).values())
+    named = {EMBEDDING: "the embedding", HEAD: "the head"}
+    return (
+        f"{' and '.join(named[role] for role in staying)}, {share:.0%} of the result, "
+        f"{'stays' if len(staying) == 1 else 'stay'} in 16 bits; a 4-bit GGUF file (-o NAME.gguf) "
+        f"has 8 there and takes {as_size(whole)}"
     )
 
 

@@ -28,7 +28,14 @@ from octavo.sample.params import SamplingParams
 from octavo.sample.sampler import Float32, Sampled, Sampler, SamplerState
 from octavo.schedule.request import Request, RequestRecord
 from octavo.speculate.drafter import NO_DRAFT
-from octavo.speculate.heads import RECURRENT, Heads, floats, read_heads
+from octavo.speculate.heads import (
+    RECURRENT,
+    Heads,
+    floats,
+    heads_folder,
+    own_heads,
+    read_heads,
+)
 from octavo.speculate.medusa import MedusaDrafter, head_weights
 from octavo.speculate.speculator import Speculator
 from speculate.random_heads import folder
@@ -517,3 +524,19 @@ def test_settings_that_cannot_be_honoured_are_refused(
         given = given | {"model": str(tmp_path / "heads")}
     with pytest.raises((SettingsError, CheckpointError, ValueError), match=reason):
         load_engine(checkpoint, EngineConfig(speculative_config={"method": "medusa"} | given))
+
+
+def test_heads_that_come_with_octavo_are_for_smollm2(
+    smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By name; a folder of that name comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert own_heads() == ["smollm2-heads"]
+    checkpoint = octavo.checkpoint.load(smollm2_path)
+    heads = read_heads(heads_folder("smollm2-heads"), checkpoint)
+    assert heads.num_heads == 3
+    assert len(heads.token_map) <= 4096
+    for name in ("", "..", "nothing", "./smollm2-heads"):
+        assert heads_folder(name) == Path(name)
+    (tmp_path / "smollm2-heads").mkdir()
+    assert heads_folder("smollm2-heads") == Path("smollm2-heads")

@@ -56,6 +56,7 @@ def known_names() -> str:
     """What can be pulled, then the shapes."""
     from octavo.checkpoint import pull
     from octavo.checkpoint.names import HUB_IDS
+    from octavo.speculate.heads import own_heads
 
     lines = ["to pull, serve and plan for:"]
     for model in pull.KNOWN.values():
@@ -79,5 +80,8 @@ def known_names() -> str:
         ),
         "",
         "to serve others: a Hugging Face id (org/repo or org/repo:Q4_K_M), a GGUF file, a folder",
+        "",
+        "heads that come with Octavo, to draft for smollm2 (--speculative-config",
+        f'  \'{{"method": "medusa", "model": NAME}}\'): {", ".join(own_heads())}',
     ]
     return "\n".join(lines)

@@ -28,7 +28,7 @@ from octavo.schedule.scheduler import Scheduler
 from octavo.speculate import draft_checkpoint, draft_model, layer_skip, medusa
 from octavo.speculate.draft_checkpoint import DraftModel
 from octavo.speculate.drafter import Drafter, ModelDrafter, Target
-from octavo.speculate.heads import Heads, read_heads
+from octavo.speculate.heads import Heads, heads_folder, read_heads
 from octavo.speculate.speculator import Speculator
 from octavo.words import plural
 
@@ -169,7 +169,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     heads: Heads | None = None
     weights = dict(checkpoint.weights)
     if speculation is not None and speculation.method == "medusa":
-        heads = read_heads(Path(speculation.model or ""), checkpoint)
+        heads = read_heads(heads_folder(speculation.model or ""), checkpoint)
         most = longest_draft(config, heads)
         if most is not None and (speculation.num_speculative_tokens or 0) > most:
             raise SettingsError(

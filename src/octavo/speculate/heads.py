@@ -25,6 +25,7 @@ from octavo.checkpoint.safetensors import SafetensorsFile
 
 CONFIG = "config.json"
 TENSORS = "model.safetensors"
+OWN = Path(__file__).parent / "trained"  # folders of heads that come with Octavo
 MOST_HEADS = 16
 MOST_LAYERS = 8
 MOST_WIDTH = 1 << 16
@@ -91,13 +92,30 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return found.hexdigest()
 
 
+def heads_folder(name: str) -> Path:
+    """The folder of heads that a setting names: one that is there, or by its name one that comes
+    with Octavo."""
+    folder = Path(name).expanduser()
+    if folder.exists() or name not in own_heads():
+        return folder
+    return OWN / name
+
+
+def own_heads() -> list[str]:
+    """Names of the heads that come with Octavo."""
+    return sorted(path.parent.name for path in OWN.glob(f"*/{CONFIG}"))
+
+
 def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
     """Raises `CheckpointError`, naming file and reason, for heads that are damaged, of a kind that
     is not supported, or for another model than ``checkpoint``.
     """
     path = folder / CONFIG
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: heads are trained by octavo train medusa")
+        raise CheckpointError(
+            f"{folder} is no folder: heads are trained by octavo train medusa, and "
+            f"{' and '.join(own_heads())} come with Octavo"
+        )
     config = _Config(path)
     model = checkpoint.config
     if config.values.get("model_type") != "medusa":

@@ -115,7 +115,7 @@ def record(**changes: Any) -> RequestRecord:
         "arrival": 10.0, "prompt_tokens": 7, "n": 2, "cached_tokens": 3, "completion_tokens": 12,
         "scheduled": 10.5, "first_token": 11.0, "last_token": 12.0, "finished": 12.0,
         "preemptions": 1, "outcome": Outcome.FINISHED, "client": "ann", "priority": -3,
-        "pauses": None,
+        "pauses": 2,
         "finish_reasons": [FinishReason.STOP, FinishReason.LENGTH],
     }  # fmt: skip
     return RequestRecord("id", **(facts | changes))
@@ -126,7 +126,7 @@ def test_the_facts_of_a_request() -> None:
         "priority": -3, "prompt_tokens": 7, "cached_tokens": 3,
         "completion_tokens": 12, "outcome": "finished", "finish_reasons": ["stop", "length"],
         "preemptions": 1, "queue_ms": 500.0, "ttft_ms": 1000.0, "tpot_ms": 200.0,
-        "pauses": None,
+        "pauses": 2,
         "e2e_ms": 2000.0, "slo_met": True,
     }  # fmt: skip
 

@@ -108,7 +108,7 @@ async def server(pipe: Connection) -> None:
 async def clients(port: int, path: str, body: dict[str, Any]) -> None:
     content = json.dumps(body | {"stream": True, "max_tokens": TOKENS}).encode()
     request = (
-        f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
         f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
     ).encode() + content
 

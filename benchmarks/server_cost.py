@@ -127,7 +127,7 @@ async def read_streams(port: int, path: str, bodies: list[dict[str, Any]]) -> li
     for body in bodies:
         content = json.dumps(body).encode()
         head = (
-            f"POST {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+            f"POST {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
             f"content-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         )
         reader = Reader(head.encode() + content)

@@ -74,14 +74,24 @@ class LLM:
     """A loaded model and its engine, for one thread.
 
     ``model`` is a known name, a GGUF file or its folder, or a Hugging Face id; ``engine`` are
-    `EngineConfig`'s options. Raises `CheckpointError` or `SettingsError`.
+    `EngineConfig`'s options. ``generation_config`` is where the parameters of requests without
+    sampling_params come from: the model's own files ("auto"), nowhere ("vllm"), or a folder with a
+    generation_config.json; ``override_generation_config`` replaces single values. Raises
+    `CheckpointError` or `SettingsError`.
 
         with LLM("smollm2") as llm:
             for output in llm.generate(["The capital of France is"], SamplingParams(temperature=0)):
                 print(output.outputs[0].text)
     """
 
-    def __init__(self, model: str | Path | LoadedEngine, **engine: Any) -> None:
+    def __init__(
+        self,
+        model: str | Path | LoadedEngine,
+        *,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        **engine: Any,
+    ) -> None:
         if isinstance(model, LoadedEngine):
             if engine:
                 raise TypeError(f"{', '.join(engine)}: the engine is loaded already")
@@ -92,6 +102,7 @@ class LLM:
             self.loaded = load_engine(resolve(str(model)), EngineConfig(**engine))
         self._engine = self.loaded.engine
         self._tokenizer = self.loaded.checkpoint.tokenizer
+        self._generation_config = generation_config, override_generation_config
         self._next_id = 0
         self._busy = False
 
@@ -109,7 +120,8 @@ class LLM:
         """With the values of the model's generation_config.json or GGUF file: what requests without
         sampling_params are drawn by. Raises `CheckpointError` if a value there cannot be honoured.
         """
-        return SamplingParams(**sampling_defaults(self.loaded.checkpoint).values)
+        defaults = sampling_defaults(self.loaded.checkpoint, *self._generation_config)
+        return SamplingParams(**defaults.values)
 
     def generate(
         self,

@@ -17,7 +17,7 @@ import pytest
 from octavo.checkpoint import chat_template, load, template_worker
 from octavo.checkpoint.base import ChatTemplateError
 from octavo.checkpoint.chat_template import JinjaChatTemplate
-from patience import PATIENCE
+from patience import PATIENCE, held_up_until
 
 ORACLE = Path(__file__).parent.parent / "oracle"
 USER = [{"role": "user", "content": "hi"}]
@@ -206,11 +206,10 @@ def test_nothing_is_kept_of_a_dead_process(idle: bool) -> None:
     source = "{% if messages[0].content == 'hang' %}" + HOSTILE["loops"] + "{% endif %}ok"
     template = JinjaChatTemplate(source)
     template.render(USER)
-    assert template._apart._worker is not None
-    worker = weakref.ref(template._apart._worker)
+    worker = weakref.ref(template._apart._idle[0])
     if idle:
-        template._apart._worker._process.kill()
-        template._apart._worker._process.wait()
+        template._apart._idle[0]._process.kill()
+        template._apart._idle[0]._process.wait()
         template.render(USER)
     else:
         with hurried(template), pytest.raises(ChatTemplateError, match="longer than"):
@@ -222,7 +221,7 @@ def test_nothing_is_kept_of_a_dead_process(idle: bool) -> None:
 def test_a_process_that_died_while_idle_is_replaced() -> None:
     template = JinjaChatTemplate("ok")
     assert template.render(USER) == "ok"
-    process = template._apart._worker._process  # type: ignore[union-attr]
+    process = template._apart._idle[0]._process
     process.kill()
     process.wait()
     assert template.render(USER) == "ok"
@@ -231,9 +230,49 @@ def test_a_process_that_died_while_idle_is_replaced() -> None:
 def test_the_process_goes_with_its_template() -> None:
     template = JinjaChatTemplate("ok")
     template.render(USER)
-    process = template._apart._worker._process  # type: ignore[union-attr]
+    process = template._apart._idle[0]._process
     del template
     assert process.wait(PATIENCE) is not None
+
+
+def test_no_rendering_waits_for_those_that_are_slow() -> None:
+    """More of them than there are seats for: some are ended early, and none takes a quick seat."""
+    source = "{% if messages[0].content == 'hang' %}" + HOSTILE["loops"] + "{% endif %}ok"
+    template = JinjaChatTemplate(source, seconds=60.0)
+    apart = template._apart
+    template.render(USER)
+    failed: list[str] = []
+
+    def hang() -> None:
+        try:
+            template.render([{"role": "user", "content": "hang"}])
+        except ChatTemplateError as error:
+            failed.append(str(error))
+
+    threads = [threading.Thread(target=hang, daemon=True) for _ in range(apart._most_slow)]
+    for thread in threads:
+        thread.start()
+    held_up_until(lambda: len(apart._slow) == apart._most_slow, "the slow ones")
+    for _ in range(5):
+        assert template.render(USER) == "ok"
+    assert not failed
+    apart._seconds = 0.4  # from now on a slow one has a part of that
+    threads += [threading.Thread(target=hang, daemon=True) for _ in range(4)]
+    for thread in threads[-4:]:
+        thread.start()
+    held_up_until(lambda: len(failed) >= 4, "the end of some")
+    assert template.render(USER) == "ok"
+    apart._seconds = 60.0
+    for worker in [*apart._slow]:
+        worker.give_up()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(failed) == len(threads)
+    assert any("because too many others take as long" in error for error in failed)
+    assert not apart._slow
+    assert apart._workers == set(apart._idle)
+    assert len(apart._idle) <= apart._most_quick
+    assert template.render(USER) == "ok"
 
 
 def test_threads_share_a_template() -> None:

@@ -341,11 +341,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2.0}},
         "partial_rotary_factor 0.5 is not supported for LlamaConfig",
     ),
-    "odd part": (
-        "phi3",
-        {"rope_parameters": {"partial_rotary_factor": 0.2}},
-        "rotates 3 of 16 dimensions, an odd number",
-    ),
     "layer types of one rope": (
         "qwen3",
         {"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}},
@@ -439,6 +434,14 @@ def test_each_rope_is_scaled_from_the_context_of_training(tmp_path: Path) -> Non
     rules = {layer.rope.by_length for layer in config.layers}
     assert rules == {DynamicNtk(plain.context_length, 4.0)}
     assert config.context_length == 4 * plain.context_length
+
+
+def test_an_odd_part_of_a_head_turns_one_dimension_more(tmp_path: Path) -> None:
+    """As transformers: of 3 dimensions two pairs, whose frequencies are those of 3."""
+    part = {"rope_parameters": {"partial_rotary_factor": 0.2, "rope_theta": 100.0}}
+    rope = load(folder("phi3", tmp_path / "m", part)).config.layers[0].rope
+    assert rope.dim == 4
+    assert rope.theta ** (-2 / 4) == pytest.approx(100.0 ** (-2 / 3))
 
 
 def test_yarn_lengthens_the_context(tmp_path: Path) -> None:

@@ -123,8 +123,9 @@ def test_a_load_that_rises_beyond_capacity_is_beyond_it_in_its_second_half() -> 
     ]
     verdict = judged(simulate(config, rising))
     assert verdict.saturated
-    assert "in the second half work comes" in verdict.why
-    assert verdict.offered < can, "on the whole it could be served"
+    assert "over the load's second half work comes" in verdict.why
+    assert len(rising) / max(sample.arrival or 0.0 for sample in rising) < can, "on the whole"
+    assert f"come over {verdict.over}" in verdict.room
 
 
 @pytest.mark.parametrize(
@@ -173,7 +174,7 @@ def test_any_load_has_a_verdict_that_agrees_with_its_headroom(
     assert verdict.work_at_half >= 0
     assert verdict.work_at_end >= 0
     if verdict.headroom is None:
-        assert run.series.span == 0
+        assert run.series.span == 0 or len(samples) == 1
     else:
         assert 0 < verdict.headroom < np.inf
         assert verdict.saturated is (verdict.headroom < 1)

@@ -234,10 +234,6 @@ class ChatTemplate(Protocol):
         with the template's own message."""
         ...
 
-    def check(self) -> None:
-        """Raises `ChatTemplateError` for a template that can render nothing, with the reason."""
-        ...
-
 
 class ChatTemplateError(ValueError):
     """The template refused the messages, failed, or ran too long."""

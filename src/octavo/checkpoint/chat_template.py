@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from octavo.checkpoint.apart import Apart, ApartError
-from octavo.checkpoint.base import ChatTemplateError, Rendered
+from octavo.checkpoint.base import ChatTemplate, ChatTemplateError, Rendered
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the same field of a message
 
 
 class JinjaChatTemplate:
-    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe; renders one at a time.
+    """Implements `octavo.checkpoint.base.ChatTemplate`. Thread-safe.
 
     ``tokens`` are the checkpoint's special tokens by name (``bos_token``, ``eos_token``, …).
     ``seconds`` (of wall time), ``memory`` (bytes that a rendering may take) and ``characters`` (of
@@ -83,8 +83,17 @@ class NoChatTemplate:
     def render(self, messages: list[dict[str, object]], **kwargs: object) -> Rendered:
         raise ChatTemplateError(self.reason)
 
-    def check(self) -> None:
-        raise ChatTemplateError(self.reason)
+
+def problem(template: ChatTemplate | None) -> str | None:
+    """Why the template can render nothing, if that is so."""
+    if isinstance(template, NoChatTemplate):
+        return template.reason
+    if isinstance(template, JinjaChatTemplate):
+        try:
+            template.check()
+        except ChatTemplateError as error:
+            return str(error)
+    return None
 
 
 def several_templates(names: Iterable[str]) -> NoChatTemplate:

@@ -13,6 +13,7 @@ from functools import cache
 from math import sqrt
 from typing import Any, NoReturn
 
+from octavo.checkpoint.base import CheckpointError
 from octavo.checkpoint.hf_defaults import (
     FULL,
     MAX_LAYERS,
@@ -294,11 +295,8 @@ class _Reader:
         if not 0.0 < part <= 1.0:
             self.fail(f"partial_rotary_factor is {part:g}, outside 0 to 1")
         dim = int(self.head_dim * part)
-        if part != 1.0 and dim % 2:
-            self.fail(
-                f"partial_rotary_factor {part:g} rotates {dim} of {self.head_dim} dimensions, an "
-                "odd number, which is not supported"
-            )
+        if dim % 2 and theta > 0.0:  # one more turns, with the frequencies of an odd number
+            theta, dim = theta ** ((dim + 1) / dim), dim + 1
         plain = {"theta": theta, "dim": dim, "interleaved": False}
         rules: dict[str, Callable[[Section, dict[str, Any]], Rope]] = {
             "default": lambda _, plain: Rope(**plain),
@@ -310,6 +308,8 @@ class _Reader:
         }
         try:
             return rules[kind](section, plain)
+        except CheckpointError:
+            raise
         except (ValueError, ArithmeticError) as error:
             self.fail(f"rope type {kind!r} cannot be computed from {values}: {error}")
 

@@ -64,7 +64,7 @@ def tokenizer_class(folder: HfFolder, tokenizer: Json) -> TokenizerClass | None:
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     unknown = found.parts(config)["model"].get("unk_token")
-    if not isinstance(vocabulary, dict) or unknown not in (None, *vocabulary):
+    if not isinstance(vocabulary, dict) or (unknown is not None and unknown not in vocabulary):
         return None  # transformers refuses to make the class of such a file
     return found
 

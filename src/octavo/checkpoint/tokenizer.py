@@ -210,7 +210,7 @@ class EncoderApart:
         loading = memory + 100 * len(tokenizer)  # what the library makes of a file
         limits = {"seconds": seconds, "memory": memory, "loading": loading}
         hello = {"tokenizer": tokenizer, "control": sorted(control), "limits": limits}
-        self._apart = Apart("octavo.checkpoint.encoder_worker", hello, "tokenizer")
+        self._apart = Apart("octavo.checkpoint.encoder_worker", hello, "tokenizer", quick=1, slow=2)
 
     def ids(self, text: str) -> list[int]:
         return self._ask({"text": text})

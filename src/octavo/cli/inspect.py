@@ -49,6 +49,7 @@ def command(
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
+    from octavo.checkpoint.chat_template import problem
     from octavo.checkpoint.rounding import rounded
     from octavo.engine.cache_plan import plan_cache
     from octavo.engine.config import DoesNotFit, SettingsError
@@ -109,6 +110,7 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         "experts": experts,
         "vocab_size": config.vocab_size,
         "context_length": config.context_length,
+        "default_max_model_len": config.default_length,
         "windows": windows,
         "tied_embeddings": config.tied_embeddings,
         "parameters": parameters,
@@ -133,20 +135,9 @@ def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
         },
         "chat_template": checkpoint.chat_template is not None,
         "notes": list(checkpoint.notes),
-        "chat_template_error": _template_error(checkpoint),
+        "chat_template_error": problem(checkpoint.chat_template),
         "here": here,
     }
-
-
-def _template_error(checkpoint: Checkpoint) -> str | None:
-    from octavo.checkpoint.base import ChatTemplateError
-
-    try:
-        if checkpoint.chat_template is not None:
-            checkpoint.chat_template.check()
-    except ChatTemplateError as error:
-        return str(error)
-    return None
 
 
 def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str, Any]]:
@@ -243,7 +234,12 @@ def as_text(facts: dict[str, Any]) -> str:
         *_experts(facts),
         f"heads       {facts['heads']} query on {facts['kv_heads']} KV, "
         f"{facts['head_dim']} wide; vocabulary {facts['vocab_size']:,}",
-        f"context     {facts['context_length']:,} tokens",
+        f"context     {facts['context_length']:,} tokens"
+        + (
+            ""
+            if facts["default_max_model_len"] == facts["context_length"]
+            else f"; {facts['default_max_model_len']:,}, as in training, without --max-model-len"
+        ),
         f"tokenizer   {facts['tokenizer']}, stops at {stops or 'nothing'}, "
         f"{'with' if facts['chat_template'] else 'no'} chat template",
         *(

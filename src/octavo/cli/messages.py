@@ -71,6 +71,8 @@ def terminal_lines() -> ReadLine:
     if isinstance(output, Vt100_Output):
         output.enable_cpr = False  # it would warn on a terminal that does not tell its cursor
     session: PromptSession[str] = PromptSession(
-        key_bindings=keys, output=output, prompt_continuation=_MORE
+        key_bindings=keys,
+        output=output,
+        prompt_continuation=lambda width, line, is_soft_wrap: "" if is_soft_wrap else _MORE,
     )
     return lambda prompt, typed: session.prompt(prompt, default=typed)

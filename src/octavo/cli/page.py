@@ -22,7 +22,10 @@ class Page:
         formatter = ctx.make_formatter()
         write_text, write_dl = formatter.write_text, formatter.write_dl
         formatter.write_text = lambda text: write_text(_unbroken(text))
-        formatter.write_dl = lambda rows: write_dl([(name, _unbroken(is_)) for name, is_ in rows])
+        names = min(30, formatter.width * 2 // 5)  # columns
+        formatter.write_dl = lambda rows: write_dl(
+            [(name, _unbroken(is_)) for name, is_ in rows], names
+        )
         self.format_help(ctx, formatter)  # type: ignore[attr-defined]
         text: str = formatter.getvalue()
         return text.rstrip("\n").replace(_HYPHEN, "-")
@@ -40,6 +43,12 @@ class Group(Page, TyperGroup):
         if name in COMMANDS and name not in self.commands:
             ctx.fail(f"No such command '{name}'. Here: {COMMANDS[name]}")
         return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(
+                [(name, each.get_short_help_str(1000)) for name, each in self.commands.items()]
+            )
 
 
 class Command(Page, TyperCommand):

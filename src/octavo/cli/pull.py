@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 from typing import Annotated
 
@@ -71,7 +72,10 @@ def known_names() -> str:
         "",
         "to plan for by their shapes, and to pull and serve from Hugging Face, as published there:",
         *textwrap.wrap(
-            ", ".join(shapes), 78, initial_indent="  ", subsequent_indent="  ",
+            ", ".join(shapes),
+            min(78, shutil.get_terminal_size().columns),
+            initial_indent="  ",
+            subsequent_indent="  ",
             break_on_hyphens=False,
         ),
         "",
@@ -79,5 +83,5 @@ def known_names() -> str:
         "",
         "heads that come with Octavo, to draft for smollm2 (--speculative-config",
         f'  \'{{"method": "medusa", "model": NAME}}\'): {", ".join(own_heads())}',
-    ]  # fmt: skip
+    ]
     return "\n".join(lines)

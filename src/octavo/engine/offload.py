@@ -114,7 +114,7 @@ def _disk(folder: str, name: bytes, block_bytes: int, budget: int | None) -> Dis
     if budget is None:
         # What the folder holds makes room when it goes: at each start the budget is the same.
         free = shutil.disk_usage(folder).free
-        disk.budget = min(_MOST_DISK, (free + disk.used) // 2)
+        disk.limit(min(_MOST_DISK, (free + disk.used) // 2))
         if disk.budget < HEADER_BYTES + block_bytes:
             logger.warning(
                 "kv offload: %s is full (%s free): what it holds is read, and nothing is written "

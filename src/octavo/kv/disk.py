@@ -62,6 +62,7 @@ class Disk:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.budget = budget
         self.block_bytes = block_bytes
         self.bytes_read = 0
         self.bytes_written = 0
@@ -83,21 +84,16 @@ class Disk:
         self._ledger = Ledger(self._root, budget, self._found, self._lost)
 
     @property
-    def budget(self) -> int:
-        """Bytes of files at most; less than a block: none are written."""
-        return self._ledger.budget
-
-    @budget.setter
-    def budget(self, size: int) -> None:
-        self._ledger.budget = size
-
-    @property
     def used(self) -> int:
         """Bytes of all engines' files, as far as is known here."""
         return self._ledger.used
 
     def __len__(self) -> int:
         return len(self._index)
+
+    def limit(self, budget: int) -> None:
+        """To so many bytes of files; less than a block: none are written."""
+        self.budget = self._ledger.budget = budget
 
     def holds(self, key: Key) -> bool:
         return key in self._index

@@ -5,9 +5,10 @@ saturation it comes faster than it is done: what is left to do grows as long as 
 whether they wait in the queue, run more and more slowly beside each other, or are held back by the
 client. ``headroom`` is capacity ÷ offered load; below 1 the load is beyond saturation.
 
-The offered load is that of the whole time of arrivals; of its second half, if work in the system
-grew then by more than a tenth of what came in, and more came in than can be done. A burst makes
-work grow, too, but within less than what the engine can do in that time.
+The offered load is that of the whole time of arrivals. If that could be done, but work in the
+system grew in the second half by more than a tenth of what came in then, and more came in than can
+be done, it is that half's. A burst makes work grow, too, but within what the engine can do in that
+time.
 
 Requests that all come at once have no rate. They are beyond saturation if some still wait in the
 engine's queue when the first ends.
@@ -34,7 +35,8 @@ class Saturation(NamedTuple):
     saturated: bool
     headroom: float | None  # None: there is no rate, or the capacity is not known
     why: str  # for people, with how long the client held requests back, if it did
-    offered: float | None  # requests a second; None: all come at once
+    offered: float | None  # requests of this mix a second; None: all come at once
+    over: str  # the time that this is of: "the load", or "the load's second half"
     capacity: float | None  # requests a second of the same mix
     work_at_half: float  # seconds of work in the system, at half the time of the last arrival
     work_at_end: float  # and at that of the last arrival
@@ -48,7 +50,7 @@ class Saturation(NamedTuple):
             return ""
         return (
             f"{number(self.headroom, 3)} ×: {number(self.capacity)} requests/s of this "
-            f"mix can be served, {number(self.offered)} come"
+            f"mix can be served, {number(self.offered)} come over {self.over}"
         )
 
 
@@ -65,7 +67,9 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     asked = [record for record in records if record.success or record.rejected]
     half, end = (sum(work.left(record, time) for record in served) for time in (span / 2, span))
 
-    def verdict(headroom: float | None, saturated: bool, why: str) -> Saturation:
+    def verdict(
+        load: float | None, saturated: bool, why: str, over: str = "the load"
+    ) -> Saturation:
         if refused:
             why += f"; {refused} of {len(records)} requests were refused: the queue was full"
         if held:
@@ -73,30 +77,34 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
                 f"; the client held back {len(held)} of {len(records)} requests, for "
                 f"{np.mean(held):.1f} s on average and up to {max(held):.1f} s"
             )
-        offered = len(asked) / span if span else None
         most = None if capacity is None else capacity.requests_per_second
-        return Saturation(saturated, headroom, why, offered, most, half, end, refused, len(held))
+        headroom = offered = None
+        if load is not None and most is not None:
+            headroom, offered = 1 / load, load * most
+        return Saturation(
+            saturated, headroom, why, offered, over, most, half, end, refused, len(held)
+        )
 
+    if len(asked) < 2:
+        return verdict(None, False, "a single request comes")
     if not span:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
     left = (
-        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half "
-        "of the load"
+        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half"
     )
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second
-    when = ""
-    if grown and 2 * came / span > max(1 + GROWN, load):
-        load, when = 2 * came / span, "in the second half "
+    over = "the load"
+    if load <= 1 and grown and 2 * came / span > 1 + GROWN:
+        load, over = 2 * came / span, "the load's second half"
     if load > 1:
-        why = f"{when}work comes {number(load, 3)} times as fast as it can be done: {left}"
-        return verdict(1 / load, True, why)
-    return verdict(
-        1 / load, False, f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
-    )
+        why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"
+        return verdict(load, True, why, over)
+    why = f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
+    return verdict(load, False, why)
 
 
 def _at_once(simulation: Simulation) -> tuple[bool, str]:

@@ -80,7 +80,8 @@ class Setup:
             ), layout
         except DoesNotFit as error:
             raise DoesNotFit(
-                f"{error}. Available is {share:g} of {as_size(device.memory_bytes)} "
+                f"{error}. Available is {'all' if share == 1 else f'{share:g}'} of "
+                f"{as_size(device.memory_bytes)} "
                 f"(--gpu-memory-utilization) without {as_size(RUNTIME_BYTES)} of the GPU's runtime"
             ) from None
 
@@ -155,8 +156,8 @@ def weights_on(
         raise SettingsError(str(error)) from None
     if for_gpus(stored) and not device.gpu:
         raise SettingsError(
-            f"weights in {stored.name} are for plans of GPUs: CPUs have no fp8 units, and no "
-            "kernel here takes them"
+            "fp8 weights are for plans of GPUs: CPUs have no fp8 units, and no kernel here takes "
+            "them; w8a8 and q8_0 take about as many bytes"
         )
     if not device.measured:
         return stored

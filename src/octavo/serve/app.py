@@ -25,6 +25,7 @@ from octavo.serve.inspection import Inspection
 from octavo.serve.keys import Keyring
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
+from octavo.serve.refusals import Refusals
 from octavo.serve.workers import Workers
 
 # What a page of another origin may read of an answer's headers.
@@ -65,28 +66,28 @@ def create_app(
     metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
     engine.observe(metrics)
     bodies = Bodies(config.max_request_bytes)
-    workers = Workers()
+    workers, refusals = Workers(), Refusals()
     models = routes.Models(model)
     probes = routes.Probes(engine, workers)
-    generate = partial(Generate, engine, config, metrics, bodies, workers)
+    generate = partial(Generate, engine, config, metrics, bodies, workers, refusals)
     # Threads of their own, so that neither takes the other's place.
-    worker = partial(routes.Worker, bodies, Workers(threads=1))
+    worker = partial(routes.Worker, bodies, Workers(threads=1), refusals, lambda: engine.draining)
     get, post = ["GET"], ["POST"]
     table = [
         Route("/v1/models", models.list, methods=get),
         Route("/v1/models/{model:path}", models.get, methods=get),
         Route(
             "/v1/completions",
-            generate(partial(completions.prepare, model, config)),
+            generate(partial(completions.prepare, model, config), "text"),
             methods=post,
         ),
         Route(
             "/v1/chat/completions",
-            generate(partial(chat.prepare, model, config)),
+            generate(partial(chat.prepare, model, config), "chat"),
             methods=post,
         ),
-        Route("/tokenize", worker(partial(routes.tokenize, model)), methods=post),
-        Route("/detokenize", worker(partial(routes.detokenize, model)), methods=post),
+        Route("/tokenize", worker(partial(routes.tokenize, model), "chat"), methods=post),
+        Route("/detokenize", worker(partial(routes.detokenize, model), "text"), methods=post),
         Route("/health", probes.live, methods=get),
         Route("/ping", probes.live, methods=get),
         Route("/live", probes.live, methods=get),
@@ -103,6 +104,7 @@ def create_app(
             default=partial(_not_found, "; see /docs" if config.docs else ""),
         ),
         Keyring(config.keys, engine.fair_queue),
+        lambda: engine.draining,
     )
     if config.allowed_origins:
         app = CORSMiddleware(

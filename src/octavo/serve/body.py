@@ -21,12 +21,14 @@ import msgspec
 from starlette.types import Receive
 
 from octavo.serve.errors import ApiError, ClientGone, TooMany, draining
+from octavo.serve.workers import SMALL
 
 T = TypeVar("T")
 
-_DISCARD = 64 << 20  # bytes of a body too long that are read away, so that the answer gets through
 _TIMEOUT = 120.0  # seconds for the whole body
-_IN_FLIGHT = 64 << 20  # bytes of all bodies together; or two of the longest
+_IN_FLIGHT = 64 << 20  # bytes of all large bodies together; or two of the longest
+_IN_FLIGHT_SMALL = 64 << 20  # bytes of all bodies' beginnings
+_LONGEST_NUMBER = 1000  # characters
 _CONTAINERS = 1 << 16  # lists and objects in a body at most
 _AT_ONCE = 1 << 16  # of these, or quotation marks, in what C may scan in one go; no more than there
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>(?:key in )?\$.*)`)?$", re.DOTALL)
@@ -43,6 +45,7 @@ class Bodies:
         self._draining = False
         self._receiving: set[asyncio.Timeout] = set()
         self.free = max(_IN_FLIGHT, 2 * limit)  # bytes
+        self.free_small = _IN_FLIGHT_SMALL
 
     def drain(self) -> None:
         """Refuse what is still being received, and what will come."""
@@ -60,17 +63,18 @@ class Bodies:
             raise draining()
         size = _declared(headers)
         if size > self._limit:
-            if size > _DISCARD or b"expect" in headers:
-                raise _too_long(self._limit)
-        else:
-            # Counted is only what has come: to announce a body is no way to keep others out.
-            self._check(size)
+            raise _too_long(self._limit)  # what comes of it is read away by the connection
+        # Counted is only what has come: to announce a body is no way to keep others out. The first
+        # bytes of each have room of their own, so that large bodies keep no small one out.
+        self._check(max(0, size - SMALL), 0)
         held = 0
 
         def hold(size: int) -> None:
             nonlocal held
-            self._check(size)
-            self.free -= size
+            small = min(SMALL, held + size) - min(SMALL, held)
+            self._check(size - small, small)
+            self.free -= size - small
+            self.free_small -= small
             held += size
 
         try:
@@ -91,10 +95,12 @@ class Bodies:
                 self._receiving.discard(receiving)
             yield body
         finally:
-            self.free += held
+            small = min(SMALL, held)
+            self.free += held - small
+            self.free_small += small
 
-    def _check(self, size: int) -> None:
-        if size > self.free:
+    def _check(self, large: int, small: int) -> None:
+        if large > self.free or small > self.free_small:
             raise TooMany("too many bytes of request bodies are being read", None, "capacity")
 
 
@@ -127,15 +133,10 @@ async def _received(receive: Receive, limit: int, hold: Callable[[int], None]) -
         part = message.get("body", b"")
         more = message.get("more_body", False)
         read += len(part)
-        if read <= limit:
-            hold(len(part))
-            parts.append(part)
-        elif read > _DISCARD:
+        if read > limit:
             raise _too_long(limit)
-        else:
-            parts.clear()
-    if read > limit:
-        raise _too_long(limit)
+        hold(len(part))
+        parts.append(part)
     return b"".join(parts)
 
 
@@ -246,6 +247,7 @@ class _Decoder(json.JSONDecoder):
             self.scan_once = py_make_scanner(self)
 
     def _float(self, digits: str) -> float:
+        _check_number(digits)
         value = float(digits)
         if not math.isfinite(value):
             self.suspicious = True
@@ -276,7 +278,15 @@ class _Decoder(json.JSONDecoder):
 
 
 def _integer(digits: str) -> int:
+    _check_number(digits)
     return int(digits)
+
+
+def _check_number(digits: str) -> None:
+    if len(digits) > _LONGEST_NUMBER:
+        raise ApiError(
+            400, f"a number in the body has {len(digits)} digits, more than {_LONGEST_NUMBER}"
+        )
 
 
 def _refuse_suspects(value: object, path: str) -> None:

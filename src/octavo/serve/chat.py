@@ -5,13 +5,12 @@ from __future__ import annotations
 from octavo.engine.outputs import Delta
 from octavo.sample.params import InvalidParameter
 from octavo.schedule.request import Request
-from octavo.serve.body import decode_object
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
 from octavo.serve.generate import Prepared
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt, chat_prompt
-from octavo.serve.protocol import ChatRequest, parse
+from octavo.serve.protocol import ChatRequest, read
 from octavo.serve.reply import Output, Reply
 from octavo.serve.responses import (
     ChatChoice,
@@ -25,7 +24,7 @@ from octavo.serve.sampling import sampling_params
 
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     """Raises `ApiError`, `InvalidParameter`."""
-    request = parse(decode_object(body), ChatRequest, model.longest_list)
+    request = read(body, ChatRequest, model.longest_list)
     model.check_name(request.model)
     n = 1 if request.n is None else request.n
     if n > config.max_choices:

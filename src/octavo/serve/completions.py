@@ -7,13 +7,12 @@ from math import inf
 
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.schedule.request import Request
-from octavo.serve.body import decode_object
 from octavo.serve.config import ServeConfig
 from octavo.serve.errors import ApiError
 from octavo.serve.generate import Prepared
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import Prompt, completion_prompts
-from octavo.serve.protocol import CompletionRequest, parse
+from octavo.serve.protocol import CompletionRequest, read
 from octavo.serve.reply import Output, Reply
 from octavo.serve.responses import (
     Completion,
@@ -31,7 +30,7 @@ _DEFAULT_MAX_TOKENS = 16
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Prepared:
     """Raises `ApiError`, `InvalidParameter`."""
     longest = max(model.longest_list, config.max_choices)
-    request = parse(decode_object(body), CompletionRequest, longest)
+    request = read(body, CompletionRequest, longest)
     model.check_name(request.model)
     n = 1 if request.n is None else request.n
     if request.best_of is not None and request.best_of != n:

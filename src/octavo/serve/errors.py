@@ -129,6 +129,15 @@ def unavailable(message: str, *, close: bool = False, reason: str | None = None)
     return ApiError(503, message, headers=headers, reason=reason)
 
 
+def is_fault_of_client(error: Exception) -> bool:
+    """Whether the same request would be refused always and everywhere."""
+    if isinstance(error, AdmissionError):
+        return not error.retryable
+    return isinstance(error, InvalidParameter) or (
+        isinstance(error, ApiError) and 400 <= error.status < 500 and error.status != 429
+    )
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """What the client is told. Faults of the server are logged and not described to it."""
     if isinstance(error, ApiError):

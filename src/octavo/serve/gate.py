@@ -120,9 +120,13 @@ class Door:
     whatever is raised inside.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keyring) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: Keyring, stopping: Callable[[], bool] = lambda: False
+    ) -> None:
+        """``stopping``: whether the server stops, which cancels whoever has not been answered."""
         self._app = app
         self._keys = keys
+        self._stopping = stopping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -135,7 +139,9 @@ class Door:
             await self._app(scope, receive, send)
         except ClientGone:
             exchange.client_gone = True
-        except asyncio.CancelledError:  # by uvicorn, which stops
+        except asyncio.CancelledError:
+            if not self._stopping():
+                raise
             await answer_error(send, exchange, draining())
         except (GeneratorExit, KeyboardInterrupt, SystemExit):
             raise

@@ -30,15 +30,23 @@ from octavo.schedule.request import (
 from octavo.serve.body import Bodies, Watch, unless_gone
 from octavo.serve.config import ServeConfig
 from octavo.serve.deltas import Gaps, Together
-from octavo.serve.errors import ApiError, ClientGone, TooMany, as_api_error, draining
+from octavo.serve.errors import (
+    ApiError,
+    ClientGone,
+    TooMany,
+    as_api_error,
+    draining,
+    is_fault_of_client,
+)
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import send_json
 from octavo.serve.keys import ApiKey
 from octavo.serve.metrics import Metrics
 from octavo.serve.protocol import LABELS, Slo
 from octavo.serve.quota import Charge
+from octavo.serve.refusals import Cost, Refusals
 from octavo.serve.reply import Output, Reply
-from octavo.serve.workers import Workers
+from octavo.serve.workers import SMALL, Kind, Workers
 from octavo.serve.writer import DirectWrite, Writer, keep_alive
 
 log = logging.getLogger(__name__)
@@ -76,26 +84,38 @@ class Generate:
         metrics: Metrics,
         bodies: Bodies,
         workers: Workers,
+        refusals: Refusals,
         prepare: Callable[[bytes], Prepared],
+        kind: Kind,
     ) -> None:
         self._engine = engine
         self._config = config
         self._metrics = metrics
         self._bodies = bodies
         self._workers = workers
+        self._refusals = refusals
         self._prepare = prepare
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange = Exchange.of(scope)
         if self._engine.draining:
             raise draining()
         charge: Charge | None = None
+        cost = Cost()
         try:
             # Before a byte of the body is read, for that is quick however busy everyone is.
             if exchange.account is not None:
                 charge = exchange.account.open()
             self._engine.check_room(self._workers.pending)
-            await self._run(scope, receive, send, exchange, charge)
+            await self._run(scope, receive, send, exchange, charge, cost)
+        except (ApiError, InvalidParameter, AdmissionError) as error:
+            # Its traceback has the frames that hold the body, and all that came of it.
+            if is_fault_of_client(error.with_traceback(None)):
+                if charge is not None:
+                    charge.fault(cost.size)
+                await self._refusals.pay(exchange.client, cost, lambda: self._engine.draining)
+            raise
         finally:
             if charge is not None:
                 charge.close()
@@ -107,9 +127,10 @@ class Generate:
         send: Send,
         exchange: Exchange,
         charge: Charge | None,
+        cost: Cost,
     ) -> None:
         key = None if exchange.account is None else exchange.account.key
-        prepared, refused = await self._read(scope, receive, key)
+        prepared, refused = await self._read(scope, receive, key, cost)
         streams: list[Stream] = []
 
         def abort() -> None:
@@ -149,13 +170,14 @@ class Generate:
             abort()  # what did not come to its end, for nobody reads it any more
             await watch.close()
 
-    async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None) -> _Read:
+    async def _read(self, scope: Scope, receive: Receive, key: ApiKey | None, cost: Cost) -> _Read:
         async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
+            cost.size = len(body)
             # Others have come meanwhile; and who asks for no latency of its own is known by now, at
-            # its most urgent.
-            asks = None
-            priorities = [int(found) for found in _PRIORITY.findall(body)]
-            if not any(term in body for term in _TERMS) and (
+            # its most urgent. Large bodies are not searched here, where all others wait.
+            asks, large = None, len(body) > SMALL
+            priorities = [] if large else [int(found) for found in _PRIORITY.findall(body)]
+            if not (large or any(term in body for term in _TERMS)) and (
                 priorities or b'"priority"' not in body
             ):
                 asks = RequestRecord("", time.monotonic(), 0, target=self._target(None, key))
@@ -163,7 +185,8 @@ class Generate:
                     asks.client, asks.weight, asks.priority = key.name, key.weight, key.priority
                 asks.priority = min([asks.priority, *priorities])
             self._engine.check_room(self._workers.pending, asks)
-            return await unless_gone(receive, self._workers.run(partial(self._checked, key), body))
+            work = partial(cost.work, partial(self._checked, key))
+            return await unless_gone(receive, self._workers.run(work, body, self._kind))
 
     def _checked(self, key: ApiKey | None, body: bytes) -> _Read:
         """In a worker thread: what is asked, and why it can never be answered where that is so."""

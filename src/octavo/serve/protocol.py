@@ -17,9 +17,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from octavo.sample.params import MAX_LOGIT_BIASES
+from octavo.sample.params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from octavo.schedule.request import LatencyTarget
-from octavo.serve.body import convert
+from octavo.serve.body import convert, decode_object
+from octavo.serve.counting import check_counts
 from octavo.serve.errors import ApiError
 
 # What identifies the caller or the conversation to OpenAI; here it is only written to the log.
@@ -219,6 +220,28 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     tokens: list[int]
 
 
+# What a field of a long body may have, beside what its model could use (`most_values`).
+_MOST_VALUES = {
+    "logit_bias": MAX_LOGIT_BIASES,
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "metadata": 16,
+}
+_OTHER_VALUES = 4096
+_MOST_IDS = 1 << 20  # of all prompts of a request: as many as may wait
+
+
+def most_values(each: int) -> dict[str, int]:
+    """How many values each field of a request may have; ``each``: entries of a list."""
+    ids = ("allowed_token_ids", "banned_token_ids", "tokens")
+    return {
+        **_MOST_VALUES,
+        **dict.fromkeys(ids, each),
+        "prompt": max(each, _MOST_IDS),
+        "messages": each,
+    }
+
+
 _PROMPT: Any = str | int | list[int]  # or, where it is a number, a part of one
 _LONG_LIST = 1 << 16  # entries; what is no longer is checked in a millisecond
 
@@ -250,6 +273,13 @@ def parse(fields: dict[str, Any], to: type[R], longest: int = 0) -> R:
     if isinstance(request, CompletionRequest) and isinstance(request.prompt, list):
         _check_prompts(request.prompt)
     return request
+
+
+def read(body: bytes, to: type[R], longest: int) -> R:
+    """`parse` of what is in ``body``, which is counted before it is decoded."""
+    each = max(longest, _LONG_LIST)
+    check_counts(body, most_values(each), _OTHER_VALUES, each)
+    return parse(decode_object(body), to, longest)
 
 
 def _sizes(fields: dict[str, Any]) -> Iterator[tuple[str, int]]:

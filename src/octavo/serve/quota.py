@@ -4,8 +4,9 @@ Each is a bucket that fills evenly, to a minute's worth at most. A request takes
 bucket and its prompt of the other before it is queued, or is refused with the time at which there
 will be enough. What it then generates is taken as it comes, from the request's record, and may
 leave the bucket below empty, for nobody knows it before; who is there is refused until it has
-filled again. A prompt longer than a minute's tokens needs a full bucket. Who is refused, for
-whatever reason, is not charged.
+filled again. A prompt longer than a minute's tokens needs a full bucket. Who is refused because
+there is too much to do, or for a quota, is not charged; who is refused for what is in the body is
+charged the request, and for the body's length.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from octavo.schedule.request import Outcome, RequestRecord
 from octavo.serve.errors import TooMany
 
+_BYTES_PER_TOKEN = 4  # of ordinary text
 _MINUTE = 60 * 10**9  # nanoseconds
 
 
@@ -126,6 +128,7 @@ class Charge:
         self._records: Sequence[RequestRecord] = ()
         self._prompts = 1  # at least, before it is read
         self._taken = 0  # tokens
+        self._fault = False
 
     def prompts(self, lengths: Sequence[int]) -> None:
         """The prompts' tokens are known and taken. Raises `TooMany` if there are not enough, and
@@ -150,8 +153,20 @@ class Charge:
         if self._records:
             self._take(_tokens(self._records))
 
+    def fault(self, size: int) -> None:
+        """The request is refused for what is in its body of ``size`` bytes. It has been read: that
+        costs what an ordinary text of its length would.
+        """
+        self._fault = True
+        self._take(size // _BYTES_PER_TOKEN)
+
     def close(self) -> None:
-        """The request has ended, or was refused and costs nothing."""
+        """The request has ended, or was refused: that costs nothing unless the client is at
+        fault.
+        """
+        if self._fault:
+            self._quota.close(self)
+            return
         self._take(_tokens(self._records))
         requests = self._quota.requests
         if requests is not None and all(map(_rejected, self._records)):

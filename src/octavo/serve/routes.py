@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
@@ -12,14 +13,15 @@ from starlette.types import Receive, Scope, Send
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
 from octavo.schedule.request import AdmissionError, RequestRecord
-from octavo.serve.body import Bodies, decode_object, unless_gone
-from octavo.serve.errors import ApiError, unavailable
+from octavo.serve.body import Bodies, unless_gone
+from octavo.serve.errors import ApiError, is_fault_of_client, unavailable
 from octavo.serve.exchange import Exchange
 from octavo.serve.gate import send_json
 from octavo.serve.metrics import Metrics
 from octavo.serve.model import ServedModel
 from octavo.serve.prompts import chat_prompt
-from octavo.serve.protocol import DetokenizeRequest, TokenizeRequest, parse
+from octavo.serve.protocol import DetokenizeRequest, TokenizeRequest, read
+from octavo.serve.refusals import Cost, Refusals
 from octavo.serve.responses import (
     Detokenized,
     ModelCard,
@@ -28,7 +30,7 @@ from octavo.serve.responses import (
     Version,
     json,
 )
-from octavo.serve.workers import Workers
+from octavo.serve.workers import Kind, Workers
 
 
 def answer(value: object) -> Response:
@@ -85,14 +87,33 @@ class Probes:
 class Worker:
     """A POST route whose work, from reading the JSON on, is done in a worker thread."""
 
-    def __init__(self, bodies: Bodies, workers: Workers, work: Callable[[bytes], object]) -> None:
+    def __init__(
+        self,
+        bodies: Bodies,
+        workers: Workers,
+        refusals: Refusals,
+        draining: Callable[[], bool],
+        work: Callable[[bytes], object],
+        kind: Kind,
+    ) -> None:
         self._bodies = bodies
         self._workers = workers
+        self._refusals = refusals
+        self._draining = draining
         self._work = work
+        self._kind = kind
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._bodies.read(Exchange.of(scope).headers, receive) as body:
-            answer = await unless_gone(receive, self._workers.run(self._encoded, body))
+        cost, exchange = Cost(), Exchange.of(scope)
+        try:
+            async with self._bodies.read(exchange.headers, receive) as body:
+                cost.size = len(body)
+                work = partial(cost.work, self._encoded)
+                answer = await unless_gone(receive, self._workers.run(work, body, self._kind))
+        except ApiError as error:
+            if is_fault_of_client(error.with_traceback(None)):
+                await self._refusals.pay(exchange.client, cost, self._draining)
+            raise
         await send_json(send, 200, answer)
 
     def _encoded(self, body: bytes) -> bytes:
@@ -100,7 +121,7 @@ class Worker:
 
 
 def tokenize(model: ServedModel, body: bytes) -> Tokenized:
-    request = parse(decode_object(body), TokenizeRequest, model.longest_list)
+    request = read(body, TokenizeRequest, model.longest_list)
     model.check_name(request.model)
     if (request.prompt is None) == (request.messages is None):
         raise ApiError(400, "give either prompt or messages", "prompt")
@@ -121,7 +142,7 @@ def tokenize(model: ServedModel, body: bytes) -> Tokenized:
 
 
 def detokenize(model: ServedModel, body: bytes) -> Detokenized:
-    request = parse(decode_object(body), DetokenizeRequest, model.longest_list)
+    request = read(body, DetokenizeRequest, model.longest_list)
     model.check_name(request.model)
     model.check_ids(request.tokens, "tokens")
     return Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))

@@ -24,7 +24,8 @@ from prometheus_client import disable_created_metrics
 from starlette.types import ASGIApp
 
 from octavo import __version__
-from octavo.checkpoint.base import ChatTemplate, ChatTemplateError
+from octavo.checkpoint.base import ChatTemplate
+from octavo.checkpoint.chat_template import problem
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
@@ -63,6 +64,7 @@ ONE_CACHE = (
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LAST_BYTES = 5  # seconds that answers already complete have to reach their clients
 _STOP_TIMEOUT = 5.0  # seconds that the engine has to end its last step
+_SEND_BUFFER = 256 << 10  # bytes that the system keeps for a client; Linux takes twice as many
 _IDLE_BEFORE_PROBE = 30  # seconds of silence before TCP asks whether the peer still exists
 
 
@@ -213,10 +215,8 @@ async def _serve(
 
 def _try_template(template: ChatTemplate) -> None:
     """Say at the start what would else be found out by the first chat."""
-    try:
-        template.check()
-    except ChatTemplateError as error:
-        log.warning("chats will be refused, the chat template cannot be used: %s", error)
+    if (reason := problem(template)) is not None:
+        log.warning("chats will be refused, the chat template cannot be used: %s", reason)
 
 
 def http_server(app: ASGIApp, config: ServeConfig) -> uvicorn.Server:
@@ -303,6 +303,8 @@ def bind(config: ServeConfig) -> socket.socket:
         # connections inherit this.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE_BEFORE_PROBE)
+        # What a client does not take of its answer is not the system's memory's, either.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER)
         listener.bind(address)
     except OSError:
         listener.close()

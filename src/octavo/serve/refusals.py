@@ -1,0 +1,58 @@
+"""What reading bodies takes that are refused then: a small share of the time, whoever sends them.
+
+A body that costs much to read and is no request is answered late, so that its sender cannot send
+the next one at once: all that a key's refused bodies take is at most a tenth of one core's time.
+Refusals that cost next to nothing, and those for which the client is not at fault, are answered at
+once. Used on the event loop's thread only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
+
+_SHARE = 0.1  # of the time
+_PER_BYTE = 4e-9  # seconds to receive one
+_AT_ONCE = 0.05  # seconds; an answer that would be no later is not delayed
+_LOOK = 0.2  # seconds after which those who wait look whether the server stops
+
+
+@dataclass(slots=True)
+class Cost:
+    """Of reading a body: its size in bytes, and the seconds that a thread worked on it."""
+
+    size: int = 0
+    seconds: float = 0.0
+
+    def work(self, function: Callable[[bytes], T], body: bytes) -> T:
+        """``function`` of ``body``, in whatever thread, and how long that took."""
+        began = time.perf_counter()
+        try:
+            return function(body)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+
+class Refusals:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._paid: dict[str, float] = {}  # by client: when all that it cost is paid for
+
+    def delay(self, client: str, cost: Cost) -> float:
+        """Seconds until ``client``, the name of a key, is to be told of its refusal."""
+        now = self._now()
+        paid = max(now, self._paid.get(client, now))
+        paid += (cost.seconds + cost.size * _PER_BYTE) / _SHARE
+        self._paid[client] = paid
+        return paid - now if paid - now > _AT_ONCE else 0.0
+
+    async def pay(self, client: str, cost: Cost, stops: Callable[[], bool]) -> None:
+        """Wait for so long, unless the server ``stops``."""
+        end = self._now() + self.delay(client, cost)
+        while (left := end - self._now()) > 0 and not stops():
+            await asyncio.sleep(min(left, _LOOK))

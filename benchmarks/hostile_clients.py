@@ -2,11 +2,11 @@
 
     python benchmarks/hostile_clients.py [MODEL] [--seconds 60] [--requests 200] [-- OPTIONS]
 
-OPTIONS are of octavo serve. First 64 clients ask for streams with many choices and logprobs and
-read a byte a second: the server's resident memory is shown before, at its highest, and at the end
-(the KV cache, 256 MiB, is touched as it fills). And a victim asks for short answers, one after the other, alone and beside
-four senders of hostile bodies of each kind, each of which sends again as soon as it is refused: its
-time to the first token, and the ratio of the p99s.
+OPTIONS are of octavo serve. First a victim asks for short answers, one after the other, alone and
+beside four senders of hostile bodies of each kind, each of which sends again as soon as it is
+refused: its time to the first token, and the ratio of the p99s. Then 64 clients ask for streams of
+many choices with logprobs and read a byte a second: the server's resident memory is shown before,
+at its highest, and at the end (the KV cache, 256 MiB, is touched as it fills).
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Server:
     def __init__(self, model: str, options: list[str]) -> None:
         port = free_port()
         command = [str(Path(sys.executable).parent / "octavo"), "serve", model]
+        quiet = ["--disable-uvicorn-access-log"]
         self.url = f"http://127.0.0.1:{port}"
         self.process = subprocess.Popen(
-            [*command, "--port", str(port), "--kv-cache-memory", "256MiB"]
-            + ["--disable-uvicorn-access-log", *options],
+            [*command, "--port", str(port), "--kv-cache-memory", "256MiB", *quiet, *options],
             stderr=subprocess.DEVNULL,
         )
         while True:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf_writer import F16, F32, Q8_0, UINT32, Tensor, tiny_gemma3, tiny_llama
+from gguf_writer import F16, F32, Q8_0, STRING, UINT32, Tensor, tiny_gemma3, tiny_llama
 
 from octavo.checkpoint import load
 from octavo.checkpoint.base import CheckpointError, WeightFormat
+from octavo.checkpoint.chat_template import problem
 from octavo.kv.layout import KvLayout
 from octavo.model.families import program
 
@@ -49,6 +50,13 @@ def test_vectors_are_widened_exactly(tmp_path: Path) -> None:
 
 def test_a_model_without_chat_template(tmp_path: Path) -> None:
     assert load(tiny_gemma3().write(tmp_path / "model.gguf")).chat_template is None
+
+
+def test_templates_of_which_none_is_the_default(tmp_path: Path) -> None:
+    file = tiny_llama().drop("tokenizer.chat_template")
+    file.set("tokenizer.chat_template.tool_use", STRING, "x")
+    template = load(file.write(tmp_path / "model.gguf")).chat_template
+    assert "several chat templates (tool_use) and none called default" in str(problem(template))
 
 
 def test_what_does_not_fit_the_program_is_named(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ from oracle.drawn_configs import (
 
 HERE = Path(__file__).parent
 LIMIT = 4e-3  # of the logits' standard deviation
-MOST_WEIGHTS = 40_000_000
+MOST_WEIGHTS = 120_000_000
 MOST_LOGITS = 40_000_000
 MOST_SCORES = 200_000_000  # of a layer's attention
 RECORDED = HERE / "configs.json.gz"

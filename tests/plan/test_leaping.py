@@ -70,6 +70,6 @@ def test_leaping_changes_nothing(settings: dict[str, Any], more: dict[str, Any])
         run.engine.check_integrity()
         columns = {name: column.tolist() for name, column in run.series.columns().items()}
         stats = run.engine.stats()
-        gauges = run.series.most, run.series.means(), run.series.queue_since
+        gauges = run.series.most, run.series.means()
         results.append((run.replay, columns, stats, gauges, timeline.trace(run)))
     assert results[0] == results[1]

@@ -246,6 +246,7 @@ async def test_a_cancelled_answer_leaves_nothing_running(
         client.post("/v1/completions", json={"prompt": "a", "stream": streamed, "max_tokens": 9})
     )
     await until(lambda: engine.streams)
+    engine.draining = True
     task.cancel()
     assert (await task).status_code == 503
     assert engine.streams == []

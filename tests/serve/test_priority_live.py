@@ -12,7 +12,7 @@ from serving import listening, real_engine, started
 from octavo.engine.engine import Step
 from octavo.schedule.policies.config import PolicyConfig
 from octavo.schedule.request import FinishReason, RequestRecord
-from patience import Leave, until
+from patience import PATIENCE, Leave, until
 
 URGENT, BULK = 0, 5
 
@@ -81,6 +81,7 @@ async def test_a_full_queue_gives_the_least_urgent_place_to_who_is_more_urgent(
     engine, executor = real_engine(
         max_num_seqs=1,
         max_num_queued_reqs=2,
+        hang_timeout=10 * PATIENCE,  # its step waits for all that comes meanwhile
         policy=PolicyConfig(scheduling_policy="priority"),
     )
     sees = Sees()
@@ -105,6 +106,7 @@ async def test_a_full_queue_gives_the_least_urgent_place_to_who_is_more_urgent(
         async def insist() -> None:
             while not over:
                 await ask(BULK)
+                await asyncio.sleep(0.01)
 
         steps = Leave(executor)
         bulk = [asyncio.create_task(insist()) for _ in range(8)]

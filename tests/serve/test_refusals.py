@@ -27,11 +27,13 @@ def test_all_that_is_refused_takes_a_tenth_of_the_time() -> None:
         worked += 0.02
         now += 0.02
         now += refusals.delay("a", Cost(0, 0.02))
-    assert worked <= 0.11 * (now - 100.0)
+    assert worked <= 0.1 * (now - 100.0 + 2.0) + 0.01
+    assert now - 100.0 > 7.0
     # Several at once wait for each other, and for nobody else.
     delays = [refusals.delay("b", Cost(4 << 20, 0.1)) for _ in range(4)]
     assert delays == sorted(delays)
-    assert delays[-1] > 4.0
+    assert delays[0] == 0.0  # once is nothing
+    assert delays[-1] > 2.0
     assert refusals.delay("c", Cost(100, 0.0)) == 0.0
 
 

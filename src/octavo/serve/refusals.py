@@ -2,8 +2,8 @@
 
 A body that costs much to read and is no request is answered late, so that its sender cannot send
 the next one at once: all that a key's refused bodies take is at most a tenth of one core's time.
-Refusals that cost next to nothing, and those for which the client is not at fault, are answered at
-once. Used on the event loop's thread only.
+Who sends such a body now and then is answered at once, and so is whoever is not at fault. Used on
+the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 _SHARE = 0.1  # of the time
 _PER_BYTE = 4e-9  # seconds to receive one
-_AT_ONCE = 0.05  # seconds; an answer that would be no later is not delayed
+_AHEAD = 2.0  # seconds that an answer may come before it is paid for
 _LOOK = 0.2  # seconds after which those who wait look whether the server stops
 
 
@@ -49,7 +49,7 @@ class Refusals:
         paid = max(now, self._paid.get(client, now))
         paid += (cost.seconds + cost.size * _PER_BYTE) / _SHARE
         self._paid[client] = paid
-        return paid - now if paid - now > _AT_ONCE else 0.0
+        return max(0.0, paid - now - _AHEAD)
 
     async def pay(self, client: str, cost: Cost, stops: Callable[[], bool]) -> None:
         """Wait for so long, unless the server ``stops``."""

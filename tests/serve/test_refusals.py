@@ -11,7 +11,9 @@ from typing import Any
 import httpx
 import pytest
 from serve_fakes import FakeEngine, PlainTemplate
+from starlette.types import Message
 
+from octavo.serve.errors import ClientGone
 from octavo.serve.keys import ApiKey
 from octavo.serve.refusals import Cost, Refusals
 from octavo.serve.workers import SMALL, Workers
@@ -35,6 +37,38 @@ def test_all_that_is_refused_takes_a_tenth_of_the_time() -> None:
     assert delays[0] == 0.0  # once is nothing
     assert delays[-1] > 2.0
     assert refusals.delay("c", Cost(100, 0.0)) == 0.0
+
+
+def test_no_refusal_is_later_than_half_a_minute() -> None:
+    """Whoever else has no key has sent ever so many, and as soon as they stop it is over."""
+    now = 0.0
+    refusals = Refusals(lambda: now)
+    for _ in range(1000):
+        assert refusals.delay("", Cost(4 << 20, 1.0)) <= 30.0
+    now = 32.0
+    assert refusals.delay("", Cost(100, 0.0)) == 0.0
+
+
+async def test_who_waits_for_a_refusal_is_let_go() -> None:
+    """When its client has left, and when the server drains."""
+    refusals = Refusals()
+    refusals.delay("", Cost(1, 1.0))  # others' bodies: from now on each waits
+
+    async def never() -> Message:
+        return await asyncio.Future()
+
+    async def left() -> Message:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        await refusals.pay("", Cost(100, 0.0), left)
+    await refusals.pay("", Cost(), never)  # nothing of its body was read
+    waits = asyncio.create_task(refusals.pay("", Cost(100, 0.0), never))
+    done, _ = await asyncio.wait([waits], timeout=0.05)
+    assert not done
+    refusals.drain()
+    await waits
 
 
 async def test_a_refused_body_is_charged(make_client: Any, engine: FakeEngine) -> None:

@@ -114,7 +114,7 @@ class Generate:
             if is_fault_of_client(error.with_traceback(None)):
                 if charge is not None:
                     charge.fault(cost.size)
-                await self._refusals.pay(exchange.client, cost, lambda: self._engine.draining)
+                await self._refusals.pay(exchange.client, cost, receive)
             raise
         finally:
             if charge is not None:

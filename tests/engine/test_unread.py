@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
+from collections.abc import Iterable
 
 import pytest
 
@@ -10,7 +13,7 @@ from engine.test_async_engine import collect, started
 from engine.test_engine import request
 from octavo.engine import stream as streams
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import Mailbox, OutputUnread, Stream
+from octavo.engine.stream import Delivery, Mailbox, OutputUnread, Stream
 from octavo.schedule.request import FinishReason, Outcome, RequestRecord
 from patience import until
 
@@ -20,6 +23,22 @@ MOST = 10_000
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_MOST_UNSENT", MOST)
+
+
+@pytest.fixture(autouse=True)
+def in_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step has brought is taken before the next one begins, however busy the machine is: a
+    loop that is late gets it joined, and that may be too little to pause for.
+    """
+    post = Mailbox.post
+
+    def post_and_wait(self: Mailbox, deliveries: Iterable[Delivery]) -> None:
+        post(self, deliveries)
+        if threading.current_thread() is not threading.main_thread():
+            while self._called and not self.loop.is_closed():
+                time.sleep(0.0002)
+
+    monkeypatch.setattr(Mailbox, "post", post_and_wait)
 
 
 def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:

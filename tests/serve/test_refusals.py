@@ -108,15 +108,17 @@ async def test_whose_client_leaves_while_it_is_read_is_charged(
     key = ApiKey(name="a", digest=sha256(b"sk-a").digest(), max_requests_per_minute=1)
     headers = {"authorization": "Bearer sk-a"}
     clients = Clients()
-    async with listening(engine, clients=clients, named_keys=(key,)) as url:
-        async with httpx.AsyncClient(base_url=url, headers=headers) as client:
-            body = {"prompt": "a", "max_tokens": 1}
-            leaves = asyncio.create_task(client.post("/v1/completions", json=body))
-            await until(begun.is_set)
-            leaves.cancel()
-            await until(lambda: not len(clients))
-            going.set()
-            assert (await client.post("/v1/completions", json=body)).status_code == 429
+    async with (
+        listening(engine, clients=clients, named_keys=(key,)) as url,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
+    ):
+        body = {"prompt": "a", "max_tokens": 1}
+        leaves = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(begun.is_set)
+        leaves.cancel()
+        await until(lambda: not len(clients))
+        going.set()
+        assert (await client.post("/v1/completions", json=body)).status_code == 429
     assert not engine.submitted
 
 

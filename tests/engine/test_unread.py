@@ -122,6 +122,29 @@ async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.engine.check_integrity()
 
 
+async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At all of its blocks, each time that there is nothing to do."""
+    looks: list[int] = []
+    engine = await started()
+    inner = engine.engine
+    check = inner.check_integrity
+    monkeypatch.setattr(
+        inner, "check_integrity", lambda: (looks.append(inner.num_requests), check())
+    )
+    unread = engine.submit(request("unread", [1, 2], max_tokens=90))
+    await until(lambda: engine.stats().paused == 1)
+    await collect(engine.submit(request("other", [5], max_tokens=2)))
+    await until(lambda: engine._busy_since is None)
+    unread.abort()
+    await collect(unread)
+    await until(lambda: engine._busy_since is None)
+    assert looks
+    assert not any(looks)
+    await engine.stop()
+
+
 async def test_what_comes_after_an_abort_is_held_against_nobody() -> None:
     """The last deltas of a request whose consumer has left, and which nobody takes."""
     engine = await started()

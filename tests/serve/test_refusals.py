@@ -10,9 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_fakes import FakeEngine, PlainTemplate
+from serve_fakes import ByteTokenizer, FakeEngine, PlainTemplate
+from serving import listening
 from starlette.types import Message
 
+from octavo.serve.clients import Clients
 from octavo.serve.errors import ClientGone
 from octavo.serve.keys import ApiKey
 from octavo.serve.refusals import Cost, Refusals
@@ -87,6 +89,36 @@ async def test_a_refused_body_is_charged(make_client: Any, engine: FakeEngine) -
             for _ in range(3)
         ]
         assert found == [400, 400, 429]
+    assert not engine.submitted
+
+
+async def test_whose_client_leaves_while_it_is_read_is_charged(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it takes as long as if somebody waited for the answer."""
+    going, begun = threading.Event(), threading.Event()
+    encode = ByteTokenizer.encode
+
+    def slow(self: ByteTokenizer, text: str, **kwargs: Any) -> list[int]:
+        begun.set()
+        going.wait(PATIENCE)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    key = ApiKey(name="a", digest=sha256(b"sk-a").digest(), max_requests_per_minute=1)
+    headers = {"authorization": "Bearer sk-a"}
+    clients = Clients()
+    async with (
+        listening(engine, clients=clients, named_keys=(key,)) as url,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
+    ):
+        body = {"prompt": "a", "max_tokens": 1}
+        leaves = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(begun.is_set)
+        leaves.cancel()
+        await until(lambda: not len(clients))
+        going.set()
+        assert (await client.post("/v1/completions", json=body)).status_code == 429
     assert not engine.submitted
 
 

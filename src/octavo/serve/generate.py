@@ -116,6 +116,10 @@ class Generate:
                     charge.fault(cost.size)
                 await self._refusals.pay(exchange.client, cost, receive)
             raise
+        except ClientGone:
+            if charge is not None and cost.size and not exchange.submitted:
+                charge.fault(cost.size)  # it has been read all the same
+            raise
         finally:
             if charge is not None:
                 charge.close()

@@ -20,7 +20,7 @@ from octavo.engine.config import EngineConfig
 from octavo.plan.band import FRESH, OF_GIVEN, Doubt, band, doubt, of_calibration, uncertain
 from octavo.plan.capacity import Work, capacity
 from octavo.plan.hardware import device, published
-from octavo.plan.report import figures, text
+from octavo.plan.report import ROWS, figures, text
 from octavo.plan.saturation import saturation
 from octavo.plan.simulation import Setup, Simulation, simulate, weights_on
 from octavo.plan.subject import Subject
@@ -147,6 +147,15 @@ def test_what_is_said_of_requests_at_once_is_so(
     assert ("run at once" in text(found)) is (found["running"]["max"] == count)
     assert found["headroom"] is None
     assert "headroom" not in text(found)
+
+
+def test_the_rows_of_a_short_load_have_times_of_their_own() -> None:
+    run = simulate(setup(max_num_seqs=4), load(8, 10.0))
+    assert run.replay.duration < 10
+    lines = text(figures(run, SLO) | {"notices": []}).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.split()[:1] == ["until"]) + 1
+    times = [line.partition(" s")[0].strip() for line in lines[first : first + ROWS]]
+    assert len(set(times)) == ROWS
 
 
 @settings(max_examples=12, deadline=None)

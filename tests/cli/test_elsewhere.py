@@ -101,6 +101,7 @@ def test_the_model_may_be_an_option(given: list[str], asked: list[str]) -> None:
         (["generate", "--model", "m", "x"], "MODEL is the first argument"),
         (["generate", "m", "x", "-np", "4"], "No such option: -np. Here: --max-num-seqs"),
         (["serve", "m", "--max-model-length", "4"], "--max-model-len"),
+        (["plan", "roofline", "m", "--batch-size", "3"], "--batch-sizes)"),
         (["run", "m"], "No such command 'run'. Here: octavo chat MODEL"),
         (["bench", "latency", "m"], "octavo bench throughput MODEL"),
         (["lst"], "Did you mean 'list'?"),

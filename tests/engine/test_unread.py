@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
-from collections.abc import Iterable
+from contextlib import suppress
 
 import pytest
 
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
 from octavo.engine import stream as streams
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import Delivery, Mailbox, OutputUnread, Stream
+from octavo.engine.stream import Mailbox, OutputUnread, Stream
+from octavo.execute.batch import Batch, StepResult
 from octavo.schedule.request import FinishReason, Outcome, RequestRecord
 from patience import until
 
@@ -25,20 +25,22 @@ def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_MOST_UNSENT", MOST)
 
 
-@pytest.fixture(autouse=True)
-def in_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a step has brought is taken before the next one begins, however busy the machine is: a
-    loop that is late gets it joined, and that may be too little to pause for.
-    """
-    post = Mailbox.post
+async def one_by_one() -> AsyncEngine:
+    """An engine whose steps wait until the loop has seen what the one before has brought."""
+    engine, loop = await started(), asyncio.get_running_loop()
+    execute = engine.engine.executor.execute
 
-    def post_and_wait(self: Mailbox, deliveries: Iterable[Delivery]) -> None:
-        post(self, deliveries)
-        if threading.current_thread() is not threading.main_thread():
-            while self._called and not self.loop.is_closed():
-                time.sleep(0.0002)
+    async def seen() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
 
-    monkeypatch.setattr(Mailbox, "post", post_and_wait)
+    def after_the_loop(batch: Batch) -> StepResult:
+        with suppress(TimeoutError):  # the loop waits for this thread
+            asyncio.run_coroutine_threadsafe(seen(), loop).result(0.5)
+        return execute(batch)
+
+    engine.engine.executor.execute = after_the_loop  # type: ignore[method-assign]
+    return engine
 
 
 def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
@@ -50,7 +52,7 @@ def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_it_waits_and_goes_on_with_the_same_tokens(n: int) -> None:
-    engine = await started()
+    engine = await one_by_one()
     params = {"max_tokens": 90, "n": n, "seed": 3}
     plain = await collect(engine.submit(request("plain", [1, 2], **params)))
     unread = engine.submit(request("unread", [1, 2], **params))
@@ -81,7 +83,7 @@ async def test_it_waits_and_goes_on_with_the_same_tokens(n: int) -> None:
 async def test_a_paused_request_can_end() -> None:
     """By an abort, by a drain, and by the engine's stop."""
     for end in ("abort", "drain", "stop"):
-        engine = await started()
+        engine = await one_by_one()
         unread = engine.submit(request("unread", [1, 2], max_tokens=90))
         await until(lambda engine=engine: engine.stats().paused == 1)
         if end == "abort":
@@ -101,7 +103,7 @@ async def test_a_paused_request_can_end() -> None:
 async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then those are ended that have been paused for the longest time."""
     monkeypatch.setattr(streams, "_MOST_UNSENT_TOTAL", 3 * MOST)
-    engine = await started()
+    engine = await one_by_one()
     unread: list[Stream] = []
     for index in range(5):
         params = {"max_tokens": 90}

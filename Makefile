@@ -29,9 +29,9 @@ sanitize: setup  ## the C++ tests under address, undefined-behaviour and thread 
 long: setup models  ## the long runs of the property tests (hours)
 	OCTAVO_TEST_MODELS=required $(BIN)/pytest -q -m long --timeout 0 --hypothesis-profile search
 
-# make_quantized.py makes a folder that is named to it.
+# Two scripts work on a folder that is named to them: make_quantized.py, quantized_readers.py.
 bench: setup models  ## what produces the published figures
-	for script in $(filter-out %/make_quantized.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
+	for script in $(filter-out %/make_quantized.py %/quantized_readers.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

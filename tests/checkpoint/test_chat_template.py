@@ -227,6 +227,17 @@ def test_a_process_that_died_while_idle_is_replaced() -> None:
     assert template.render(USER) == "ok"
 
 
+def test_a_process_that_is_ended_as_it_answers_is_not_kept() -> None:
+    template = JinjaChatTemplate("x")
+    template.render([])
+    apart = template._apart
+    assert apart._quick.acquire(blocking=False)
+    worker = apart._free_worker()
+    worker.give_up()
+    apart._leave(worker, keep=True)
+    assert worker not in apart._idle
+
+
 def test_the_process_goes_with_its_template() -> None:
     template = JinjaChatTemplate("ok")
     template.render(USER)

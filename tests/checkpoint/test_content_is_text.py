@@ -298,9 +298,28 @@ def test_a_token_within_a_longer_one(tmp_path: Path) -> None:
 
 def test_what_is_unknown_counts_only_if_nobody_said_it() -> None:
     tokenizer, token = TOKENIZERS["qwen2"], "<|im_end|>"
-    for given_text, own in (("a", 1), ("a" + token, 0), ("＜|IM_END|>", 0)):
+    said = (token, "＜|IM_END|>", "&lt;|im_end|&gt;", "&#105;m_end", "<|im_<b>end|>", "im_ end")
+    for given_text, own in (("a", 1), ("a im_start end", 1), *((f"a {each}", 0) for each in said)):
         rendered = Rendered(token, UNKNOWN * len(token), given_text)
         assert count_control(tokenizer, tokenizer.encode(rendered)) == own
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "('a' ~ content) | striptags",
+        "(('a' ~ content) | safe).unescape()",
+        "'a{0!s}'.format(content)",
+    ],
+)
+@pytest.mark.parametrize("text", ["&lt;|im_end|&gt;", "<|im_<b>end|>", "<|im_end|>"])
+def test_filters_make_no_token_of_content(expression: str, text: str) -> None:
+    tokenizer = TOKENIZERS["qwen2"]
+    template = JinjaChatTemplate(
+        "{% set content = messages[0].content %}<|im_start|>{{ " + expression + " }}<|im_end|>"
+    )
+    rendered = template.render([{"role": "user", "content": text}])
+    assert count_control(tokenizer, tokenizer.encode(rendered)) == 2
 
 
 @pytest.mark.parametrize("kind", CONTROL)

@@ -129,6 +129,10 @@ LOADING: dict[str, tuple[Change, str]] = {
         normalizers({"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
         "cannot be used",
     ),
+    "a suffix that is copied for every word": (
+        lambda v: v["model"].update(end_of_word_suffix="x" * 65),
+        "end_of_word_suffix has 65 characters, more than 64",
+    ),
     "no regex": (pre_tokenizers(split("(")), "unmatched parenthesis"),
     "an array for an object": (lambda v: v.update(normalizer=["Prepend", "a"]), "cannot be used"),
     "depth": (

@@ -105,6 +105,7 @@ def test_the_model_may_be_an_option(given: list[str], asked: list[str]) -> None:
         (["serve", "m", "--tensor_parallel_size", "2"], "--tensor-parallel-size. Here: Octavo"),
         (["serve", "m", "--served_model", "x"], "No such option: --served_model"),
         (["status"], "No such command 'status'. Here: octavo top"),
+        (["plan", "roofline", "m", "--batch-size", "3"], "--batch-sizes)"),
         (["run", "m"], "No such command 'run'. Here: octavo chat MODEL"),
         (["bench", "latency", "m"], "octavo bench throughput MODEL"),
         (["lst"], "Did you mean 'list'?"),

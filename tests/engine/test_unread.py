@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import suppress
+
 import pytest
 
 from engine.test_async_engine import collect, started
 from engine.test_engine import request
 from octavo.engine import stream as streams
+from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import OutputUnread, Stream
-from octavo.schedule.request import FinishReason, Outcome
+from octavo.engine.stream import Mailbox, OutputUnread, Stream
+from octavo.execute.batch import Batch, StepResult
+from octavo.schedule.request import FinishReason, Outcome, RequestRecord
 from patience import until
 
 MOST = 10_000
@@ -18,6 +23,24 @@ MOST = 10_000
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(streams, "_MOST_UNSENT", MOST)
+
+
+async def one_by_one() -> AsyncEngine:
+    """An engine whose steps wait until the loop has seen what the one before has brought."""
+    engine, loop = await started(), asyncio.get_running_loop()
+    execute = engine.engine.executor.execute
+
+    async def seen() -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def after_the_loop(batch: Batch) -> StepResult:
+        with suppress(TimeoutError):  # the loop waits for this thread
+            asyncio.run_coroutine_threadsafe(seen(), loop).result(0.5)
+        return execute(batch)
+
+    engine.engine.executor.execute = after_the_loop  # type: ignore[method-assign]
+    return engine
 
 
 def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
@@ -29,7 +52,7 @@ def tokens_of(deltas: list[Delta]) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_it_waits_and_goes_on_with_the_same_tokens(n: int) -> None:
-    engine = await started()
+    engine = await one_by_one()
     params = {"max_tokens": 90, "n": n, "seed": 3}
     plain = await collect(engine.submit(request("plain", [1, 2], **params)))
     unread = engine.submit(request("unread", [1, 2], **params))
@@ -60,7 +83,7 @@ async def test_it_waits_and_goes_on_with_the_same_tokens(n: int) -> None:
 async def test_a_paused_request_can_end() -> None:
     """By an abort, by a drain, and by the engine's stop."""
     for end in ("abort", "drain", "stop"):
-        engine = await started()
+        engine = await one_by_one()
         unread = engine.submit(request("unread", [1, 2], max_tokens=90))
         await until(lambda engine=engine: engine.stats().paused == 1)
         if end == "abort":
@@ -80,7 +103,7 @@ async def test_a_paused_request_can_end() -> None:
 async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then those are ended that have been paused for the longest time."""
     monkeypatch.setattr(streams, "_MOST_UNSENT_TOTAL", 3 * MOST)
-    engine = await started()
+    engine = await one_by_one()
     unread: list[Stream] = []
     for index in range(5):
         params = {"max_tokens": 90}
@@ -97,3 +120,53 @@ async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
     assert engine.unsent == 0
     await engine.stop()
     engine.engine.check_integrity()
+
+
+async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At all of its blocks, each time that there is nothing to do."""
+    looks: list[int] = []
+    engine = await started()
+    inner = engine.engine
+    check = inner.check_integrity
+    monkeypatch.setattr(
+        inner, "check_integrity", lambda: (looks.append(inner.num_requests), check())
+    )
+    unread = engine.submit(request("unread", [1, 2], max_tokens=90))
+    await until(lambda: engine.stats().paused == 1)
+    await collect(engine.submit(request("other", [5], max_tokens=2)))
+    await until(lambda: engine._busy_since is None)
+    unread.abort()
+    await collect(unread)
+    await until(lambda: engine._busy_since is None)
+    assert looks
+    assert not any(looks)
+    await engine.stop()
+
+
+async def test_what_comes_after_an_abort_is_held_against_nobody() -> None:
+    """The last deltas of a request whose consumer has left, and which nobody takes."""
+    engine = await started()
+    left = engine.submit(request("left", [1, 2], max_tokens=90, n=3))
+    await anext(left)
+    left.abort()
+    await until(lambda: left._over)
+    assert left.unsent == engine.unsent == 0
+    assert (await collect(left))[-1].record is left.record
+    assert engine.unsent == 0
+    await engine.stop()
+
+
+async def test_what_comes_while_some_is_being_taken_counts() -> None:
+    record = RequestRecord("unread", 0.0, 2)
+    stream = Stream(record, Mailbox(asyncio.get_running_loop()), print, print)
+    first = [Delta("unread", choice, "text", [choice]) for choice in range(2)]
+    more = [Delta("unread", choice, "more text", [choice, 1]) for choice in range(2)]
+    stream.push(first)
+    assert await anext(stream) == first[0]
+    stream.push(more)
+    assert await anext(stream) == first[1]
+    assert stream.unsent == stream.mailbox.unsent == sum(map(streams._size, more))
+    assert [await anext(stream) for _ in more] == more
+    assert stream.unsent == stream.mailbox.unsent == 0

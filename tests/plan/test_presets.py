@@ -78,7 +78,8 @@ def test_every_name_of_a_preset_says_where_its_weights_are() -> None:
 
 def test_names_are_forgiven_their_spelling() -> None:
     assert preset("Llama-2-7b-chat-hf") == "llama-2-7b"
-    assert preset("Qwen2.5_7B Instruct".replace(" ", "-")) == "qwen2.5-7b"
+    assert preset("Qwen2.5_7B Instruct") == "qwen2.5-7b"
+    assert preset("llama_2_7b_chat_hf") == "llama-2-7b"
     assert preset("llama3.1-8B") == "llama-3.1-8b"
     assert preset("gemma-2-9b-it") == "gemma-2-9b"
     assert preset("llama") is None

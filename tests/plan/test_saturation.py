@@ -17,10 +17,10 @@ from typer.testing import CliRunner
 import strict_json
 from octavo.cli import app
 from octavo.engine.config import EngineConfig
-from octavo.plan.band import FRESH, Doubt, band, doubt, of_calibration, uncertain
+from octavo.plan.band import FRESH, OF_GIVEN, Doubt, band, doubt, of_calibration, uncertain
 from octavo.plan.capacity import Work, capacity
-from octavo.plan.hardware import device
-from octavo.plan.report import figures, text
+from octavo.plan.hardware import device, published
+from octavo.plan.report import ROWS, figures, text
 from octavo.plan.saturation import saturation
 from octavo.plan.simulation import Setup, Simulation, simulate, weights_on
 from octavo.plan.subject import Subject
@@ -161,6 +161,15 @@ def test_who_waits_for_a_step_does_not_run_at_once() -> None:
     assert "at once; all run at once" not in text(found)
 
 
+def test_the_rows_of_a_short_load_have_times_of_their_own() -> None:
+    run = simulate(setup(max_num_seqs=4), load(8, 10.0))
+    assert run.replay.duration < 10
+    lines = text(figures(run, SLO) | {"notices": []}).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.split()[:1] == ["until"]) + 1
+    times = [line.partition(" s")[0].strip() for line in lines[first : first + ROWS]]
+    assert len(set(times)) == ROWS
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(
@@ -243,6 +252,14 @@ def test_the_band_of_a_long_load_is_that_of_its_beginning(monkeypatch: pytest.Mo
     ends = band(run, Doubt(1.25, 1.25, ""), SLO, judged(run))
     own = figures(run, SLO)
     assert ends["ttft_ms"]["p50"][0] <= own["ttft_ms"]["p50"] <= ends["ttft_ms"]["p50"][1]
+
+
+def test_only_shares_fitted_to_published_runs_have_their_error() -> None:
+    fitted = published("a100")
+    given = fitted.assuming(compute=0.5)
+    config = setup()
+    assert "published" in doubt(replace(config, device=fitted)).basis
+    assert doubt(replace(config, device=given)) == OF_GIVEN
 
 
 def test_a_refresh_makes_a_calibration_surer_for_two_minutes() -> None:

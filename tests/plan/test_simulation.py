@@ -476,7 +476,7 @@ def test_percentiles_of_the_table_are_of_the_requests_of_each_row() -> None:
     run = simulate(setup(**FEW), poisson(150, 30.0))
     found = figures(run, SLO) | {"notices": []}
     rows = found["over_tenths"]
-    lines = [line.split() for line in text(found).splitlines() if re.match(r" +\d+ s ", line)]
+    lines = [line.split() for line in text(found).splitlines() if re.match(r" +[\d.]+ s ", line)]
     assert len(lines) == len(rows["time"]) == 10
     for row, until in enumerate(rows["time"]):
         arrived = [

@@ -115,6 +115,7 @@ def record(**changes: Any) -> RequestRecord:
         "arrival": 10.0, "prompt_tokens": 7, "n": 2, "cached_tokens": 3, "completion_tokens": 12,
         "scheduled": 10.5, "first_token": 11.0, "last_token": 12.0, "finished": 12.0,
         "preemptions": 1, "outcome": Outcome.FINISHED, "client": "ann", "priority": -3,
+        "pauses": 2,
         "finish_reasons": [FinishReason.STOP, FinishReason.LENGTH],
     }  # fmt: skip
     return RequestRecord("id", **(facts | changes))
@@ -125,6 +126,7 @@ def test_the_facts_of_a_request() -> None:
         "priority": -3, "prompt_tokens": 7, "cached_tokens": 3,
         "completion_tokens": 12, "outcome": "finished", "finish_reasons": ["stop", "length"],
         "preemptions": 1, "queue_ms": 500.0, "ttft_ms": 1000.0, "tpot_ms": 200.0,
+        "pauses": 2,
         "e2e_ms": 2000.0, "slo_met": True,
     }  # fmt: skip
 
@@ -217,3 +219,19 @@ def test_the_processs_log(settings: dict[str, str], server: str, access: str) ->
                 assert json.loads(line)["level"] == "info"
             else:
                 assert re.match(r"\d{4}-\d\d-\d\d .* INFO ", line)
+
+
+@pytest.mark.parametrize("formatter", [None, JsonFormatter()])
+async def test_no_client_writes_a_long_line(
+    engine: FakeEngine, formatter: logging.Formatter | None
+) -> None:
+    with logged(formatter) as written:
+        async with listening(engine) as url, httpx.AsyncClient(base_url=url) as client:
+            path = "/" + "a" * 60_000
+            assert (await client.get(path)).status_code == 404
+            await client.post("/v1/completions", json={"prompt": "a", "n": 100, "max_tokens": 1})
+    of_path, of_choices = written.getvalue().splitlines()
+    assert "… (60001 characters)" in of_path or "\\u2026 (60001 characters)" in of_path
+    assert len(of_path) < 700
+    if formatter is None:
+        assert "finish_reasons=length*100" in of_choices

@@ -18,7 +18,7 @@ from serving import listening, real_engine, started
 
 from octavo.serve.clients import Clients
 from octavo.serve.connection import Connection
-from patience import PATIENCE, until
+from patience import PATIENCE, Leave, until
 
 
 @pytest.fixture
@@ -482,9 +482,13 @@ async def test_whose_output_is_not_read_is_paused_and_gets_all_of_it(
         {"prompt": "a", "n": 8, "logprobs": 5, "max_tokens": 400, "ignore_eos": True, "seed": 1}
         | {"stream": True, "temperature": 1.0}
     ).encode()
-    engine, _ = real_engine()
+    engine, executor = real_engine()
     clients = Clients()
-    async with started(engine), listening(engine, clients=clients) as url:
+    async with (
+        started(engine),
+        listening(engine, clients=clients) as url,
+        Leave(executor).one_by_one(),
+    ):
         reads = await Peer.of(url, completion(body))
         expected = texts_of(await reads.read_until(b"0\r\n\r\n"))
         reads.socket.close()

@@ -640,7 +640,7 @@ async def test_texts_that_are_only_tokenized_take_nobodys_place(
         assert (await ask(client, max_tokens=5)).status_code == 200
         assert (await client.get("/ready")).status_code == 200
         asked = [ask(client, prompt="slow", max_tokens=5) for _ in range(3)]
-        await until(lambda: len(stuck) == 4)
+        await until(lambda: len(stuck) == 4 + 3)  # threads of /tokenize, and those asked here
         refused = await ask(client, max_tokens=5)
         assert refused.status_code == 429
         unready = await client.get("/ready")

@@ -123,7 +123,7 @@ class Apart:
             was_slow = worker in self._slow
             if was_slow:
                 self._slow.remove(worker)
-            if keep and len(self._idle) < self._most_quick:
+            if keep and not worker.given_up and len(self._idle) < self._most_quick:
                 self._idle.append(worker)
             else:
                 self._workers.discard(worker)

@@ -12,6 +12,7 @@ import secrets
 import unicodedata
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from html import unescape
 from typing import Any, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
@@ -73,13 +74,13 @@ class Encoder:
         `octavo.checkpoint.base.Rendered` has it. The ids are those of `ids` unless a control token
         would come of what others wrote.
         """
-        ids = self.ids(text)
+        ids, author = self.ids(text), _Author(origin, given)
         if all(
-            self._clean(text, origin, given, each, ids.count(each))
+            self._clean(text, author, each, ids.count(each))
             for each in self._control.keys() & set(ids)
         ):
             return ids
-        rightful = self._rightful(text, origin, given)
+        rightful = self._rightful(text, author)
         matched = [each for each in ids if each in self._control and each != self._unknown]
         if matched == [each.token_id for each in rightful] and self._found(text) == rightful:
             return ids
@@ -93,20 +94,20 @@ class Encoder:
         token = self._control[spelled.pop()].content
         raise ValueError(f"{token!r} is a control token that this tokenizer cannot spell out")
 
-    def _clean(self, text: str, origin: bytes, given: str, token_id: int, count: int) -> bool:
+    def _clean(self, text: str, author: _Author, token_id: int, count: int) -> bool:
         """Whether the template wrote the token wherever the text has it, ``count`` times."""
         token = self._control[token_id].content
         at, found = text.find(token), 0
         while at >= 0:
-            if not _own(token, origin[at : at + len(token)], given):
+            if not author.is_template(token, at):
                 return False
             at, found = text.find(token, at + len(token)), found + 1
         return found == count
 
-    def _rightful(self, text: str, origin: bytes, given: str) -> list[_Found]:
+    def _rightful(self, text: str, author: _Author) -> list[_Found]:
         """The template's own control tokens: what is found when others' characters are hidden."""
         pieces, last = [], 0
-        for run in re.finditer(b"\1+", origin):
+        for run in re.finditer(b"\1+", author.origin):
             pieces += [text[last : run.start()], _hidden(text[run.start() : run.end()])]
             last = run.end()
         hidden = "".join([*pieces, text[last:]])
@@ -115,7 +116,7 @@ class Encoder:
             token = self._control[found.token_id].content
             whole = hidden[found.start : found.end]
             first = found.start + max(whole.find(token), len(whole) - len(whole.lstrip()), 0)
-            if _own(token, origin[first : first + len(token)], given):
+            if author.is_template(token, first):
                 rightful.append(found)
         return rightful
 
@@ -179,15 +180,43 @@ class _Blind:
         return [next(tokens).token_id if each == self._mark_id else each for each in ids]
 
 
-def _own(token: str, origin: bytes, given: str) -> bool:
-    """Whether the template wrote the characters of ``origin``, which are a token's."""
-    if CONTENT in origin:
-        return False
-    return UNKNOWN not in origin or _folded(token) not in _folded(given)
+class _Author:
+    """Who wrote which characters of a rendered chat, as `octavo.checkpoint.base.Rendered` has it.
+
+    Where it is not known, a token is not the template's if what was given has its letters and
+    digits in a row, whatever stands between them: filters may have taken that out, markup as well.
+    """
+
+    def __init__(self, origin: bytes, given: str) -> None:
+        self.origin = origin
+        self._given = given
+        self._said: dict[str, bool] = {}
+
+    def is_template(self, token: str, at: int) -> bool:
+        """Whether the template wrote the token that stands there."""
+        origin = self.origin[at : at + len(token)]
+        if CONTENT in origin:
+            return False
+        if UNKNOWN not in origin:
+            return True
+        if token not in self._said:  # it may stand there often, and much may be given
+            self._said[token] = any(_letters(token) in each for each in self._letters)
+        return not self._said[token]
+
+    @cached_property
+    def _letters(self) -> list[str]:
+        return [
+            _letters(text)
+            for text in (
+                self._given,
+                unescape(self._given),
+                unescape(re.sub(r"<[^<>]*>", "", self._given)),
+            )
+        ]
 
 
-def _folded(text: str) -> str:
-    return unicodedata.normalize("NFKC", text).casefold()
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalnum, unicodedata.normalize("NFKC", text).casefold()))
 
 
 def _hidden(text: str) -> str:

@@ -40,6 +40,7 @@ from octavo.checkpoint.tokenizer import (
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
 MAX_AROUND = 64  # tokens that every text gets; of the known families it is one or two
+MAX_SUFFIX = 64  # characters; known ones have four
 _CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,9 @@ class _Reader:
         if prefix := model.get("continuing_subword_prefix"):
             # No decoder takes it off again, and the library aborts where it cuts a character.
             self.fail(f"continuing_subword_prefix {prefix!r} is not supported")
+        suffix = model.get("end_of_word_suffix")
+        if isinstance(suffix, str) and len(suffix) > MAX_SUFFIX:  # it is copied for every word
+            self.fail(f"end_of_word_suffix has {len(suffix)} characters, more than {MAX_SUFFIX}")
         if model.get("dropout"):
             log.warning("%s: dropout %s is left off", path, model["dropout"])
         self.config = folder.json_if_any(TOKENIZER_CONFIG)

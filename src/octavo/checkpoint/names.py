@@ -63,7 +63,7 @@ def preset(name: str) -> str | None:
     """The preset that a name means: case, separators, and endings such as -instruct, -chat, -it,
     -base and -hf do not matter. None: no preset.
     """
-    plain = name.lower()
+    plain = name.lower().replace("_", "-").replace(" ", "-")
     for ending in _ENDINGS:
         plain = plain.removesuffix(ending)
     return _PLAIN.get(bare(plain))

@@ -203,7 +203,11 @@ def formatted(template: Text, text: str, args: tuple[Any, ...], kwargs: dict[str
         parts.append(Text(literal, origin * len(literal)))
         if name is None:
             continue
-        if form or conversion or not (name == "" or name.isdecimal() or name in kwargs):
+        if (
+            form
+            or conversion not in (None, "s")
+            or not (name == "" or name.isdecimal() or name in kwargs)
+        ):
             return text
         if name in kwargs:
             value = kwargs[name]

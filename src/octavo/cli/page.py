@@ -4,6 +4,7 @@ said to the flags and commands of other servers.
 
 from __future__ import annotations
 
+import difflib
 from enum import Enum
 from typing import Any
 
@@ -74,6 +75,9 @@ class Command(Page, TyperCommand):
                 typer.echo(f"octavo: {word} changes nothing here: {word.flag.here}", err=True)
             else:
                 here = word.flag.here
+                if difflib.get_close_matches(word.name, known, n=1, cutoff=0.95):  # mistyped
+                    own += [word.name, *([word.value] if word.value else [])]
+                    continue
                 if word.flag is MODEL and "MODEL" not in _arguments(parameters):
                     here = "--model" if "--model" in known else "no model is asked for"
                 ctx.fail(f"No such option: {word.name}. Here: {here}")

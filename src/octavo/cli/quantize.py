@@ -375,11 +375,11 @@ def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: F
     elif after < before:
         change = (
             f"shrink from {as_size(before)} to {as_size(after)} only, by less than {WORTH:.0%}, "
-            "which a model that is quantized already must"
+            "the least for a model that is quantized already"
         )
     others = ", ".join(f"{flags} ({as_size(size)})" for size, flags in _smaller(checkpoint, coming))
     error = f"{parts['all']['least_error']:.1%}"
-    loss = "" if error == "0.0%" else f", and lose {error} of its weights at least"
+    loss = "" if error == "0.0%" else f", its weights off by {error} (RMS) at least"
     return (
         f"{checkpoint.path.name} would {change}{loss}; nothing was written. --allow-no-gain writes "
         "it all the same. "

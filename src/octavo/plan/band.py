@@ -15,7 +15,7 @@ from math import exp, hypot
 from typing import Any, NamedTuple
 
 from octavo.plan.calibration import Calibration
-from octavo.plan.gpu import LARGE_ERROR
+from octavo.plan.gpu import FITTED, LARGE_ERROR
 from octavo.plan.saturation import Saturation
 from octavo.plan.simulation import Setup, Simulation, simulate
 from octavo.plan.slo import Figures, Slo
@@ -48,7 +48,7 @@ def doubt(setup: Setup, now: datetime | None = None) -> Doubt:
         if stored is None:
             return Doubt(UNCALIBRATED, 1.0, "not calibrated: limits that no engine reaches")
         return of_calibration(stored, now or datetime.now(UTC))
-    if setup.device.gpu:
+    if setup.device.shares == FITTED:
         end = 1 + LARGE_ERROR
         return Doubt(end, end, "nine of ten published runs of GPUs lie within")
     return OF_GIVEN
@@ -122,8 +122,8 @@ def uncertain(verdict: Saturation, doubt: Doubt) -> str:
     if headroom is None or not headroom / doubt.slower < 1 < headroom * doubt.faster:
         return ""
     return (
-        f"the load is at {100 / headroom:.3g} % of capacity, and the speed is not known better: "
-        "waits are uncertain by as much as the error band says"
+        f"the load is at {100 / headroom:.3g} % of capacity, and for all that is known of the "
+        "device's speed it may be on either side of it: the error band says how far off waits are"
     )
 
 

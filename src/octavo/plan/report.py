@@ -261,8 +261,8 @@ def text(result: Mapping[str, Any]) -> str:
         "",
         f"requests      {completed:,} of {requests:,} served{_refused(result)}, "
         f"{plural(round(mean_in), 'token')} in and {mean_out:.0f} out on average; "
-        f"the last arrives after {result['last_arrival']:.0f} s, all is done after "
-        f"{result['duration']:.0f}",
+        f"the last arrives after {_short(result['last_arrival'])} s, all is done after "
+        f"{_short(result['duration'])}",
         f"throughput    {result['output_throughput']:,.1f} output tokens/s, "
         f"{result['total_token_throughput']:,.1f} in all; "
         f"{result['request_throughput']:.3f} requests/s",
@@ -385,6 +385,11 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 10_000 else f"{value:.2f}"
 
 
+def _short(seconds: float) -> str:
+    """Whole ones, but of few the first two digits."""
+    return f"{seconds:.0f}" if seconds >= 10 else number(seconds, 2)
+
+
 def _table_over_time(result: Mapping[str, Any]) -> list[str]:
     over = result["over_tenths"]
     came = "sent" if result["saturation"]["held"] else "arrived"
@@ -396,7 +401,7 @@ def _table_over_time(result: Mapping[str, Any]) -> list[str]:
         arrived, good = over["arrived"][row], over["good"][row]
         times = [over[name][row] for name in ("ttft_ms_p50", "ttft_ms_p99", "tpot_ms_p50")]
         lines.append(
-            f"{until:>7.0f} s{arrived:>9,}{over['running'][row]:>9.1f}"
+            f"{_short(until):>7} s{arrived:>9,}{over['running'][row]:>9.1f}"
             f"{over['waiting'][row]:>8.1f}{100 * over['kv_usage'][row]:>6.1f} %"
             f"{over['output_throughput'][row]:>11,.0f}"
             + "".join(f"{'-' if each is None else _ms(each):>10}" for each in times)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from octavo.schedule.request import RequestRecord, standing
@@ -13,6 +14,7 @@ access = logging.getLogger("octavo.access")
 Facts = dict[str, object]
 
 _LONGEST_PATH = 256  # characters
+_FEW = 8  # items of a list, that are written one by one
 
 
 def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
@@ -131,7 +133,9 @@ def _text(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.1f}"
     if isinstance(value, list):
-        return ",".join(map(str, value))
+        if len(value) <= _FEW:
+            return ",".join(map(str, value))
+        return ",".join(f"{each}*{count}" for each, count in Counter(value).items())
     return _plain(str(value)).replace(" ", "_")
 
 

@@ -15,8 +15,8 @@ T = TypeVar("T")
 Kind = Literal["text", "chat"]
 
 _THREADS = 4  # so that one long prompt does not keep the short ones waiting
-# Those that wait for a chat template's process do nothing meanwhile; more of them than processes.
-_CHAT_THREADS = 16
+# A thread that waits for a chat template's process uses no core, so chats may have more threads.
+_CHAT_THREADS = 4  # for each thread of texts
 SMALL = 64 << 10  # bytes; what is longer is read by other threads, so that nobody waits for it
 _MOST = 1024  # bodies at a time
 _LARGE = 256 << 10  # bytes
@@ -32,7 +32,7 @@ class Workers:
     """
 
     def __init__(self, threads: int = _THREADS) -> None:
-        sizes = {"text": threads, "chat": max(threads, _CHAT_THREADS)}
+        sizes = {"text": threads, "chat": threads * _CHAT_THREADS}
         self._threads = {
             (kind, large): ThreadPoolExecutor(
                 1 if large else size, thread_name_prefix=f"octavo-{kind}"

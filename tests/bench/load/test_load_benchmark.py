@@ -612,14 +612,17 @@ def test_file_names_are_vllms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alone", "rate", "requests"),
+    ("alone", "rate", "requests", "why"),
     [
-        (0.0, math.inf, 1000), (2.0, math.inf, 30), (60.0, math.inf, 8), (2.0, 0.2, 12),
-        (0.0, 0.01, 8), (math.inf, math.inf, 8),
+        (0.0, math.inf, 1000, "the most"), (2.0, math.inf, 30, "what this server answers"),
+        (60.0, math.inf, 8, "the fewest"), (2.0, 0.2, 12, "what comes in a minute"),
+        (0.0, 0.01, 8, "the fewest"), (math.inf, math.inf, 8, "the fewest"),
     ],
 )  # fmt: skip
-def test_the_load_fits_the_server(alone: float, rate: float, requests: int) -> None:
-    assert module.fitting(alone, rate) == requests
+def test_the_load_fits_the_server(alone: float, rate: float, requests: int, why: str) -> None:
+    number, said = module.fitting(alone, rate)
+    assert number == requests
+    assert said.startswith(why)
 
 
 async def test_a_load_without_a_number_runs_and_says_how_many() -> None:
@@ -629,4 +632,4 @@ async def test_a_load_without_a_number_runs_and_says_how_many() -> None:
     async with serving_script(slow) as server:
         result = await benchmark(settings(server.url, num_prompts=None))
     assert (result["completed"], result["failed"]) == (0, 8)
-    assert any("8 requests: what this server" in notice for notice in result["notices"])
+    assert any("8 requests: the fewest" in notice for notice in result["notices"])

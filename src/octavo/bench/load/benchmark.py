@@ -116,12 +116,19 @@ async def benchmark(settings: Settings) -> dict[str, Any]:
         await client.close()
 
 
-def fitting(alone: float, rate: float) -> int:
+def fitting(alone: float, rate: float) -> tuple[int, str]:
     """As many requests as are answered in a minute one by one, where one takes ``alone`` seconds,
-    and no more than come in a minute at ``rate`` a second.
+    and no more than come in a minute at ``rate`` a second; and why so many.
     """
-    most = min(SECONDS / max(alone, 1e-3), SECONDS * rate, DEFAULT_PROMPTS)
-    return max(FEWEST, math.floor(most))
+    bounds = {
+        "what this server answers in a minute one by one, by the time of one": SECONDS
+        / max(alone, 1e-3),
+        "what comes in a minute": SECONDS * rate,
+        "the most that are sent unasked": DEFAULT_PROMPTS,
+    }
+    why = min(bounds, key=lambda each: bounds[each])
+    number = math.floor(bounds[why])
+    return (number, why) if number >= FEWEST else (FEWEST, "the fewest that are sent unasked")
 
 
 class _Benchmark:
@@ -197,11 +204,8 @@ class _Benchmark:
         answer.start = time.perf_counter()
         await self._client.exchange(request, answer, self._settings.request_timeout_sec)
         alone = answer.latency if answer.success else math.inf
-        number = fitting(alone, self._settings.request_rate)
-        self._notices.append(
-            f"{number} requests: what this server answers in a minute one by one, by the time of "
-            "one; --num-prompts says another number"
-        )
+        number, why = fitting(alone, self._settings.request_rate)
+        self._notices.append(f"{number} requests: {why}; --num-prompts says another number")
         return number
 
     async def _speculation(self) -> speculation.Counts:

@@ -107,6 +107,7 @@ def test_the_templates_own_message() -> None:
         ("{% if %}", "line 1 of the template: Expected an expression"),
         ("\n{{ nothing.at.all }}", "'nothing' is undefined"),
         ("{{ messages[0].content + 1 }}", "the template failed: TypeError"),
+        ("{{ messages[0].content.a.b }}", "'str object' has no attribute 'a'"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{% include '/etc/passwd' %}", "no loader"),
     ],

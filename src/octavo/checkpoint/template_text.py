@@ -178,6 +178,10 @@ class Text(str):
         return self._cased(str.swapcase)
 
 
+# Its errors are told to clients: "'str object' has no attribute 'x'".
+Text.__module__, Text.__name__ = str.__module__, str.__name__
+
+
 def _bytes(origin: bytes) -> Iterator[bytes]:
     return (origin[at : at + 1] for at in range(len(origin)))
 

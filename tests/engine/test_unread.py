@@ -127,7 +127,7 @@ async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
 ) -> None:
     """At all of its blocks, each time that there is nothing to do."""
     looks: list[int] = []
-    engine = await started()
+    engine = await one_by_one()
     inner = engine.engine
     check = inner.check_integrity
     monkeypatch.setattr(

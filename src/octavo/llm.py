@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -234,6 +234,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[tuple[str | None, Request]]:
         """The prompts as checked requests, with their text where there is one."""
+        fit = params is None  # a default of max_tokens gives way to the context
         if params is None:
             params = self.get_default_sampling_params()
         if isinstance(params, SamplingParams):
@@ -243,6 +244,9 @@ class LLM:
         requests = []
         for prompt, one in zip(prompts, params, strict=True):
             text, token_ids = self._tokenize(prompt)
+            room = self.loaded.max_model_len - len(token_ids)
+            if fit and one.max_tokens is not None and 0 < room < one.max_tokens:
+                one = replace(one, max_tokens=room)
             request = Request(request_id=str(self._next_id), prompt_token_ids=token_ids, params=one)
             self._next_id += 1
             requests.append((text, self._engine.check(request)))

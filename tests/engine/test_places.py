@@ -198,6 +198,20 @@ def test_among_those_alike_nobody_is_replaced() -> None:
                 queue.submit(RequestRecord(str(number), float(number), 1))
 
 
+def test_several_that_come_at_once_count_together() -> None:
+    """Of fair shares: else their client would have more than who came before."""
+    queue = Queue("fair", 4, None)
+    for number in range(4):
+        queue.submit(RequestRecord(str(number), 1.0, 1, client="a"))
+    several = [RequestRecord(f"b{number}", 2.0, 1, client="b") for number in range(3)]
+    with pytest.raises(AdmissionError):
+        queue.submit(*several)
+    # A third one would leave the first client one place: these two have as many as it.
+    assert len(queue.submit(*several[:2])) == 2
+    queue.settle()
+    assert Counter(record.client for record in queue.kept) == {"a": 2, "b": 2}
+
+
 def test_what_has_left_is_forgotten() -> None:
     queue = Queue("priority", 4, None)
     for number in range(2000):

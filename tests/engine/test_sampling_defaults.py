@@ -84,5 +84,10 @@ def test_a_request_without_params_is_drawn_as_the_model_says() -> None:
             [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False
         )
         assert given.outputs[0].token_ids == greedy.outputs[0].token_ids
+        # A default that is more than the context has room for gives way to it.
+        llm.loaded.checkpoint.generation_config["max_new_tokens"] = 1 << 20
+        (longest,) = llm.generate([[1, 2, 3]], use_tqdm=False)
+        assert len(longest.outputs[0].token_ids) <= llm.loaded.max_model_len - 3
+        llm.loaded.checkpoint.generation_config["max_new_tokens"] = 5
         other = LLM(llm.loaded, generation_config="vllm", override_generation_config={"top_p": 0.5})
         assert other.get_default_sampling_params() == SamplingParams(top_p=0.5)

@@ -12,9 +12,9 @@ from engine.test_engine import request
 from octavo.engine import stream as streams
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
-from octavo.engine.stream import OutputUnread, Stream
+from octavo.engine.stream import Mailbox, OutputUnread, Stream
 from octavo.execute.batch import Batch, StepResult
-from octavo.schedule.request import FinishReason, Outcome
+from octavo.schedule.request import FinishReason, Outcome, RequestRecord
 from patience import until
 
 MOST = 10_000
@@ -120,3 +120,53 @@ async def test_all_together_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> Non
     assert engine.unsent == 0
     await engine.stop()
     engine.engine.check_integrity()
+
+
+async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At all of its blocks, each time that there is nothing to do."""
+    looks: list[int] = []
+    engine = await started()
+    inner = engine.engine
+    check = inner.check_integrity
+    monkeypatch.setattr(
+        inner, "check_integrity", lambda: (looks.append(inner.num_requests), check())
+    )
+    unread = engine.submit(request("unread", [1, 2], max_tokens=90))
+    await until(lambda: engine.stats().paused == 1)
+    await collect(engine.submit(request("other", [5], max_tokens=2)))
+    await until(lambda: engine._busy_since is None)
+    unread.abort()
+    await collect(unread)
+    await until(lambda: engine._busy_since is None)
+    assert looks
+    assert not any(looks)
+    await engine.stop()
+
+
+async def test_what_comes_after_an_abort_is_held_against_nobody() -> None:
+    """The last deltas of a request whose consumer has left, and which nobody takes."""
+    engine = await started()
+    left = engine.submit(request("left", [1, 2], max_tokens=90, n=3))
+    await anext(left)
+    left.abort()
+    await until(lambda: left._over)
+    assert left.unsent == engine.unsent == 0
+    assert (await collect(left))[-1].record is left.record
+    assert engine.unsent == 0
+    await engine.stop()
+
+
+async def test_what_comes_while_some_is_being_taken_counts() -> None:
+    record = RequestRecord("unread", 0.0, 2)
+    stream = Stream(record, Mailbox(asyncio.get_running_loop()), print, print)
+    first = [Delta("unread", choice, "text", [choice]) for choice in range(2)]
+    more = [Delta("unread", choice, "more text", [choice, 1]) for choice in range(2)]
+    stream.push(first)
+    assert await anext(stream) == first[0]
+    stream.push(more)
+    assert await anext(stream) == first[1]
+    assert stream.unsent == stream.mailbox.unsent == sum(map(streams._size, more))
+    assert [await anext(stream) for _ in more] == more
+    assert stream.unsent == stream.mailbox.unsent == 0

@@ -77,6 +77,24 @@ async def test_a_body_without_end_is_not_read_for_ever() -> None:
     assert raised.value.status == 413
 
 
+async def test_a_drain_comes_just_as_the_time_of_a_body_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("octavo.serve.body._TIMEOUT", 0.01)
+    bodies = Bodies(100)
+
+    async def receive() -> Message:
+        try:
+            return await asyncio.Future()
+        finally:  # the time is over, and what it cancels has not ended yet
+            bodies.drain()
+
+    with pytest.raises(ApiError) as raised:
+        async with bodies.read(JSON_HEAD, receive):
+            raise AssertionError
+    assert raised.value.status == 503
+
+
 class Slow:
     """A body of which the test says what has come."""
 

@@ -14,7 +14,9 @@ from serve_fakes import FakeEngine
 from serving import listening
 from test_connection import CHUNKED, LIVE, Peer, completion
 
+from octavo.serve.clients import Clients
 from octavo.serve.connection import Connection
+from octavo.serve.metrics import Metrics
 from patience import until
 
 WHOLE = b'{"prompt": "a", "max_tokens": 3}'
@@ -182,6 +184,46 @@ async def test_the_answer_arrives_although_the_body_was_not_read(
                 if connection == b"close":
                     assert await reader.read() == b""
                 writer.close()
+
+
+async def test_who_has_its_answer_and_still_sends_is_not_dropped(
+    engine: FakeEngine, connections: list[Connection]
+) -> None:
+    """However soon a client would be that does not read."""
+    clients = Clients()
+    head = b"POST /nothing HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    async with listening(engine, clients=clients, stream_write_timeout=0.02) as url:
+        peer = await Peer.of(url, head + b"content-length: 99999\r\n\r\n")
+        assert (await peer.read_until(b"}}")).split()[1] == b"404"
+        for _ in range(10):
+            await peer.send(b"x")
+            await asyncio.sleep(0.02)
+        assert not peer.was_reset
+        half_close(peer)
+        assert await peer.read_all() == b""
+        peer.socket.close()
+        assert not any(clients.closed.values())
+
+
+async def test_who_makes_room_is_told_so_and_counted(engine: FakeEngine) -> None:
+    clients = Clients(most=1)
+    metrics = Metrics("tiny", engine.stats, 512)
+    async with listening(engine, metrics=metrics, clients=clients) as url:
+        peer = await Peer.of(url, completion(WHOLE)[:-1])
+        await until(lambda: connections_receiving(clients))
+        other = await Peer.of(url, LIVE)
+        assert (await peer.read_all()).split()[1] == b"503"
+        assert (await other.read_until(b"}")).split()[1] == b"200"
+        for each in (peer, other):
+            each.socket.close()
+        await until(lambda: not len(clients))
+    text = metrics.exposition("")[0].decode()
+    assert 'handler="/v1/completions",method="POST",status="503"} 1.0' in text
+    assert 'status="499"' not in text
+
+
+def connections_receiving(clients: Clients) -> bool:
+    return any(isinstance(each, Connection) and each._reading == "body" for each in clients._open)
 
 
 async def test_a_connection_that_is_being_closed_does_not_stay(

@@ -10,8 +10,12 @@ from typing import Any
 
 import httpx
 import pytest
-from serve_fakes import FakeEngine, PlainTemplate
+from serve_fakes import ByteTokenizer, FakeEngine, PlainTemplate
+from serving import listening
+from starlette.types import Message
 
+from octavo.serve.clients import Clients
+from octavo.serve.errors import ClientGone
 from octavo.serve.keys import ApiKey
 from octavo.serve.refusals import Cost, Refusals
 from octavo.serve.workers import SMALL, Workers
@@ -37,6 +41,38 @@ def test_all_that_is_refused_takes_a_tenth_of_the_time() -> None:
     assert refusals.delay("c", Cost(100, 0.0)) == 0.0
 
 
+def test_no_refusal_is_later_than_half_a_minute() -> None:
+    """Whoever else has no key has sent ever so many, and as soon as they stop it is over."""
+    now = 0.0
+    refusals = Refusals(lambda: now)
+    for _ in range(1000):
+        assert refusals.delay("", Cost(4 << 20, 1.0)) <= 30.0
+    now = 32.0
+    assert refusals.delay("", Cost(100, 0.0)) == 0.0
+
+
+async def test_who_waits_for_a_refusal_is_let_go() -> None:
+    """When its client has left, and when the server drains."""
+    refusals = Refusals()
+    refusals.delay("", Cost(1, 1.0))  # others' bodies: from now on each waits
+
+    async def never() -> Message:
+        return await asyncio.Future()
+
+    async def left() -> Message:
+        await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(ClientGone):
+        await refusals.pay("", Cost(100, 0.0), left)
+    await refusals.pay("", Cost(), never)  # nothing of its body was read
+    waits = asyncio.create_task(refusals.pay("", Cost(100, 0.0), never))
+    done, _ = await asyncio.wait([waits], timeout=0.05)
+    assert not done
+    refusals.drain()
+    await waits
+
+
 async def test_a_refused_body_is_charged(make_client: Any, engine: FakeEngine) -> None:
     """The request, and tokens by its length; a quota of either keeps the next one out."""
     keys = (
@@ -53,6 +89,36 @@ async def test_a_refused_body_is_charged(make_client: Any, engine: FakeEngine) -
             for _ in range(3)
         ]
         assert found == [400, 400, 429]
+    assert not engine.submitted
+
+
+async def test_whose_client_leaves_while_it_is_read_is_charged(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it takes as long as if somebody waited for the answer."""
+    going, begun = threading.Event(), threading.Event()
+    encode = ByteTokenizer.encode
+
+    def slow(self: ByteTokenizer, text: str, **kwargs: Any) -> list[int]:
+        begun.set()
+        going.wait(PATIENCE)
+        return encode(self, text, **kwargs)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", slow)
+    key = ApiKey(name="a", digest=sha256(b"sk-a").digest(), max_requests_per_minute=1)
+    headers = {"authorization": "Bearer sk-a"}
+    clients = Clients()
+    async with (
+        listening(engine, clients=clients, named_keys=(key,)) as url,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
+    ):
+        body = {"prompt": "a", "max_tokens": 1}
+        leaves = asyncio.create_task(client.post("/v1/completions", json=body))
+        await until(begun.is_set)
+        leaves.cancel()
+        await until(lambda: not len(clients))
+        going.set()
+        assert (await client.post("/v1/completions", json=body)).status_code == 429
     assert not engine.submitted
 
 

@@ -47,6 +47,13 @@ def test_no_path_of_a_model_is_told(tmp_path: Path, argument: str) -> None:
     assert public_name(argument.format(tmp_path)) in ("model.gguf", "folder")
 
 
+def test_a_link_to_a_model_has_the_name_of_the_link(tmp_path: Path) -> None:
+    """By which it was asked for, wherever it leads."""
+    (tmp_path / "blob-123").touch()
+    (tmp_path / "model.gguf").symlink_to(tmp_path / "blob-123")
+    assert public_name(tmp_path / "model.gguf") == "model.gguf"
+
+
 def test_a_name_that_is_no_path_is_told_as_it_is() -> None:
     for name in ("smollm2", "org/repo", "org/repo:Q4_K_M"):
         assert public_name(name) == name

@@ -14,13 +14,15 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from serving import real_engine, started
 
+from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.kv.tiers import TierStats
 from octavo.sample.params import SamplingParams
 from octavo.schedule.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
+from octavo.serve.deltas import Gaps
 from octavo.serve.metrics import Metrics
 from octavo.serve.metrics.families import Families
-from octavo.serve.metrics.requests import REJECTIONS
+from octavo.serve.metrics.requests import REJECTIONS, RequestMetrics
 from octavo.serve.metrics.slo import SloMetrics, class_of
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
@@ -68,6 +70,8 @@ NEVER_BEGUN: dict[str, Any] = {
         ({"first_token": 101.01}, "missed"),
         ({"last_token": 102.1}, "missed"),  # per token
         ({"finished": 105.5}, "missed"),
+        ({"last_token": 110.0, "finished": 110.0, "pauses": 1}, "met"),  # its client did not read
+        ({"first_token": 101.01, "pauses": 1}, "missed"),
         ({"outcome": Outcome.FAILED}, "missed"),
         ({"outcome": Outcome.ABORTED}, "aborted"),  # all was well when its client left
         ({"outcome": Outcome.ABORTED, "first_token": 101.5}, "missed"),
@@ -86,6 +90,19 @@ def test_what_became_of_a_promise(changes: dict[str, Any], result: str | None) -
     if result is not None:
         tokens = slo.value("slo_tokens_total", slo_class=CLASS, result=result)
         assert tokens == changes.get("completion_tokens", 11)
+
+
+def test_the_time_that_a_client_does_not_read_is_no_latency() -> None:
+    registry = CollectorRegistry()
+    metrics = RequestMetrics(Families(registry, "m"), 512)
+    gaps = Gaps(metrics.inter_token.observe)
+    for each in (record(), record(last_token=110.0, finished=110.0, pauses=1)):
+        for at in (101.0, each.last_token):
+            gaps.count(0, each, Delta("id", 0, "a", [1], at=at))
+        metrics.on_end(each)
+    labels = {"model_name": "m", "engine": "0"}
+    for name in ("inter_token_latency", "request_time_per_output_token"):
+        assert registry.get_sample_value(f"octavo:{name}_seconds_count", labels) == 1
 
 
 def test_the_last_minute() -> None:

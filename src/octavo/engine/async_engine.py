@@ -349,7 +349,11 @@ class AsyncEngine:
         return self._called_for or self._stopping
 
     def _check_idle(self) -> None:
-        """A leak makes the cache smaller but no answer wrong: say so, and serve on."""
+        """A leak makes the cache smaller but no answer wrong: say so, and serve on. Where requests
+        are paused to look takes time, for which others would wait.
+        """
+        if self.engine.num_requests:
+            return
         try:
             self.engine.check_integrity()
         except RuntimeError:

@@ -10,7 +10,7 @@ puts last of all:
 - under ``deadline``, of the one that is due last; requests without a target, and those that have
   missed theirs, are due ``best_effort_deadline`` seconds after they came.
 - under ``fair``, of the latest of the client that has most waiting for its weight, if the
-  newcomer's client has less even with it.
+  newcomer's client has less even with it, and with those that come together with it.
 - under ``fcfs``, of nobody: who comes last is last.
 
 Each of these orders is strict and puts the first to come first among those alike. So two do not
@@ -62,13 +62,14 @@ class Places:
             before = queued - len(self._leaving)
             tokens = queued_tokens - sum(record.prompt_tokens for record in self._leaving)
             taken: list[RequestRecord] = []
+            come: list[RequestRecord] = []
             for newcomer in list[RequestRecord | None](asks) or [None]:
                 prompt_tokens = 0 if newcomer is None else newcomer.prompt_tokens
                 while True:
                     try:
                         self._scheduler.check_queue(prompt_tokens, before, tokens)
                     except AdmissionError:
-                        if (last := self._last(newcomer, taken)) is None:
+                        if (last := self._last(newcomer, taken, come)) is None:
                             raise
                         taken.append(last)
                         before -= 1
@@ -77,6 +78,7 @@ class Places:
                         break
                 before += 1
                 tokens += prompt_tokens
+                come += [] if newcomer is None else [newcomer]
             return taken
 
     def outranks(self, newcomer: RequestRecord | None) -> bool:
@@ -104,9 +106,12 @@ class Places:
                 self._alive = len(self._records)
 
     def _last(
-        self, newcomer: RequestRecord | None, taken: list[RequestRecord]
+        self,
+        newcomer: RequestRecord | None,
+        taken: list[RequestRecord],
+        come: Items[RequestRecord] = (),
     ) -> RequestRecord | None:
-        """Who waits, comes last of all and after the newcomer."""
+        """Who waits, comes last of all and after the newcomer, with whom others ``come``."""
         if self._order is None:
             return None
         while self._records and not _waits(self._records[-1]):
@@ -114,7 +119,7 @@ class Places:
         order = self._order
         match self._scheduler.config.policy.scheduling_policy:
             case "fair":
-                return self._of_most(newcomer, taken)
+                return self._of_most(newcomer, taken, come)
             case "deadline" if newcomer is not None:  # by then some have missed theirs
                 order = partial(self._due, now=newcomer.arrival)
                 last = max(self._waiting(taken), key=order, default=None)
@@ -132,7 +137,10 @@ class Places:
         return due
 
     def _of_most(
-        self, newcomer: RequestRecord | None, taken: list[RequestRecord]
+        self,
+        newcomer: RequestRecord | None,
+        taken: list[RequestRecord],
+        come: Items[RequestRecord],
     ) -> RequestRecord | None:
         shares: defaultdict[str, float] = defaultdict(float)
         latest: dict[str, RequestRecord] = {}
@@ -141,12 +149,14 @@ class Places:
             latest.setdefault(record.client, record)
         if not shares:
             return None
+        for record in come:
+            shares[record.client] += 1 / record.weight
         most = max(shares, key=shares.__getitem__)
         if newcomer is not None:
             own = shares.get(newcomer.client, 0.0) + 1 / newcomer.weight
             if own >= shares[most] or newcomer.client == most:
                 return None
-        return latest[most]
+        return latest.get(most)
 
     def _waiting(self, taken: list[RequestRecord]) -> Iterator[RequestRecord]:
         """The last first."""

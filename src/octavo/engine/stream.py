@@ -58,6 +58,7 @@ class Stream(AsyncIterator[Delta]):
         self._abort = abort
         self._pause = pause
         self._paused = False
+        self._unwanted = False  # aborted: what still comes is little, and need not be taken
         self._arrived: list[Delta] = []
         self._ready: deque[Delta] = deque()
         self._wakeup: asyncio.Future[None] | None = None
@@ -84,7 +85,7 @@ class Stream(AsyncIterator[Delta]):
                 finally:
                     self._wakeup = None
         delta = self._ready.popleft()
-        self._hold(self.unsent - _size(delta) if self._ready else 0)
+        self._hold(self.unsent - _size(delta) if self._ready or self._arrived else 0)
         return delta
 
     def abort(self) -> None:
@@ -93,6 +94,7 @@ class Stream(AsyncIterator[Delta]):
         """
         self._arrived.clear()
         self._ready.clear()
+        self._unwanted = True
         self._hold(0)
         if not self._over:
             self._abort(self.request_id)
@@ -101,6 +103,8 @@ class Stream(AsyncIterator[Delta]):
 
     def _hold(self, unsent: int) -> None:
         """So many bytes have not been taken now."""
+        if self._unwanted:
+            unsent = 0
         self.mailbox.unsent += unsent - self.unsent
         self.unsent = unsent
         if self._paused:

@@ -78,11 +78,14 @@ class LatencyTarget(NamedTuple):
         )
 
     def _kept(self, record: RequestRecord, end: float) -> bool:
-        """Whether all would be kept if it ended then, and had its first token by then."""
+        """Whether all would be kept if it ended then, and had its first token by then. Of a request
+        that was paused, because its client did not read, only the first token had to be in time.
+        """
         first = end if record.first_token is None else record.first_token
         measured = first - record.arrival, record.tpot, end - record.arrival
+        limits = self[:1] if record.pauses else self
         return all(
-            limit is None or value <= limit for limit, value in zip(self, measured, strict=True)
+            limit is None or value <= limit for limit, value in zip(limits, measured, strict=False)
         )
 
 

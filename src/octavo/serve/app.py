@@ -44,10 +44,18 @@ _EXPOSED = (
 class App(Gate):
     """The server as an ASGI application."""
 
-    def __init__(self, clients: Clients, bodies: Bodies, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, clients: Clients, bodies: Bodies, refusals: Refusals, *args: Any, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
         self.clients = clients
-        self.drain = bodies.drain  # refuse what is still being received, for the engine drains
+        self._bodies = bodies
+        self._refusals = refusals
+
+    def drain(self) -> None:
+        """Refuse what is still being received, and let no refusal wait, for the engine drains."""
+        self._bodies.drain()
+        self._refusals.drain()
 
 
 def create_app(
@@ -71,7 +79,7 @@ def create_app(
     probes = routes.Probes(engine, workers)
     generate = partial(Generate, engine, config, metrics, bodies, workers, refusals)
     # Threads of their own, so that neither takes the other's place.
-    worker = partial(routes.Worker, bodies, Workers(threads=1), refusals, lambda: engine.draining)
+    worker = partial(routes.Worker, bodies, Workers(threads=1), refusals)
     get, post = ["GET"], ["POST"]
     table = [
         Route("/v1/models", models.list, methods=get),
@@ -119,6 +127,7 @@ def create_app(
     return App(
         clients,
         bodies,
+        refusals,
         Hosts(app, config),
         metrics.http,
         paths,

@@ -51,7 +51,8 @@ class Bodies:
         """Refuse what is still being received, and what will come."""
         self._draining = True
         for receiving in self._receiving:
-            receiving.reschedule(0.0)
+            with suppress(RuntimeError):  # its time is over just now
+                receiving.reschedule(0.0)
 
     @asynccontextmanager
     async def read(self, headers: Mapping[bytes, bytes], receive: Receive) -> AsyncIterator[bytes]:

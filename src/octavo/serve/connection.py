@@ -205,7 +205,8 @@ class Connection(HttpToolsProtocol):
         if self.ending or (self._answered and self._reading != "head"):
             return False
         if self._reading:
-            self.refuse(ApiError(400, f"the request ends before its {self._reading} does"))
+            error = ApiError(400, f"the request ends before its {self._reading} does")
+            self.refuse(error, has_left=True)  # most likely
             return False
         self.cycle.keep_alive = False
         self._find_out()
@@ -306,7 +307,7 @@ class Connection(HttpToolsProtocol):
     def make_room(self) -> None:
         """Without waiting for what the client still sends: its place is needed now."""
         if not self.ending and self._reading:
-            self._half_closed = True
+            self._half_closed = True  # what it still sends is not waited for
             self.refuse(unavailable("the server has no room for more connections"))
         self._hang_up()
 
@@ -366,8 +367,10 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         self.refuse(ApiError(400, "this is not an HTTP request"))
 
-    def refuse(self, error: ApiError) -> None:
-        """Answer so, if no answer has begun, and close. Nothing more of what comes is a request."""
+    def refuse(self, error: ApiError, *, has_left: bool = False) -> None:
+        """Answer so, if no answer has begun, and close. Nothing more of what comes is a request.
+        ``has_left``: nobody is there to read it.
+        """
         if self.ending or self.transport.is_closing():
             return
         if self._reading == "body":
@@ -377,7 +380,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
             exchange = Exchange.begun(cast(Scope, self.scope))
-            if exchange is not None and not self._half_closed:  # else it has left, most likely
+            if exchange is not None and not has_left:
                 exchange.cut_off = error.status
         else:
             self._refused(error.status)
@@ -455,8 +458,11 @@ class Connection(HttpToolsProtocol):
         self._write_timer = self.loop.call_later(self._write_timeout, self._check_writing)
 
     def _check_writing(self) -> None:
+        if not self.unsent:  # all is taken, and only what the client sends is still read away
+            self._stop_write_timer()
+            return
         taken = self._unsent - self.unsent
-        if taken >= min(_LEAST_TAKEN, max(1, self._unsent)):
+        if taken >= min(_LEAST_TAKEN, self._unsent):
             self._watch_writing()
             return
         log.warning(

@@ -57,7 +57,7 @@ class Together:
 
 class Gaps:
     """The times between the tokens of each choice, by the engine's clock: what waits here for a
-    slow client is no latency of its own.
+    slow client is no latency of its own, and what is paused for one is not counted from then on.
     """
 
     def __init__(self, observe: Callable[[float], None]) -> None:
@@ -66,7 +66,7 @@ class Gaps:
 
     def count(self, index: int, record: RequestRecord, delta: Delta) -> None:
         gaps = len(delta.token_ids)
-        if not gaps:
+        if not gaps or record.pauses:
             return
         now, before = delta.at, self._last.get(index)
         self._last[index] = now

@@ -114,7 +114,11 @@ class Generate:
             if is_fault_of_client(error.with_traceback(None)):
                 if charge is not None:
                     charge.fault(cost.size)
-                await self._refusals.pay(exchange.client, cost, lambda: self._engine.draining)
+                await self._refusals.pay(exchange.client, cost, receive)
+            raise
+        except ClientGone:
+            if charge is not None and cost.size and not exchange.submitted:
+                charge.fault(cost.size)  # it has been read all the same
             raise
         finally:
             if charge is not None:

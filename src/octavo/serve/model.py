@@ -16,10 +16,10 @@ from octavo.serve.errors import ApiError
 
 def public_name(model: str | Path) -> str:
     """What clients may know of a model argument: a known name or a Hugging Face id as it is, and
-    of a local path its last part.
+    of a local path its last part, which may be a link's own name.
     """
     path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else str(model)
+    return os.path.basename(os.path.abspath(path)) if path.exists() else str(model)
 
 
 def utf8(name: str) -> str:

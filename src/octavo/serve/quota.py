@@ -5,8 +5,8 @@ bucket and its prompt of the other before it is queued, or is refused with the t
 will be enough. What it then generates is taken as it comes, from the request's record, and may
 leave the bucket below empty, for nobody knows it before; who is there is refused until it has
 filled again. A prompt longer than a minute's tokens needs a full bucket. Who is refused because
-there is too much to do, or for a quota, is not charged; who is refused for what is in the body is
-charged the request, and for the body's length.
+there is too much to do, or for a quota, is not charged; who is refused for what is in the body, or
+leaves while it is read, is charged the request, and for the body's length.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ class Charge:
             self._take(_tokens(self._records))
 
     def fault(self, size: int) -> None:
-        """The request is refused for what is in its body of ``size`` bytes. It has been read: that
-        costs what an ordinary text of its length would.
+        """The request is refused for what is in its body of ``size`` bytes, or nobody waits for it
+        any more. It has been read: that costs what an ordinary text of its length would.
         """
         self._fault = True
         self._take(size // _BYTES_PER_TOKEN)

@@ -92,14 +92,12 @@ class Worker:
         bodies: Bodies,
         workers: Workers,
         refusals: Refusals,
-        draining: Callable[[], bool],
         work: Callable[[bytes], object],
         kind: Kind,
     ) -> None:
         self._bodies = bodies
         self._workers = workers
         self._refusals = refusals
-        self._draining = draining
         self._work = work
         self._kind = kind
 
@@ -112,7 +110,7 @@ class Worker:
                 answer = await unless_gone(receive, self._workers.run(work, body, self._kind))
         except ApiError as error:
             if is_fault_of_client(error.with_traceback(None)):
-                await self._refusals.pay(exchange.client, cost, self._draining)
+                await self._refusals.pay(exchange.client, cost, receive)
             raise
         await send_json(send, 200, answer)
 

@@ -164,7 +164,7 @@ class RequestMetrics:
         self._prefill.observe(record.first_token - record.scheduled)
         self._decode.observe(record.last_token - record.first_token)
         self._inference.observe(record.last_token - record.scheduled)
-        if record.completion_tokens > record.n:
+        if record.completion_tokens > record.n and not record.pauses:
             self._per_token.observe(record.tpot)
 
 

@@ -158,6 +158,18 @@ def test_the_rows_of_a_short_load_have_times_of_their_own() -> None:
     assert len(set(times)) == ROWS
 
 
+def test_who_waits_for_a_step_does_not_run_at_once() -> None:
+    """Seats for all, but prompts longer than a step: a queue, and no word that denies it."""
+    samples = [replace(sample, arrival=0.0) for sample in load(8, 1.0, prompt=600)]
+    run = simulate(setup(), samples)
+    found = figures(run, SLO, doubt=doubt(run.setup)) | {"notices": []}
+    assert found["running"]["max"] == 8
+    assert found["waiting"]["max"] > 0
+    why = found["saturation"]["why"]
+    assert "all run beside each other once the last has left the queue, after " in why
+    assert "at once; all run at once" not in text(found)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.lists(

@@ -111,11 +111,13 @@ def _at_once(simulation: Simulation) -> tuple[bool, str]:
     """Of requests that all come at the start."""
     served = [record for record in simulation.replay.records if record.success]
     most = round(simulation.series.most[GAUGES.index("running")])
+    first = min((record.latency for record in served), default=0.0)
+    last = max((record.waited for record in served), default=0.0)
     run = "all run at once"
     if most < len(served):
         run = f"at most {most} of {len(served)} run at a time"
-    first = min((record.latency for record in served), default=0.0)
-    last = max((record.waited for record in served), default=0.0)
+    elif last:
+        run = f"all run beside each other once the last has left the queue, after {last:.3g} s"
     if last < first:
         return False, f"all requests come at once; {run}"
     return True, (

@@ -123,7 +123,7 @@ def test_a_load_that_rises_beyond_capacity_is_beyond_it_in_its_second_half() -> 
     ]
     verdict = judged(simulate(config, rising))
     assert verdict.saturated
-    assert "over the load's second half work comes" in verdict.why
+    assert "the load's second half brings" in verdict.why
     assert len(rising) / max(sample.arrival or 0.0 for sample in rising) < can, "on the whole"
     assert f"come over {verdict.over}" in verdict.room
 

@@ -63,3 +63,15 @@ def test_pip_install_gives_a_command_and_no_framework(tmp_path: Path) -> None:
         [python, "-m", "pip", "list"], check=True, capture_output=True, text=True
     ).stdout
     assert "torch" not in listed
+
+
+def test_the_readmes_figures_are_those_of_the_results() -> None:
+    """Each row of the comparison with other engines, value by value."""
+    row = re.compile(r"^\| [^|]*(?:prefill|decode|served)[^|]* \| (\d.*) \|$", re.MULTILINE)
+    results = (ROOT / "benchmarks/RESULTS.md").read_text().replace("**", "")
+    measured = [line.split(" | ") for line in row.findall(results)]
+    claimed = [line.split(" | ") for line in row.findall((ROOT / "README.md").read_text())]
+    assert len(claimed) == 8
+    for *values, ratio in claimed:
+        [found] = [line for line in measured if line[:4] == values]
+        assert found[4].split()[0] == ratio

@@ -161,6 +161,9 @@ def test_without_the_key_the_family_decides_about_the_head(tmp_path: Path) -> No
     assert "tie_word_embeddings is left out, which means false, but there is no" in refused(path)
     change_config(path, lambda c: c.update(tie_word_embeddings=False))
     assert "tie_word_embeddings is false, but there is no tensor 'lm_head.weight'" in refused(path)
+    prefixed = folder("llama", tmp_path / "prefixed")
+    change_weights(prefixed, lambda w: w.update({f"module.{key}": w.pop(key) for key in list(w)}))
+    assert "no tensor 'lm_head.weight': only 'module.lm_head.weight', a name" in refused(prefixed)
     path = folder("gemma2", tmp_path / "gemma2")
     change_config(path, lambda c: c.pop("tie_word_embeddings", None))
     assert load(path).config.tied_embeddings

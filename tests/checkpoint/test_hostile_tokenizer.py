@@ -101,7 +101,23 @@ def test_panics_are_errors(tmp_path: Path) -> None:
         encoder.ids("a" * 60 + "!")
 
 
+def around(ids: int, times: int) -> Change:
+    """Puts so many tokens before every text, so many times."""
+    name = "<|endoftext|>"
+    piece = {"SpecialToken": {"id": name, "type_id": 0}}
+    return lambda values: values.update(
+        post_processor={
+            "type": "TemplateProcessing",
+            "single": [piece] * times + [{"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {name: {"id": name, "ids": [1] * ids, "tokens": [name] * ids}},
+        }
+    )
+
+
 LOADING: dict[str, tuple[Change, str]] = {
+    "a post-processor that grows": (around(10_000, 100_000), "more than 64 tokens around a text"),
+    "a post-processor that adds much": (around(1, 65), "more than 64 tokens around a text"),
     "a token that grows": (
         lambda v: (
             normalizers(*[replace("!", "!" * 1000)] * 3)(v),

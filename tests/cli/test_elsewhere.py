@@ -83,6 +83,7 @@ def test_what_is_said_to_use_is_there() -> None:
         ["-m", "m"],
         ["--port", "0", "-m", "m", "--tensor-parallel-size=1", "--dtype", "auto"],
         ["m", "--api-key", "--grammar"],  # which is a key
+        ["m", "--max_num_seqs", "4", "--tensor_parallel_size=1", "--max_model_len=99"],
     ],
 )
 def test_the_model_may_be_an_option(given: list[str], asked: list[str]) -> None:
@@ -102,6 +103,9 @@ def test_the_model_may_be_an_option(given: list[str], asked: list[str]) -> None:
         (["generate", "m", "x", "-np", "4"], "No such option: -np. Here: --max-num-seqs"),
         (["serve", "m", "--max-model-length", "4"], "--max-model-len"),
         (["plan", "roofline", "m", "--batch-size", "3"], "--batch-sizes)"),
+        (["serve", "m", "--tensor_parallel_size", "2"], "--tensor-parallel-size. Here: Octavo"),
+        (["serve", "m", "--served_model", "x"], "No such option: --served_model"),
+        (["status"], "No such command 'status'. Here: octavo top"),
         (["run", "m"], "No such command 'run'. Here: octavo chat MODEL"),
         (["bench", "latency", "m"], "octavo bench throughput MODEL"),
         (["lst"], "Did you mean 'list'?"),
@@ -121,13 +125,20 @@ def test_other_options_keep_their_own_meaning(asked: list[str]) -> None:
     assert "'q9' is not one of" in result.stderr
 
 
+# What people try, of no program.
+OTHER_WORDS = {
+    "ls", "remove", "delete", "download", "help", "version", "benchmark", "start", "server",
+    "models", "status", "stats", "convert", "embed", "completion", "prompt", "info",
+}  # fmt: skip
+
+
 def test_the_page_has_each_flag_and_what_is_said_to_it() -> None:
     for flag in FLAGS:
         assert row(flag) in PAGE
     rows = re.findall(r"^\| `-.*", PAGE, re.MULTILINE)
     assert len(rows) == len(FLAGS)
     for name in COMMANDS:
-        if name not in ("ls", "remove", "download", "help", "version", "benchmark"):
+        if name not in OTHER_WORDS:
             assert name in PAGE, name
 
 

@@ -215,6 +215,11 @@ def test_the_command(tmp_path: Path) -> None:
     assert picture.read_text() == drawn  # the same file for the same figures
 
 
+def test_one_sequence_is_one() -> None:
+    text = run("llama-3-8b", "--device", "memory=3350,bf16=1", "--context", "9")
+    assert "  context 9: bound by operations from 1 sequence on; " in text
+
+
 def test_the_models_own_context_is_accepted() -> None:
     """The last token of a full context has one fewer before it in the cache."""
     points = {}

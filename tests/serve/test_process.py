@@ -25,6 +25,14 @@ from patience import PATIENCE, held_up_until
 SCRIPT = Path(__file__).parent / "server_process.py"
 
 
+@pytest.fixture(autouse=True)
+def _hangups_are_not_ignored() -> Iterator[None]:
+    """By the servers, which inherit it: the tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
 class Process:
     """A running server; ``lines`` is what it has printed."""
 

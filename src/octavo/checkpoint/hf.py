@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,21 +131,25 @@ def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict
                 file = tensors.stored.place[tensors.first(name)]
                 folder.fail(file, f"has {role} twice: {name!r} is not the first")
             weights[role] = weight
-    config = _tie(folder, config, weights)
+    config = _tie(folder, config, weights, tensors.names)
     bound = bind(str(folder.path), weights, program(config).weights)
     if config.family in ("gemma2", "gemma3"):
         bound = {role: _plus_one(w) if role.endswith("norm") else w for role, w in bound.items()}
     return config, bound
 
 
-def _tie(folder: HfFolder, config: ModelConfig, weights: dict[str, Weight]) -> ModelConfig:
+def _tie(
+    folder: HfFolder, config: ModelConfig, weights: dict[str, Weight], names: Iterable[str]
+) -> ModelConfig:
     """Takes a head that is the embedding out of the weights, as transformers ties them."""
     head, embedding = weights.get("output"), weights.get("token_embd")
     key = "tie_word_embeddings"
     if not config.tied_embeddings:
         if head is None:
             what = "is false" if key in folder.json(CONFIG) else "is left out, which means false"
-            folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'")
+            other = next((name for name in names if name.endswith(".lm_head.weight")), None)
+            only = f": only {other!r}, a name that this family does not have" if other else ""
+            folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'{only}")
         return config
     if head is None:
         return config

@@ -40,6 +40,7 @@ from octavo.checkpoint.tokenizer import (
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
 MAX_SUFFIX = 64  # characters; known ones have four
+MAX_AROUND = 64  # tokens that every text gets; of the known families it is one or two
 _CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 log = logging.getLogger(__name__)
@@ -235,6 +236,8 @@ class _Reader:
                     self.fail(f"post_processor's template has {name!r}, no special token of it")
                 if texts < 2:
                     (before, after)[texts].extend(step["special_tokens"][name]["ids"])
+                if len(before) + len(after) > MAX_AROUND:
+                    self.fail(f"post_processor puts more than {MAX_AROUND} tokens around a text")
             if texts != 1:
                 self.fail(f"post_processor has {texts} texts in its template for one")
         self.check_known("post_processor", [*before, *after])

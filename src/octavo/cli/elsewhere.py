@@ -213,6 +213,17 @@ COMMANDS = {
     "latency": "octavo bench throughput MODEL",
     "help": "octavo --help, or octavo COMMAND --help",
     "version": "octavo --version",
+    "start": "octavo serve MODEL",
+    "server": "octavo serve MODEL",
+    "models": "octavo list; what a server serves is at /v1/models",
+    "status": "octavo top",
+    "convert": "octavo quantize MODEL; a Hugging Face folder is served as it is",
+    "embed": "embeddings are not supported: docs/limits.md",
+    "completion": "octavo generate MODEL PROMPT",
+    "prompt": "octavo generate MODEL PROMPT",
+    "info": "octavo inspect MODEL",
+    "delete": "octavo rm NAME",
+    "stats": "octavo top",
 }
 
 
@@ -238,6 +249,10 @@ def adapted(arguments: Sequence[str], known: Mapping[str, bool]) -> Iterator[str
             yield from left
             return
         name, equals, value = word.partition("=")
+        if name.startswith("--") and name not in known:
+            dashed = name.replace("_", "-")  # vLLM takes --max_model_len, too
+            if dashed in known or dashed in _FLAGS:
+                name, word = dashed, dashed + equals + value
         if name in known:
             yield word
             if known[name] and not equals and left:

@@ -92,7 +92,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
     left = (
-        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half"
+        f"the work left goes from {number(half, 3)} to {number(end, 3)} s over the second half"
     )
     if capacity is None:
         return verdict(None, grown, left)
@@ -101,7 +101,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     if load <= 1 and grown and 2 * came / span > 1 + GROWN:
         load, over = 2 * came / span, "the load's second half"
     if load > 1:
-        why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"
+        why = f"{over} brings {number(load, 3)} times the work that can be done: {left}"
         return verdict(load, True, why, over)
     why = f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
     return verdict(load, False, why)
@@ -111,11 +111,13 @@ def _at_once(simulation: Simulation) -> tuple[bool, str]:
     """Of requests that all come at the start."""
     served = [record for record in simulation.replay.records if record.success]
     most = round(simulation.series.most[GAUGES.index("running")])
+    first = min((record.latency for record in served), default=0.0)
+    last = max((record.waited for record in served), default=0.0)
     run = "all run at once"
     if most < len(served):
         run = f"at most {most} of {len(served)} run at a time"
-    first = min((record.latency for record in served), default=0.0)
-    last = max((record.waited for record in served), default=0.0)
+    elif last:
+        run = f"all run beside each other once the last has left the queue, after {last:.3g} s"
     if last < first:
         return False, f"all requests come at once; {run}"
     return True, (

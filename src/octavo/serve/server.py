@@ -260,8 +260,9 @@ async def serve(
         log.info("%s: draining, for at most %g s", which.name, config.shutdown_timeout)
         draining = loop.create_task(drain())
 
-    # Under nohup the end of the terminal is no reason to stop.
-    handled = [which for which in _SIGNALS if signal.getsignal(which) is not signal.SIG_IGN]
+    handled = list(_SIGNALS)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        handled.remove(signal.SIGHUP)  # nohup: the end of the terminal is no reason to stop
     for which in handled:
         loop.add_signal_handler(which, on_signal, which)
     try:

@@ -375,7 +375,8 @@ def _crossing(context: Any) -> str:
     where = (
         "never bound by operations"
         if context.crossing is None
-        else f"bound by operations from {context.crossing:,} sequences on"
+        else f"bound by operations from {context.crossing:,} "
+        f"sequence{'s' * (context.crossing > 1)} on"
     )
     return (
         f"  context {context.context:,}: {where}; ever larger batches near {number(context.limit)} "

@@ -51,6 +51,21 @@ def test_a_text_beside_a_name_is_wrapped_beside_it() -> None:
     ]
 
 
+def test_a_line_with_a_label_is_its_own() -> None:
+    text = "Cache: 14 GiB of bf16, 41,511 blocks\na step: up to 256 sequences\nand more of it"
+    assert fold(text, 28).splitlines() == [
+        "Cache: 14 GiB of bf16,",
+        "  41,511 blocks",
+        "a step: up to 256 sequences",
+        "and more of it",
+    ]
+    assert fold("One two three\nfour of it", 12).splitlines() == [
+        "One two",
+        "  three four",
+        "  of it",
+    ]
+
+
 def test_a_table_in_markdown_stays_one() -> None:
     table = "| a |    b |\n|---|-----:|\n| 1 |   22 |"
     assert fold(table, 8) == table

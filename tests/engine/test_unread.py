@@ -127,7 +127,7 @@ async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
 ) -> None:
     """At all of its blocks, each time that there is nothing to do."""
     looks: list[int] = []
-    engine = await started()
+    engine = await one_by_one()
     inner = engine.engine
     check = inner.check_integrity
     monkeypatch.setattr(
@@ -147,7 +147,7 @@ async def test_who_is_paused_makes_nobody_wait_for_a_look_at_the_cache(
 
 async def test_what_comes_after_an_abort_is_held_against_nobody() -> None:
     """The last deltas of a request whose consumer has left, and which nobody takes."""
-    engine = await started()
+    engine = await one_by_one()
     left = engine.submit(request("left", [1, 2], max_tokens=90, n=3))
     await anext(left)
     left.abort()

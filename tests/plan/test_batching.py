@@ -394,6 +394,10 @@ def test_the_command() -> None:
     assert "SATURATED" in over
     assert "6 - 4 = 2 requests a second" in over
     assert "who comes after an hour waits 30 minutes" in over
+    rare = run(*GIVEN, "--request-rate", "0.0001")
+    assert "headroom 40,000 ×" in rare
+    assert "no request 100 % of the time" in rare
+    assert "e+0" not in rare + run(*GIVEN, "--request-rate", "100000")
     only = run(*GIVEN)
     assert "Little" not in only
     assert "saturated" in only

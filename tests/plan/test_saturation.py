@@ -123,7 +123,7 @@ def test_a_load_that_rises_beyond_capacity_is_beyond_it_in_its_second_half() -> 
     ]
     verdict = judged(simulate(config, rising))
     assert verdict.saturated
-    assert "over the load's second half work comes" in verdict.why
+    assert "the load's second half brings" in verdict.why
     assert len(rising) / max(sample.arrival or 0.0 for sample in rising) < can, "on the whole"
     assert f"come over {verdict.over}" in verdict.room
 
@@ -149,6 +149,15 @@ def test_what_is_said_of_requests_at_once_is_so(
     assert "headroom" not in text(found)
 
 
+def test_the_rows_of_a_short_load_have_times_of_their_own() -> None:
+    run = simulate(setup(max_num_seqs=4), load(8, 10.0))
+    assert run.replay.duration < 10
+    lines = text(figures(run, SLO) | {"notices": []}).splitlines()
+    first = next(index for index, line in enumerate(lines) if line.split()[:1] == ["until"]) + 1
+    times = [line.partition(" s")[0].strip() for line in lines[first : first + ROWS]]
+    assert len(set(times)) == ROWS
+
+
 def test_who_waits_for_a_step_does_not_run_at_once() -> None:
     """Seats for all, but prompts longer than a step: a queue, and no word that denies it."""
     samples = [replace(sample, arrival=0.0) for sample in load(8, 1.0, prompt=600)]
@@ -159,15 +168,6 @@ def test_who_waits_for_a_step_does_not_run_at_once() -> None:
     why = found["saturation"]["why"]
     assert "all run beside each other once the last has left the queue, after " in why
     assert "at once; all run at once" not in text(found)
-
-
-def test_the_rows_of_a_short_load_have_times_of_their_own() -> None:
-    run = simulate(setup(max_num_seqs=4), load(8, 10.0))
-    assert run.replay.duration < 10
-    lines = text(figures(run, SLO) | {"notices": []}).splitlines()
-    first = next(index for index, line in enumerate(lines) if line.split()[:1] == ["until"]) + 1
-    times = [line.partition(" s")[0].strip() for line in lines[first : first + ROWS]]
-    assert len(set(times)) == ROWS
 
 
 @settings(max_examples=12, deadline=None)

@@ -443,6 +443,10 @@ def test_the_command_prints_line_and_prediction(config: Path, trace: Path, tmp_p
     shown = run(*args, "--trials", 8)
     assert shown.stdout.rstrip().endswith(found["serve_command"])
     assert "the SLO is kept" in shown.stdout
+    lines = shown.stdout.splitlines()
+    (begin,) = (at for at, line in enumerate(lines) if line.startswith("frontier: "))
+    assert lines[begin + 1].split()[:2] == ["seqs", "tokens"]  # each part can be read alone
+    assert lines[begin + 2].startswith("frontier 1 ")
     assert f"predictions: {found['basis']}" in shown.stdout
 
 

@@ -115,7 +115,7 @@ def test_a_folder_that_cannot_be_written_costs_no_training(
 
 def test_without_torch_one_is_told_how_to_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(SettingsError, match=r"octavo\[train\]"):
+    with pytest.raises(SettingsError, match=r"-m pip install 'torch>="):
         medusa.import_torch()
 
 

@@ -39,8 +39,8 @@ from octavo.checkpoint.tokenizer import (
 
 GENERATION = "generation_config.json"
 MAX_TOKENIZER = 256 << 20  # bytes; the largest known has 33 million
-MAX_AROUND = 64  # tokens that every text gets; of the known families it is one or two
 MAX_SUFFIX = 64  # characters; known ones have four
+MAX_AROUND = 64  # tokens that every text gets; of the known families it is one or two
 _CORRUPTS = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,8 @@ from functools import lru_cache
 from string import Formatter
 from typing import Any, SupportsIndex
 
+from markupsafe import Markup, escape
+
 TEMPLATE, CONTENT, UNKNOWN = b"\0", b"\1", b"\2"
 
 _CONVERSION = re.compile(r"%%|%(?:\((\w+)\))?[#0\- +]*\d*(?:\.\d+)?[a-zA-Z]")
@@ -182,6 +184,43 @@ class Text(str):
 Text.__module__, Text.__name__ = str.__module__, str.__name__
 
 
+class Safe(Markup):
+    """What the filter ``safe`` makes: a string that escapes what is added to it. Of whatever else
+    is done to it the origin is unknown."""
+
+    _origin: bytes
+
+    def __new__(cls, text: Any = "", origin: bytes | None = None) -> Safe:
+        self = super().__new__(cls, text)
+        self._origin = UNKNOWN * len(self) if origin is None else origin
+        return self
+
+    def __str__(self) -> Text:
+        return Text(str.__str__(self), self._origin)
+
+    def __add__(self, other: str) -> Markup:  # type: ignore[override]
+        if type(other) in (Text, Safe):
+            right = _escaped(other)
+            return Safe(str.__add__(self, right), self._origin + origin_of(right))
+        return Markup(str.__str__(self)) + other
+
+    def __radd__(self, other: str) -> Markup:  # type: ignore[override]
+        if type(other) in (Text, Safe):
+            left = _escaped(other)
+            return Safe(str.__add__(left, self), origin_of(left) + self._origin)
+        return other + Markup(str.__str__(self))
+
+
+def _escaped(text: str) -> str:
+    if not isinstance(text, Text):
+        return str(text)
+    return text._cased(lambda part: str.__str__(escape(str.__str__(part))))
+
+
+def safe(value: Any) -> Markup:
+    return Safe(value, origin_of(value)) if isinstance(value, str) else Markup(value)
+
+
 def _bytes(origin: bytes) -> Iterator[bytes]:
     return (origin[at : at + 1] for at in range(len(origin)))
 
@@ -228,7 +267,7 @@ def _if_equal(text: str, parts: list[str]) -> str:
 
 
 def origin_of(text: str) -> bytes:
-    return text._origin if isinstance(text, Text) else UNKNOWN * len(text)
+    return text._origin if isinstance(text, (Text, Safe)) else UNKNOWN * len(text)
 
 
 @lru_cache(maxsize=4096)  # the same few in every rendering

@@ -84,6 +84,7 @@ class Environment(ImmutableSandboxedEnvironment):
         self.filters = {name: followed(each) for name, each in self.filters.items()}
         self.filters["tojson"] = tojson
         self.filters["join"] = join
+        self.filters["safe"] = template_text.safe
         self.globals |= {
             "raise_exception": raise_exception,
             "strftime_now": strftime_now,

@@ -10,7 +10,7 @@ from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
 from octavo.execute.others import MUCH
-from octavo.words import plural
+from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
@@ -122,10 +122,10 @@ def as_text(calibration: Calibration) -> str:
     ]
 
     def row(what: str, value: float, unit: str, name: str, limit: float | None = None) -> None:
-        beside = f"{limit:>8.4g}{value / limit:>8.0%}" if limit else " " * 16
+        beside = f"{number(limit):>8}{value / limit:>8.0%}" if limit else " " * 16
         deviation = calibration.deviations.get(name)
         spread = "" if deviation is None else f"{deviation:>6.0%}"
-        lines.append(f"  {what:<40}{value:>10.4g} {unit:<7}{beside}{spread}")
+        lines.append(f"  {what:<40}{number(value):>10} {unit:<7}{beside}{spread}")
 
     memory = limits.bytes_per_second / 1e9
     row("reading weights", rates.bytes_per_second / 1e9, "GB/s", "bytes_per_second", memory)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise
 
 _GAP = re.compile(r"\S {2,}\S")  # between two cells of a table
+_LABEL = re.compile(r"[a-z ]{1,20}: |octavo ")  # of a line that goes on with none
 _NARROWEST = 40  # columns that a report is folded to
 _LEAST = 24  # columns that a cell of text is given, to be wrapped in
 
@@ -49,7 +50,7 @@ def _paragraphs(lines: Sequence[str]) -> Iterator[str]:
     """Lines that go on with a small letter belong to the one above."""
     joined = ""
     for line in lines:
-        if joined and line[:1].islower() and joined[:1].isupper() and line.split()[0] != "octavo":
+        if joined[:1].isupper() and line[:1].islower() and not _LABEL.match(line):
             joined = f"{joined} {line}"
             continue
         if joined:

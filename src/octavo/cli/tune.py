@@ -493,7 +493,7 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
             f"{config.quantization or 'as is':>9}"
             + (f"{trial.choice.speculation:>12}" if speculates else "")
             + f"{100 * figures.attainment:>7.4g} %{number(figures.goodput):>10}"
-            f"{figures.output_throughput:>10.4g}"
+            f"{number(figures.output_throughput):>10}"
             + "".join(
                 f"{_ms(figures.latencies[n].p50):>11}{_ms(figures.latencies[n].p99):>10}"
                 for n in names
@@ -506,14 +506,14 @@ def _table(tuned: Tuned, slo: Slo) -> list[str]:
     if tuned.default is not None and tuned.default is not tuned.best:
         lines.append(row("engine's defaults", tuned.default))
     lines.append("frontier: what no other beats in tokens a second and in every latency")
-    lines += [row("", trial) for trial in _spread(tuned.frontier)]
-    return lines
+    shown = enumerate(_spread(tuned.frontier), 1)
+    return [*lines, head, *(row(f"frontier {index}", trial) for index, trial in shown)]
 
 
 def _ms(value: float) -> str:
     if math.isinf(value):  # nothing was served
         return "none"
-    return f"{value:.0f}" if value >= 1000 else f"{number(value)}"
+    return f"{value:.0f}" if value >= 1000 else number(value)
 
 
 def _notes(subject: Subject, device: Device, basis: str, best: Trial) -> list[str]:

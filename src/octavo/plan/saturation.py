@@ -91,9 +91,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
-    left = (
-        f"work in the system went from {number(half, 3)} to {number(end, 3)} s in the second half"
-    )
+    left = f"the work left goes from {number(half, 3)} to {number(end, 3)} s over the second half"
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second
@@ -101,7 +99,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
     if load <= 1 and grown and 2 * came / span > 1 + GROWN:
         load, over = 2 * came / span, "the load's second half"
     if load > 1:
-        why = f"over {over} work comes {number(load, 3)} times as fast as it can be done: {left}"
+        why = f"{over} brings {number(load, 3)} times the work that can be done: {left}"
         return verdict(load, True, why, over)
     why = f"work comes at {number(100 * load, 3)} % of what can be done; {left}"
     return verdict(load, False, why)

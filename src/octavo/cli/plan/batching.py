@@ -445,8 +445,8 @@ def _saturation_lines(found: Batching, how: dict[str, Any]) -> list[str]:
 def _below_lines(found: Batching) -> list[str]:
     load, spread, fixed = found.load, found.spread, found.fixed_point
     lines = [
-        f"at {_g(load.rate)} requests/s: {100 * found.utilisation:.3g} % of what saturates, "
-        f"headroom {found.headroom:.3g} ×",
+        f"at {_g(load.rate)} requests/s: {number(100 * found.utilisation, 3)} % of what saturates, "
+        f"headroom {number(found.headroom or 0, 3)} ×",
     ]
     if fixed is not None:
         seen = fixed.running + 1
@@ -471,8 +471,8 @@ def _saturated_lines(found: Batching) -> list[str]:
     load, most = found.load, found.saturation.requests_per_second
     grows = load.rate - most
     return [
-        f"SATURATED at {_g(load.rate)} requests/s: {100 * found.utilisation:.4g} % of what can be "
-        f"served, headroom {found.headroom:.3g} ×",
+        f"SATURATED at {_g(load.rate)} requests/s: {number(100 * found.utilisation)} % of what "
+        f"can be served, headroom {number(found.headroom or 0, 3)} ×",
         f"  the queue grows by {_g(load.rate)} - {_g(most)} = {_g(grows)} requests a second as "
         "long as this lasts;",
         f"  who comes after an hour waits {plural(60 * grows / most, 'minute')}. TPOT "
@@ -485,8 +485,9 @@ def _band_lines(ends: list[Batching], unsure: Doubt) -> list[str]:
     lines = [
         f"  error     steps may take {1 / unsure.faster:.2f} to {unsure.slower:.2f} times as long "
         f"({unsure.basis}):",
-        f"            headroom {slow.headroom:.3g} to {fast.headroom:.3g} ×, TPOT "
-        f"{_ms(fast.tpot_seconds)} to {_ms(slow.tpot_seconds)}",
+        f"            headroom {number(slow.headroom or 0, 3)} to "
+        f"{number(fast.headroom or 0, 3)} ×, TPOT {_ms(fast.tpot_seconds)} to "
+        f"{_ms(slow.tpot_seconds)}",
     ]
     if not fast.saturated:
         most = "no end" if slow.saturated else _ms(slow.ttft_seconds)
@@ -503,11 +504,11 @@ def _static_lines(found: Batching) -> list[str]:
     return [
         f"static batching, {static.size:,} at a time",
         f"  the longest answer of {static.size:,}: {plural(static.longest, 'token')} expected, "
-        f"{static.longest / load.outputs.mean:.3g} × the mean",
+        f"{number(static.longest / load.outputs.mean, 3)} × the mean",
         f"  a batch   {_g(static.seconds)} s for {static.size:,} × "
         f"{plural(load.outputs.mean, 'token')} = {_g(static.requests_per_second)} requests/s, "
         f"{_g(static.tokens_per_second)} tokens/s",
-        f"continuous ÷ static, both saturated: {found.ratio:.3g} ×",
+        f"continuous ÷ static, both saturated: {number(found.ratio, 3)} ×",
     ]
 
 
@@ -526,4 +527,4 @@ def _ms(seconds: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share >= 5e-5 else "0 %"
+    return f"{number(100 * share, 2)} %" if share >= 5e-5 else "0 %"

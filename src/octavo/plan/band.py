@@ -27,7 +27,7 @@ NINE_IN_TEN = 1.645  # standard deviations of a normal distribution, to either s
 REFRESHED, CALIBRATED = 0.06, 0.10
 FRESH = timedelta(minutes=2)
 UNCALIBRATED = 2.0  # times as long as the limits say: engines reach half of them, or more
-MOST = 4096  # requests; of a longer load it is simulated for the first of them
+MOST = 1024  # requests; of a longer load it is simulated for the first of them
 
 
 class Doubt(NamedTuple):

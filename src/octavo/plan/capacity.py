@@ -21,7 +21,7 @@ from octavo.plan.simulation import Simulation, simulate
 from octavo.workload.datasets import Part, Sample
 from octavo.workload.metrics import Record
 
-MOST = 2048  # requests of a load that are run again; of a longer one, some stretches of it
+MOST = 512  # requests of a load that are run again; of a longer one, some stretches of it
 _STRETCHES = 8
 _STATIC_TURNS = 4
 # Multiples of the two are spread evenly over a square, however many are taken (Roberts, "The

@@ -18,7 +18,6 @@ _THREADS = 4  # so that one long prompt does not keep the short ones waiting
 # A thread that waits for a chat template's process uses no core, so chats may have more threads.
 _CHAT_THREADS = 4  # for each thread of texts
 SMALL = 64 << 10  # bytes; what is longer is read by other threads, so that nobody waits for it
-_LARGE_THREADS = 2
 _MOST = 1024  # bodies at a time
 _LARGE = 256 << 10  # bytes
 _PAUSE = 1.0  # seconds after a large body: by then its answer is often gone, and the next have come
@@ -36,8 +35,7 @@ class Workers:
         sizes = {"text": threads, "chat": threads * _CHAT_THREADS}
         self._threads = {
             (kind, large): ThreadPoolExecutor(
-                min(_LARGE_THREADS, size) if large else size,
-                thread_name_prefix=f"octavo-{kind}",
+                1 if large else size, thread_name_prefix=f"octavo-{kind}"
             )
             for kind, size in sizes.items()
             for large in (False, True)

@@ -91,9 +91,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
         return verdict(None, *_at_once(simulation))
     came = sum(work.of(record) for record in served if record.start - record.queue_time > span / 2)
     grown = end - half > GROWN * came
-    left = (
-        f"the work left goes from {number(half, 3)} to {number(end, 3)} s over the second half"
-    )
+    left = f"the work left goes from {number(half, 3)} to {number(end, 3)} s over the second half"
     if capacity is None:
         return verdict(None, grown, left)
     load = len(asked) / span / capacity.requests_per_second

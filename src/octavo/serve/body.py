@@ -235,7 +235,8 @@ class _Decoder(json.JSONDecoder):
     """
 
     def __init__(self, text: str) -> None:
-        self.suspicious = "\\ud" in text or "\\uD" in text  # may have half a surrogate pair
+        # May have half a surrogate pair. To look for one character is fast, for three it is not.
+        self.suspicious = "\\" in text and ("\\ud" in text or "\\uD" in text)
         self._containers = 0
         super().__init__(
             object_pairs_hook=self._object,

@@ -133,6 +133,7 @@ def test_the_facts_of_a_request() -> None:
 
 def test_the_facts_of_several_prompts() -> None:
     late = record(
+        pauses=0,
         scheduled=13.0,
         first_token=None,
         last_token=None,

@@ -97,7 +97,7 @@ def problem(template: ChatTemplate | None) -> str | None:
 
 
 def several_templates(names: Iterable[str]) -> NoChatTemplate:
-    """Of a checkpoint that has templates for several uses, and none by default."""
+    """The template of a checkpoint that has some for several uses and none by default."""
     return NoChatTemplate(
         f"this model has several chat templates ({', '.join(sorted(names))}) and none called "
         "default: name one of them default, or give it as chat_template.jinja"

@@ -181,7 +181,7 @@ class _Blind:
 
 
 class _Author:
-    """Who wrote which characters of a rendered chat, as `octavo.checkpoint.base.Rendered` has it.
+    """The author of each character of a rendered chat, as `octavo.checkpoint.base.Rendered` has it.
 
     Where it is not known, a token is not the template's if what was given has its letters and
     digits in a row, whatever stands between them: filters may have taken that out, markup as well.

@@ -69,7 +69,7 @@ KINDS: dict[Callable[[str], bytes], str] = {
 
 
 def pipeline(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """Of tokenizer.json what a text goes through before it is merged."""
+    """The steps of tokenizer.json that a text goes through before it is merged."""
     return {key: tokenizer.get(key) for key in ("normalizer", "pre_tokenizer")}
 
 

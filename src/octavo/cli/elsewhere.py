@@ -228,7 +228,7 @@ COMMANDS = {
 
 
 def row(flag: Flag) -> str:
-    """Of a table in Markdown, as docs/coming-from.md has it."""
+    """The flag as a row of a Markdown table, as docs/coming-from.md has it."""
     names = ", ".join(f"`{name}`" for name in flag.names)
     values = [f"`{value}`" for value in flag.same if value]
     same = ""

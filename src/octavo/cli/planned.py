@@ -71,7 +71,7 @@ Unit = Annotated[
 
 
 def unit(name: str) -> Arithmetic | None:
-    """Of a name that `Unit` has let pass; None: by the device."""
+    """The arithmetic of a name that `Unit` has let pass; None: the device decides."""
     from octavo.execute.cost import Arithmetic
 
     return None if name == "auto" else Arithmetic(name)

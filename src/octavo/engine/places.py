@@ -111,7 +111,7 @@ class Places:
         taken: list[RequestRecord],
         come: Items[RequestRecord] = (),
     ) -> RequestRecord | None:
-        """Who waits, comes last of all and after the newcomer, with whom others ``come``."""
+        """The waiting requests that come last, after the newcomer and the others that ``come``."""
         if self._order is None:
             return None
         while self._records and not _waits(self._records[-1]):

@@ -102,7 +102,7 @@ class Stream(AsyncIterator[Delta]):
     # On the stream's own loop
 
     def _hold(self, unsent: int) -> None:
-        """So many bytes have not been taken now."""
+        """Note that ``unsent`` bytes have not been taken now."""
         if self._unwanted:
             unsent = 0
         self.mailbox.unsent += unsent - self.unsent

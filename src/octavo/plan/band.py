@@ -42,7 +42,7 @@ OF_GIVEN = Doubt(1.1, 1.1, "the figures given, 10 % more or less")
 
 
 def doubt(setup: Setup, now: datetime | None = None) -> Doubt:
-    """Of the speed that a setup is predicted with."""
+    """The doubt about the speed that a setup is predicted with."""
     if setup.device.measured:
         stored = setup.calibration()
         if stored is None:

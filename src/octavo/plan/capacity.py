@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 class Capacity(NamedTuple):
-    """Of an engine, for a mix of requests."""
+    """What an engine can serve of a mix of requests."""
 
     requests_per_second: float
     work: Work
@@ -163,8 +163,8 @@ def _again(sample: Sample, turn: int) -> Sample:
 
 
 def _running_already(mix: Sequence[Sample], running: int) -> list[Sample]:
-    """So many that are part of the way into their answers. A long answer is met as much more often
-    as it is longer.
+    """The requests that are part of the way into their answers. An answer twice as long is met
+    twice as often.
     """
     ends = np.cumsum([sample.output_len for sample in mix])
     times = np.zeros(len(mix), np.int64)  # that each has been chosen

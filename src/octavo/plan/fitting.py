@@ -235,7 +235,7 @@ class Observed(Protocol[T_contra]):
 
     @property
     def weights(self) -> Array:
-        """Of each in the sum."""
+        """The weight of each in the sum."""
 
     def predicted(self, rates: T_contra) -> Array: ...
 

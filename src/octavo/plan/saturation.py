@@ -106,7 +106,7 @@ def saturation(simulation: Simulation, capacity: Capacity | None) -> Saturation:
 
 
 def _at_once(simulation: Simulation) -> tuple[bool, str]:
-    """Of requests that all come at the start."""
+    """The verdict on requests that all come at the start."""
     served = [record for record in simulation.replay.records if record.success]
     most = round(simulation.series.most[GAUGES.index("running")])
     first = min((record.latency for record in served), default=0.0)

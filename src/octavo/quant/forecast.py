@@ -83,7 +83,7 @@ def _in_folder(checkpoint: Checkpoint, recipe: Recipe, format: Format) -> Iterat
 def _squares(
     checkpoint: Checkpoint, recipe: Recipe, format: Format, role: str
 ) -> tuple[float, float]:
-    """Of the weights, and of the error."""
+    """The sums of squares of the weights and of their errors."""
     weight = checkpoint.weights[role]
     values = _sample(weight)
     scheme = recipe.of(role, weight.shape)

@@ -203,7 +203,7 @@ class Quantizer:
         return result
 
     def _rounded(self, roles: tuple[str, ...]) -> list[str]:
-        """Of matrices of a layer those that do not stay."""
+        """The matrices of a layer that are quantized."""
         return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(

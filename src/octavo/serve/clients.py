@@ -64,8 +64,8 @@ class Clients:
 
     @classmethod
     def of_files(cls, files: int) -> Clients:
-        """As many as a limit of ``files`` allows. Others' files, and connections that are accepted
-        in one go before any is closed for them, have room beside these.
+        """The connections that a limit of ``files`` allows. It leaves room for other files, and for
+        connections that are accepted in one go before any is closed for them.
         """
         left = max(2, files - len(os.listdir("/proc/self/fd")))
         backlog = max(1, min(_BACKLOG, left // 4))

@@ -30,7 +30,7 @@ _LATEST = 30.0  # seconds that an answer waits at most
 
 @dataclass(slots=True)
 class Cost:
-    """Of reading a body: its size in bytes, and the seconds that a thread worked on it."""
+    """The cost of reading a body: its size in bytes, and the seconds that a thread worked on it."""
 
     size: int = 0
     seconds: float = 0.0

@@ -117,8 +117,8 @@ async def benchmark(settings: Settings) -> dict[str, Any]:
 
 
 def fitting(alone: float, rate: float) -> tuple[int, str]:
-    """As many requests as are answered in a minute one by one, where one takes ``alone`` seconds,
-    and no more than come in a minute at ``rate`` a second; and why so many.
+    """The number of requests of a run, and the reason: what the server answers in a minute one by
+    one, at ``alone`` seconds each, and at most a minute's arrivals at ``rate`` a second.
     """
     bounds = {
         "what this server answers in a minute one by one, by the time of one": SECONDS

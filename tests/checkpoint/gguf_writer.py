@@ -301,3 +301,16 @@ def add_tensors(
 
 def ones(count: int) -> bytes:
     return np.ones(count, "<f4").tobytes()
+
+
+def all_that_merges(whole: str) -> tuple[list[str], list[str]]:
+    """Tokens of two characters and more, and merges, with which every part of ``whole`` is one."""
+    tokens: list[str] = []
+    merges: list[str] = []
+    for length in range(2, len(whole) + 1):
+        for start in range(len(whole) - length + 1):
+            token = whole[start : start + length]
+            if token not in tokens:
+                tokens.append(token)
+                merges += [f"{token[:cut]} {token[cut:]}" for cut in range(1, length)]
+    return tokens, merges

@@ -8,7 +8,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gguf_writer import ARRAY, INT32, NORMAL, STRING, USER_DEFINED, byte_characters, tiny_llama
+from gguf_writer import (
+    ARRAY,
+    INT32,
+    NORMAL,
+    STRING,
+    USER_DEFINED,
+    all_that_merges,
+    byte_characters,
+    tiny_llama,
+)
 
 from octavo.checkpoint.gguf import GgufFile
 from octavo.checkpoint.gguf_tokenizer import gguf_tokenizer
@@ -75,13 +84,7 @@ def test_where_texts_are_cut(pre: str, text: str, pieces: list[str], tmp_path: P
     """Seen through a vocabulary in which everything within a piece merges."""
     spelled = dict(zip(range(256), byte_characters(), strict=True))
     whole = "".join(spelled[byte] for byte in text.encode())
-    tokens, merges = [], []
-    for length in range(2, len(whole) + 1):
-        for start in range(len(whole) - length + 1):
-            token = whole[start : start + length]
-            if token not in tokens:
-                tokens.append(token)
-                merges += [f"{token[:cut]} {token[cut:]}" for cut in range(1, length)]
+    tokens, merges = all_that_merges(whole)
     tokenizer = vocabulary(pre, tokens, merges, tmp_path)
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert [tokenizer.token_text(i) for i in ids] == pieces

@@ -21,6 +21,7 @@ from gguf_writer import (
     UNKNOWN,
     USER_DEFINED,
     Gguf,
+    all_that_merges,
     byte_characters,
     tiny_gemma3,
     tiny_llama,
@@ -178,14 +179,8 @@ def test_kinds_of_pre_tokenization(tmp_path: Path, pre: str, text: str, pieces: 
     """Seen through a vocabulary in which everything but a cut merges."""
     spelled = dict(zip((bytes([b]) for b in range(256)), byte_characters(), strict=True))
     whole = "".join(spelled[text.encode()[i : i + 1]] for i in range(len(text.encode())))
-    tokens = byte_characters()
-    merges = []
-    for length in range(2, len(whole) + 1):
-        for start in range(len(whole) - length + 1):
-            token = whole[start : start + length]
-            if token not in tokens:
-                tokens.append(token)
-                merges += [f"{token[:cut]} {token[cut:]}" for cut in range(1, length)]
+    merged, merges = all_that_merges(whole)
+    tokens = byte_characters() + merged
     file = tiny_llama().set("tokenizer.ggml.pre", STRING, pre)
     file.set("tokenizer.ggml.tokens", ARRAY, STRING, tokens)
     file.set("tokenizer.ggml.token_type", ARRAY, INT32, [NORMAL] * len(tokens))

@@ -142,3 +142,16 @@ def loaded(engine: CountingEngine, *, chat: bool = True) -> LoadedEngine:
         capacity_tokens=1,
         capacity_sequences=1.0,
     )
+
+
+def noted_prompts(engine: CountingEngine) -> list[str]:
+    """The prompts that reach the engine, added as they come."""
+    prompts: list[str] = []
+    check = engine.check
+
+    def noting(request: Any) -> Any:
+        prompts.append(bytes(request.prompt_token_ids).decode())
+        return check(request)
+
+    engine.check = noting  # type: ignore[method-assign]
+    return prompts

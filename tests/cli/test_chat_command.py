@@ -13,14 +13,13 @@ import termios
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from counting import CountingEngine, loaded
+from counting import CountingEngine, loaded, noted_prompts
 from octavo.cli import app
 from octavo.cli.endings import why_ended
 from octavo.cli.wrap import Wrapped
@@ -34,14 +33,7 @@ from patience import PATIENCE
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The prompts that reach the engine."""
     engine = CountingEngine()
-    prompts: list[str] = []
-    check = engine.check
-
-    def noting(request: Any) -> Any:
-        prompts.append(bytes(request.prompt_token_ids).decode())
-        return check(request)
-
-    engine.check = noting  # type: ignore[method-assign]
+    prompts = noted_prompts(engine)
     monkeypatch.setattr("octavo.engine.load.load_engine", lambda model, config: loaded(engine))
     monkeypatch.setattr("octavo.cli.models.checkpoint", lambda model, chat: Path(model))
     return prompts

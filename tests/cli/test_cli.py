@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import octavo
 import strict_json
-from counting import CountingEngine, loaded
+from counting import CountingEngine, loaded, noted_prompts
 from octavo.checkpoint.base import ChatTemplateError, CheckpointError
 from octavo.cli import _explain, app, main
 from octavo.engine.config import EngineConfig, SettingsError
@@ -365,14 +365,7 @@ def test_serve_hands_over(monkeypatch: pytest.MonkeyPatch, engine: CountingEngin
 
 
 def test_chat_keeps_the_conversation(engine: CountingEngine) -> None:
-    prompts: list[str] = []
-    check = engine.check
-
-    def noting(request: Any) -> Any:
-        prompts.append(bytes(request.prompt_token_ids).decode())
-        return check(request)
-
-    engine.check = noting  # type: ignore[method-assign]
+    prompts = noted_prompts(engine)
     lines = [
         "hi", "", "again", "/stats", "/system be brief", "hello", "/reset", "/nonsense", "/help",
         "x" * 2000, "bye", "/exit", "never",
@@ -392,14 +385,7 @@ def test_chat_keeps_the_conversation(engine: CountingEngine) -> None:
 
 
 def test_ctrl_c_keeps_the_conversation(engine: CountingEngine) -> None:
-    prompts: list[str] = []
-    check = engine.check
-
-    def noting(request: Any) -> Any:
-        prompts.append(bytes(request.prompt_token_ids).decode())
-        return check(request)
-
-    engine.check = noting  # type: ignore[method-assign]
+    prompts = noted_prompts(engine)
     steps = 0
 
     def press() -> None:

@@ -21,7 +21,7 @@ test: setup models lint  ## lint, types and tests (minutes)
 
 test-train: setup  ## the tests of training, which make test skips: with PyTorch, in .venv
 	$(BIN)/python -m pip install --quiet --config-settings=wheel.cmake=false --editable ".[dev,train]"
-	$(BIN)/pytest -q tests/train tests/cli/test_train.py
+	$(BIN)/pytest -q tests/tools/train tests/cli/test_train.py
 
 sanitize: setup  ## the C++ tests under address, undefined-behaviour and thread sanitizers
 	$(BIN)/pytest -q -m sanitize

@@ -19,7 +19,7 @@ def models(arguments: Sequence[str] | None) -> dict[str, Path]:
     if arguments:
         pairs = (a.rpartition("=") for a in arguments)
         return {name or Path(path).stem: _file(path) for name, _, path in pairs}
-    from octavo.checkpoint import pull  # only here: a reference half runs without octavo
+    from octavo.loader import pull
 
     return {name: path for name in NAMES if (path := pull.cached(name))}
 
@@ -27,7 +27,7 @@ def models(arguments: Sequence[str] | None) -> dict[str, Path]:
 def _file(path: str) -> Path:
     if Path(path).exists():
         return Path(path)
-    from octavo.checkpoint import pull
+    from octavo.loader import pull
 
     return pull.resolve(path)
 

@@ -6,7 +6,7 @@ order, and an open question. Run, it prints the open questions, a line each.
 
 from __future__ import annotations
 
-from octavo.checkpoint.base import Checkpoint
+from octavo.loader.base import Checkpoint
 
 SOURCE = '''"""Settings of a program, kept in a file of lines "name = value"."""
 

@@ -27,11 +27,11 @@ import numpy as np
 
 from _script import as_script
 from octavo.engine.config import EngineConfig
-from octavo.plan.hardware import device
-from octavo.plan.report import figures
-from octavo.plan.simulation import Setup, Simulation, simulate, weights_on
-from octavo.plan.subject import Subject
-from octavo.workload.datasets import RANDOM, Part, Sample
+from octavo.tools.plan.hardware import device
+from octavo.tools.plan.report import figures
+from octavo.tools.plan.simulation import Setup, Simulation, simulate, weights_on
+from octavo.tools.plan.subject import Subject
+from octavo.tools.workload.datasets import RANDOM, Part, Sample
 
 Memory = Literal["reserve", "paged"]
 Batching = Literal["static", "continuous"]

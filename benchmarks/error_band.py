@@ -18,13 +18,13 @@ from dataclasses import asdict, fields
 from math import exp
 from pathlib import Path
 
-import octavo.checkpoint
-from octavo.checkpoint.pull import resolve
-from octavo.execute.cost import Rates
-from octavo.plan.band import NINE_IN_TEN, REFRESHED
-from octavo.plan.hardware import Device
-from octavo.plan.simulation import Setup, simulate, weights_on
-from octavo.plan.subject import Subject
+import octavo.loader
+from octavo.executor.cost import Rates
+from octavo.loader.pull import resolve
+from octavo.tools.plan.band import NINE_IN_TEN, REFRESHED
+from octavo.tools.plan.hardware import Device
+from octavo.tools.plan.simulation import Setup, simulate, weights_on
+from octavo.tools.plan.subject import Subject
 from prediction import CONFIG, At, Figures, Load, loads, timed
 
 RATES = Rates(  # of two cores such as those of the record
@@ -72,7 +72,7 @@ def main() -> None:
     within: Counter[tuple[float, str]] = Counter()
     count = 0
     for model in MODELS:
-        subject = Subject.of(octavo.checkpoint.load(resolve(model)))
+        subject = Subject.of(octavo.loader.load(resolve(model)))
         device = Device("such a machine", lambda _: RATES, 1 << 40)
         setup = Setup(subject, weights_on(device, subject), device, CONFIG)
         for load in loads(None):

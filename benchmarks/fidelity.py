@@ -11,8 +11,8 @@ sources: PYTHONPATH=src) and leaves its result in the cache folder
 whose reference is there. The texts are those of tests/oracle/texts, cut into sequences of up to 704
 tokens (more than Gemma 3 270M's window), at most ``--positions`` tokens; every position counts. All
 engines get the same token ids, written by the reference half, and are compared as `octavo fidelity`
-compares a model with Octavo's own reference (octavo/quant/distance.py). The reference's logprobs
-are kept as float32: 1 GB for SmolLM2, 6 GB for Gemma 3 270M at 6,000 positions.
+compares a model with Octavo's own reference (octavo/tools/quantize/distance.py). The reference's
+logprobs are kept as float32: 1 GB for SmolLM2, 6 GB for Gemma 3 270M at 6,000 positions.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ sys.path.insert(0, str(ORACLE))
 
 from _models import CACHE, models  # noqa: E402
 from _script import as_script  # noqa: E402
-from octavo.quant.distance import Distances, Fidelity, distances  # noqa: E402
+from octavo.tools.quantize.distance import Distances, Fidelity, distances  # noqa: E402
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -102,9 +102,9 @@ def llama_cpp_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
 
 def octavo_logits(path: Path, sequences: list[Int32]) -> Iterator[Float32]:
     """Octavo as it serves, one sequence at a time in chunks."""
-    from octavo.bench.drive import Drive, Load
     from octavo.engine.config import EngineConfig
-    from octavo.quant.fidelity import Served
+    from octavo.tools.bench.drive import Drive, Load
+    from octavo.tools.quantize.fidelity import Served
 
     drive = Drive.load(path, EngineConfig(threads=2), [Load(1, max(map(len, sequences)), 1)])
     shape = drive.engine.scheduler.kv.tables.shape

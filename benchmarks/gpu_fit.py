@@ -1,8 +1,10 @@
-"""Fits what predictions assume of GPUs (octavo/plan/gpu.py) to published runs (gpu_runs.json).
+"""Fits what predictions assume of GPUs (octavo/tools/plan/gpu.py) to published runs
+(gpu_runs.json).
 
 Six parameters for all GPUs and engines: shares of the bandwidth and of the peaks in 16 and in 8
 bits, how far reading and arithmetic overlap, and seconds of a step and of an operation. The fit is
-least squares of logarithms with each source weighing the same (octavo/plan/fitting.py). Printed
+least squares of logarithms with each source weighing the same (octavo/tools/plan/fitting.py).
+Printed
 are each run beside its prediction, and the errors on each source by a fit that has not seen it.
 
 gpu_runs.json has the sources with their addresses and of each run the words it was taken from:
@@ -29,15 +31,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from octavo.execute.batch import Batch
-from octavo.kv.layout import KvDtype, KvLayout
-from octavo.plan.fitting import Array, Parameter, solve
-from octavo.plan.gpu import FITTED, Shares
-from octavo.plan.hardware import Device, published
-from octavo.plan.phase import decode_batch, prefill_batch
-from octavo.plan.quantization import cost_model, in_scheme
-from octavo.plan.schemes import Scheme, scheme
-from octavo.plan.subject import Subject
+from octavo.executor.base import Batch
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.tools.plan.fitting import Array, Parameter, solve
+from octavo.tools.plan.gpu import FITTED, Shares
+from octavo.tools.plan.hardware import Device, published
+from octavo.tools.plan.phase import decode_batch, prefill_batch
+from octavo.tools.plan.quantization import cost_model, in_scheme
+from octavo.tools.plan.schemes import Scheme, scheme
+from octavo.tools.plan.subject import Subject
 
 RUNS = Path(__file__).with_name("gpu_runs.json")
 # No memory is read as fast as its data sheet says, and what the runs leave open between bandwidth
@@ -125,7 +127,7 @@ class Run:
 
 
 class Runs:
-    """Implements `Observed` (octavo/plan/fitting.py): each source weighs the same."""
+    """Implements `Observed` (octavo/tools/plan/fitting.py): each source weighs the same."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self.runs = runs
@@ -213,7 +215,7 @@ def shares(found: Array) -> Shares:
 
 
 def fit(runs: Sequence[Run]) -> Shares:
-    """Rounded to three digits, as octavo/plan/gpu.py has them."""
+    """Rounded to three digits, as octavo/tools/plan/gpu.py has them."""
     found, _ = solve(Runs(runs), PARAMETERS, shares)
     return Shares(*(float(f"{value:.3g}") for value in shares(found)))
 

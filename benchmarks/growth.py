@@ -21,10 +21,10 @@ import numpy as np
 
 from _models import models
 from _script import as_script
-from octavo.bench.drive import Drive, Load
 from octavo.engine.config import EngineConfig
-from octavo.execute.batch import Batch
-from octavo.execute.limits import highest
+from octavo.executor.base import Batch
+from octavo.machine.limits import highest
+from octavo.tools.bench.drive import Drive, Load
 
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096)
 STEPS = 24

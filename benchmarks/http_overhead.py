@@ -23,19 +23,19 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.execute.batch import Batch, StepResult
-from octavo.execute.cost import CostExecutor
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import Request
-from octavo.schedule.scheduler import Scheduler
-from octavo.serve.app import create_app
-from octavo.serve.config import ServeConfig
-from octavo.serve.model import ServedModel
-from octavo.serve.server import bind, http_server
+from octavo.executor.base import Batch, StepResult
+from octavo.executor.cost import CostExecutor
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.request import Request
+from octavo.scheduler.scheduler import Scheduler
+from octavo.server.app import create_app
+from octavo.server.config import ServeConfig
+from octavo.server.model import ServedModel
+from octavo.server.server import bind, http_server
 from step_overhead import Words, model
 
 STREAMS, TOKENS, STEP_SECONDS = 16, 300, 0.005

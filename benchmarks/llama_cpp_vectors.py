@@ -6,7 +6,7 @@ LLAMA_CPP is a checkout of llama.cpp (MIT), in whose models/ folder lie vocabula
 (ggml-vocab-*.gguf), texts (.inp) and the ids that each model's own tokenizer makes of them (.out).
 A vocabulary that Octavo does not read is listed with the reason.
 
-``--record`` writes what tests/checkpoint/test_llama_cpp_vectors.py needs: of each byte-level
+``--record`` writes what tests/loader/test_llama_cpp_vectors.py needs: of each byte-level
 vocabulary the tokens that occur and the merges that make them, and the texts' tokens.
 """
 
@@ -20,9 +20,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.gguf import GgufFile
-from octavo.checkpoint.gguf_tokenizer import USER_DEFINED, gguf_tokenizer
+from octavo.loader.base import CheckpointError
+from octavo.loader.gguf import GgufFile
+from octavo.loader.gguf_tokenizer import USER_DEFINED, gguf_tokenizer
 
 SEPARATOR = "\n__ggml_vocab_test__\n"  # behind each text
 Cases = list[tuple[str, list[int]]]

@@ -60,7 +60,6 @@ def status(field: str) -> int:
 
 def load_here(path: Path) -> Load:
     from octavo.engine import load
-    from octavo.execute import native  # noqa: F401  (loaded by the first engine otherwise)
 
     before = status("VmRSS")
     began = time.perf_counter()
@@ -71,9 +70,8 @@ def load_here(path: Path) -> Load:
 
 def tokenizer_here(path: Path) -> int:
     """Bytes that a checkpoint's tokenizer, metadata and chat template take, its weights unread."""
-    from octavo.checkpoint import load
     from octavo.engine import load as engine  # noqa: F401  (the same imports)
-    from octavo.execute import native  # noqa: F401
+    from octavo.loader import load
 
     before = status("VmRSS")
     checkpoint = load(path)

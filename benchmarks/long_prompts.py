@@ -27,10 +27,10 @@ from pathlib import Path
 import numpy as np
 
 from _script import as_script
-from octavo import checkpoint
-from octavo.bench.load.client import Client, Target
-from octavo.checkpoint.base import Tokenizer
-from octavo.checkpoint.pull import resolve
+from octavo import loader
+from octavo.loader.base import Tokenizer
+from octavo.loader.pull import resolve
+from octavo.tools.bench.load.client import Client, Target
 
 STREAMS, ANSWER, SECONDS = 4, 400, 8.0
 LONG, SHORT, STREAM = 2000, 24, 16  # tokens of a prompt
@@ -194,7 +194,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
     model = resolve(arguments.model)  # llama.cpp wants a file
-    tokenizer = checkpoint.load(model).tokenizer
+    tokenizer = loader.load(model).tokenizer
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

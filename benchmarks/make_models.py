@@ -149,8 +149,8 @@ def write(path: Path, metadata: dict[str, bytes], tensors: Iterable[Tensor]) -> 
 
 
 def smollm2_q4_0(source: Path, seed: int) -> tuple[dict[str, bytes], Iterator[Tensor]]:
-    from octavo.checkpoint.base import WeightFormat
-    from octavo.checkpoint.gguf import GgufFile
+    from octavo.loader.base import WeightFormat
+    from octavo.loader.gguf import GgufFile
 
     file = GgufFile(source)
 
@@ -279,7 +279,7 @@ def main() -> int:
     args = parser.parse_args()
     source = args.source
     if source is None:
-        from octavo.checkpoint import pull
+        from octavo.loader import pull
 
         source = pull.cached("smollm2")
         if source is None:

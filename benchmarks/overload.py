@@ -38,10 +38,10 @@ from typing import Any
 import numpy as np
 
 from _script import as_script
-from octavo.bench.load.benchmark import Settings, benchmark
-from octavo.bench.load.client import Client, Target
-from octavo.bench.load.stream import Answer
-from octavo.workload.metrics import parse_slo
+from octavo.tools.bench.load.benchmark import Settings, benchmark
+from octavo.tools.bench.load.client import Client, Target
+from octavo.tools.bench.load.stream import Answer
+from octavo.tools.workload.metrics import parse_slo
 
 SHARES = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the saturating rate
 AT_ONCE = 24  # requests under way when the saturating rate is measured

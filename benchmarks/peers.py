@@ -55,7 +55,7 @@ from _peers.octavo import Octavo
 from _peers.results import OURS, Sample, summarize, table
 from _peers.serving import serve
 from _script import as_script
-from octavo import checkpoint
+from octavo import loader
 
 PEERS = ("llama.cpp", "ik_llama.cpp", "openvino")
 CLOSE = 0.9  # of the best: candidates that are probed a second time
@@ -204,7 +204,7 @@ def compare(name: str, model: Path, args: argparse.Namespace) -> dict[str, Any]:
     given = {key: getattr(args, key) for key in Lengths._fields if getattr(args, key) is not None}
     task = Task(
         model=model.resolve(),
-        vocab=checkpoint.load(model).config.vocab_size,
+        vocab=loader.load(model).config.vocab_size,
         threads=args.threads,
         sequences=max(args.sequences),
         input=args.input,

@@ -16,7 +16,7 @@ predicted with:
 - refreshed: with the refresh just before it. This is known before the load: the first figure.
 - calibrated: with the calibration as it was at the start.
 - slower and faster: the ends of the error band that `octavo simulate` gives with that refresh
-  (plan/band.py). Of nine figures in ten it is promised that they lie between.
+  (tools/plan/band.py). Of nine figures in ten it is promised that they lie between.
 - around: with the speed of before and after it together, which is not known before. Its errors are
   the cost model's own, and what the machine did within the piece.
 
@@ -39,27 +39,27 @@ from typing import NamedTuple
 
 import numpy as np
 
-import octavo.checkpoint
+import octavo.loader
 from _models import models
 from _script import as_script
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine, load_engine
-from octavo.execute.batch import Batch
-from octavo.execute.cost import Rates
-from octavo.execute.native import NativeExecutor
-from octavo.plan.band import of_calibration
-from octavo.plan.calibration import Calibration, Moment
-from octavo.plan.fitting import Observation, Slowness, slowness
-from octavo.plan.hardware import Device
-from octavo.plan.observing import probe
-from octavo.plan.replay import Replay, replay
-from octavo.plan.simulation import Setup, simulate, weights_on
-from octavo.plan.subject import Subject
-from octavo.schedule.request import RequestRecord
-from octavo.workload.datasets import Sample
-from octavo.workload.demand import Demand
-from octavo.workload.traces import Window
+from octavo.executor.base import Batch
+from octavo.executor.cost import Rates
+from octavo.executor.native.executor import NativeExecutor
+from octavo.scheduler.request import RequestRecord
+from octavo.tools.plan.band import of_calibration
+from octavo.tools.plan.calibration import Calibration, Moment
+from octavo.tools.plan.fitting import Observation, Slowness, slowness
+from octavo.tools.plan.hardware import Device
+from octavo.tools.plan.observing import probe
+from octavo.tools.plan.replay import Replay, replay
+from octavo.tools.plan.simulation import Setup, simulate, weights_on
+from octavo.tools.plan.subject import Subject
+from octavo.tools.workload.datasets import Sample
+from octavo.tools.workload.demand import Demand
+from octavo.tools.workload.traces import Window
 
 CONFIG = EngineConfig(kv_cache_memory_bytes=1 << 30)
 SATURATING = 60  # requests at once, to find the rate that saturates
@@ -329,7 +329,7 @@ def main() -> None:
     arguments = parser.parse_args()
     rows: list[Row] = []
     for name, path in models(arguments.models).items():
-        checkpoint = octavo.checkpoint.load(path)
+        checkpoint = octavo.loader.load(path)
         loaded = load_engine(checkpoint, CONFIG)
         if not arguments.no_calibrate:
             Calibration.measure(loaded).save()

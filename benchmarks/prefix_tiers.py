@@ -17,16 +17,16 @@ import statistics
 import tempfile
 from typing import Any
 
-import octavo.checkpoint
+import octavo.loader
 from _script import as_script
-from octavo.checkpoint.pull import resolve
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine
 from octavo.engine.load import load_engine
-from octavo.kv.cache import peak_blocks
-from octavo.kv.tiers import TierStats
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Request, RequestRecord
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.tiers import TierStats
+from octavo.loader.pull import resolve
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import Request, RequestRecord
 
 
 def ask(engine: Engine, name: str, prompt: list[int]) -> RequestRecord:
@@ -78,7 +78,7 @@ def main() -> None:
     folder = tempfile.TemporaryDirectory(prefix="octavo-kv-", ignore_cleanup_errors=True)
     # The pool holds little more than one prompt, so that another overwrites it; the tier in host
     # memory three.
-    layout = EngineConfig().layout_of(octavo.checkpoint.load(resolve(asked.model)).config)
+    layout = EngineConfig().layout_of(octavo.loader.load(resolve(asked.model)).config)
     length = asked.tokens + 16
     pool = int(1.1 * peak_blocks(layout, length)) * layout.block_bytes
     tiers: dict[str, Any] = {"kv_offload_memory": 3 * pool, "kv_offload_dir": folder.name}

@@ -26,9 +26,9 @@ LOGITS = ".logits.npy"
 
 def write(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-    from octavo.checkpoint import load
-    from quant.quantizing import logits_of, make, qwen3_folder, random_folder
-    from quant.test_gguf_model import speaking
+    from octavo.loader import load
+    from tools.quantize.quantizing import logits_of, make, qwen3_folder, random_folder
+    from tools.quantize.test_gguf_model import speaking
 
     folder.mkdir(parents=True)
     source = qwen3_folder(folder / "source")

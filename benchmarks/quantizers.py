@@ -82,17 +82,17 @@ class Enough(Exception):
 def make(
     path: Path, cache: Path, count: int, length: int, only: list[str], layers: int | None
 ) -> None:
-    from octavo import checkpoint as checkpoints
-    from octavo.quant.calibrate import default_text, samples
-    from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.quantizer import Method, Recipe, Report
-    from octavo.quant.run import quantize
+    from octavo import loader
+    from octavo.tools.quantize.calibrate import default_text, samples
+    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantizer import Method, Recipe, Report
+    from octavo.tools.quantize.run import quantize
 
     def progress(report: Report) -> None:
         if report.last and report.layer + 1 == layers:
             raise Enough
 
-    checkpoint = checkpoints.load(path)
+    checkpoint = loader.load(path)
     ids = samples(checkpoint.tokenizer, default_text(), count, length)
     np.save(cache / "ids.npy", ids)
     for method in OURS:
@@ -243,14 +243,14 @@ def log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
 
 def weights_of(path: Path) -> dict[str, Float32]:
     """A model's weights, or those of the layers that an interrupted run has in its folder."""
-    from octavo import checkpoint as checkpoints
-    from octavo.quant.blocks import dequantize
-    from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.run import WORK
-    from octavo.quant.state import State
+    from octavo import loader
+    from octavo.tools.quantize.blocks import dequantize
+    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.run import WORK
+    from octavo.tools.quantize.state import State
 
     if path.is_file() or (path / "config.json").exists():
-        stored = checkpoints.load(path).weights
+        stored = loader.load(path).weights
         return {role: dequantize(weight) for role, weight in stored.items()}
     settings = json.loads((path / WORK / "state.json").read_text("utf-8"))
     symmetric = path.name.endswith("-sym")
@@ -270,12 +270,12 @@ def hidden_of(
 ) -> tuple[list[Float32], Float32]:
     """What the head is multiplied with at every position, and the head. What is not of the first
     ``layers`` layers is the ``source``'s."""
-    from octavo import checkpoint as checkpoints
-    from octavo.execute import reference as executor
-    from octavo.model import families
-    from octavo.model.program import Logits
+    from octavo import loader
+    from octavo.executor import reference as executor
+    from octavo.models import families
+    from octavo.models.program import Logits
 
-    checkpoint = checkpoints.load(source)
+    checkpoint = loader.load(source)
     program = families.program(checkpoint.config)
     head = program.ops[-1]
     assert isinstance(head, Logits)
@@ -299,10 +299,10 @@ def logits_in_pieces(hidden: list[Float32], head: Float32) -> Iterator[Float32]:
 
 
 def report(path: Path, cache: Path, most: int, file: str | None, layers: int | None) -> None:
-    from octavo import checkpoint as checkpoints
-    from octavo.quant.fidelity import default_text
+    from octavo import loader
+    from octavo.tools.quantize.fidelity import default_text
 
-    tokenizer = checkpoints.load(path).tokenizer
+    tokenizer = loader.load(path).tokenizer
     ids = np.array(tokenizer.encode(default_text()), np.int32)
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - 1, WINDOW)]
     windows = windows[:: -(-len(windows) // most)]

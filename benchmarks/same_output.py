@@ -27,17 +27,17 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import octavo.checkpoint
+import octavo.loader
 from _script import as_script
-from octavo.checkpoint import pull
-from octavo.checkpoint.base import Checkpoint
 from octavo.engine.config import DoesNotFit, EngineConfig
-from octavo.sample.params import SamplingParams
-from octavo.speculate.config import SpeculativeConfig
-from octavo.verify.certificate import methods
-from octavo.verify.guessing import NUM_TOKENS, pinned
-from octavo.verify.running import Answers, running
-from octavo.verify.trials import Trial
+from octavo.loader import pull
+from octavo.loader.base import Checkpoint
+from octavo.sampling.params import SamplingParams
+from octavo.spec_decode.config import SpeculativeConfig
+from octavo.tools.verify.certificate import methods
+from octavo.tools.verify.guessing import NUM_TOKENS, pinned
+from octavo.tools.verify.running import Answers, running
+from octavo.tools.verify.trials import Trial
 
 _COMPUTED = 2  # tokens of a draft that is computed
 
@@ -121,7 +121,7 @@ def main() -> None:
     parser.add_argument("--config", action="append", help="only this drafter, JSON (repeatable)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    checkpoint = octavo.checkpoint.load(pull.resolve(arguments.model))
+    checkpoint = octavo.loader.load(pull.resolve(arguments.model))
     sizes = [int(size) for size in arguments.batch_sizes.split(",")]
     config = EngineConfig(max_model_len=96 + arguments.length, max_num_seqs=max(sizes))
     try:

@@ -41,15 +41,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from octavo.engine.config import EngineConfig
-from octavo.plan.capacity import capacity
-from octavo.plan.hardware import device
-from octavo.plan.quantization import Stored
-from octavo.plan.saturation import saturation
-from octavo.plan.simulation import Setup, simulate, weights_on
-from octavo.plan.subject import Subject
-from octavo.workload.classes import LoadClass
-from octavo.workload.datasets import PREFIXES, RANDOM, Part, Sample
-from octavo.workload.metrics import Record
+from octavo.tools.plan.capacity import capacity
+from octavo.tools.plan.hardware import device
+from octavo.tools.plan.quantization import Stored
+from octavo.tools.plan.saturation import saturation
+from octavo.tools.plan.simulation import Setup, simulate, weights_on
+from octavo.tools.plan.subject import Subject
+from octavo.tools.workload.classes import LoadClass
+from octavo.tools.workload.datasets import PREFIXES, RANDOM, Part, Sample
+from octavo.tools.workload.metrics import Record
 
 MODELS = (
     ("smollm2-135m", "memory=10,int8=150,bf16=80,fp32=37,capacity=16"),

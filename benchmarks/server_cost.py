@@ -64,11 +64,11 @@ def stretch(times: list[list[float]]) -> float:
 
 def engine_alone(pipe: Connection, model: str, streams: int, tokens: int) -> None:
     """For each message received: (wall, processor) microseconds a token."""
-    from octavo.checkpoint.pull import resolve
     from octavo.engine.config import EngineConfig
     from octavo.engine.load import load_engine
-    from octavo.sample.params import SamplingParams
-    from octavo.schedule.request import Request
+    from octavo.loader.pull import resolve
+    from octavo.sampling.params import SamplingParams
+    from octavo.scheduler.request import Request
 
     loaded = load_engine(resolve(model), EngineConfig())
     tokenizer, engine = loaded.checkpoint.tokenizer, loaded.engine

@@ -21,10 +21,10 @@ from typing import Any
 
 from _script import as_script
 from octavo.engine.config import EngineConfig
-from octavo.plan.hardware import PUBLISHED
-from octavo.plan.simulation import Setup, simulate, weights_on
-from octavo.plan.subject import Subject
-from octavo.workload import traces
+from octavo.tools.plan.hardware import PUBLISHED
+from octavo.tools.plan.simulation import Setup, simulate, weights_on
+from octavo.tools.plan.subject import Subject
+from octavo.tools.workload import traces
 
 SLICE = 1000
 COLUMNS = ("trace", "leaps", "requests", "steps", "seconds", "requests_per_s", "peak_mib")

@@ -37,16 +37,16 @@ from typing import Any
 from _peers.llama_cpp_speculation import measure
 from _script import as_script
 from _workloads import workloads
-from octavo.checkpoint import load
-from octavo.checkpoint.pull import resolve
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import load_engine
-from octavo.execute.cpu import usable_cpus
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Request, RequestRecord
-from octavo.speculate.config import SpeculativeConfig
-from octavo.speculate.speculator import LONGEST
+from octavo.loader import load
+from octavo.loader.pull import resolve
+from octavo.machine.cpu import usable_cpus
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import Request, RequestRecord
+from octavo.spec_decode.config import SpeculativeConfig
+from octavo.spec_decode.speculator import LONGEST
 
 LONGEST_TEXT = 2048  # tokens of a prompt and its answer
 SLICE = 0.06  # seconds that a side runs before the next one does

@@ -25,16 +25,16 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.pace import Pace, guessed
-from octavo.execute.cost import CostExecutor, Rates
-from octavo.kv.layout import KvLayout
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.policies.config import PolicyConfig, PolicyName
-from octavo.schedule.request import LatencyTarget, Request
-from octavo.schedule.scheduler import Scheduler
+from octavo.executor.cost import CostExecutor, Rates
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.scheduler.request import LatencyTarget, Request
+from octavo.scheduler.scheduler import Scheduler
 
 BUDGET_US = {1: 150.0, 32: 500.0, 256: 2000.0}
 PROMPT, LONG, STEPS = 64, 2000, 400

@@ -73,9 +73,9 @@ def reference(path: Path, name: str, cache: Path, count: int) -> None:
 
 
 def octavo(path: Path) -> tuple[Encode, Decode]:
-    from octavo import checkpoint as checkpoints
+    from octavo import loader
 
-    tokenizer = checkpoints.load(path).tokenizer
+    tokenizer = loader.load(path).tokenizer
 
     def encode(text: str) -> list[int]:
         ids = tokenizer.encode(text, add_special_tokens=False)
@@ -139,9 +139,9 @@ def compare_folders(file: Path) -> int:
     """How many folders differ."""
     from odd_folders import build
 
-    from octavo.checkpoint.base import CheckpointError
-    from octavo.checkpoint.hf_folder import HfFolder
-    from octavo.checkpoint.hf_tokenizer import hf_tokenizer
+    from octavo.loader.base import CheckpointError
+    from octavo.loader.hf_folder import HfFolder
+    from octavo.loader.hf_tokenizer import hf_tokenizer
 
     recorded = json.loads(file.read_text())
     different = refused = 0

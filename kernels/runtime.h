@@ -218,7 +218,7 @@ struct Program {
     std::vector<int32_t> ids; // the tokens that they stand for, where it is drafted with
 };
 
-// One step's arrays (execute/batch.py); nothing is trusted.
+// One step's arrays (executor/base.py); nothing is trusted.
 struct StepBatch {
     const int32_t *token_ids;
     const float *rows; // [tokens, input_width]

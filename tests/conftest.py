@@ -17,8 +17,8 @@ import httpx
 import pytest
 from hypothesis import settings
 
-from octavo.checkpoint import apart, pull
 from octavo.engine.async_engine import AsyncEngine
+from octavo.loader import apart, pull
 from patience import PATIENCE
 
 settings.register_profile("search", deadline=None)

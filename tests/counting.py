@@ -7,12 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from octavo.checkpoint.base import ChatTemplateError
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.outputs import Delta, TokenLogprobs
-from octavo.sample.params import InvalidParameter
-from octavo.schedule.request import (
+from octavo.loader.base import ChatTemplateError
+from octavo.sampling.params import InvalidParameter
+from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,
     Outcome,

@@ -21,9 +21,9 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from octavo.checkpoint import pull
-from octavo.checkpoint.names import preset
 from octavo.cli import app
+from octavo.loader import pull
+from octavo.loader.names import preset
 from patience import PATIENCE
 
 ROOT = Path(__file__).parents[1]

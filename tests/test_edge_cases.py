@@ -11,14 +11,14 @@ import pytest
 TESTS = Path(__file__).parent
 Cases = dict[str, tuple[tuple[str, ...], ...]]
 
-LIVE = "serve/test_edge_cases_live.py"
+LIVE = "server/test_edge_cases_live.py"
 
-ERRORS = "serve/test_errors.py"
-OVERLOAD = "serve/test_overload.py"
-WITH_ENGINE = "serve/test_with_engine.py"
-PROCESS = "serve/test_process.py"
+ERRORS = "server/test_errors.py"
+OVERLOAD = "server/test_overload.py"
+WITH_ENGINE = "server/test_with_engine.py"
+PROCESS = "server/test_process.py"
 DETOKENIZE = "engine/test_detokenize.py"
-SCHEDULER = "schedule/test_scheduler.py"
+SCHEDULER = "scheduler/test_scheduler.py"
 FAULTY = "engine/test_async_faults.py"
 REFUSED = "test_refused_by_name"
 
@@ -66,12 +66,12 @@ REQUESTS: Cases = {
         ),
     ),
     "two user messages where the template wants turns": (
-        ("serve/test_chat.py", "test_template_refusals_are_the_clients", "must alternate"),
-        ("checkpoint/test_chat_template.py", "test_the_templates_own_message"),
+        ("server/test_chat.py", "test_template_refusals_are_the_clients", "must alternate"),
+        ("loader/test_chat_template.py", "test_the_templates_own_message"),
     ),
     "text in parts; null beside tool calls": (
         (LIVE, "test_text_parts_reach_the_prompt"),
-        ("serve/test_chat.py", "test_messages_are_named", '"tool_calls": [{"id": "1"}]'),
+        ("server/test_chat.py", "test_messages_are_named", '"tool_calls": [{"id": "1"}]'),
     ),
     "one token all over the advertised context": (
         (LIVE, "test_what_is_advertised_runs"),
@@ -84,8 +84,8 @@ REQUESTS: Cases = {
     "a parameter nobody knows, or that is not supported": (
         (LIVE, REFUSED, "no_such_parameter"),
         (ERRORS, REFUSED, '"best_of": 2', '"tools": []'),
-        ("serve/test_body.py", "test_completion_fields_are_named"),
-        ("serve/test_body.py", "test_chat_fields_are_named"),
+        ("server/test_body.py", "test_completion_fields_are_named"),
+        ("server/test_body.py", "test_chat_fields_are_named"),
     ),
     "prompt and max_tokens beyond the context": (
         (LIVE, REFUSED, '{"max_tokens": 10**6}'),
@@ -121,13 +121,13 @@ STREAMING: Cases = {
     "the same request streamed and not": ((WITH_ENGINE, "test_streamed_and_not_are_the_same"),),
     "the first delta, and the reason before the end": (
         (LIVE, "test_the_first_delta_and_the_reason_before_the_end"),
-        ("serve/test_chat.py", "test_stream"),
+        ("server/test_chat.py", "test_stream"),
     ),
 }
 CLIENTS: Cases = {
     "killed while it generates, streaming or not": (
         (OVERLOAD, "test_who_is_killed_frees_its_blocks_within_a_step", "[False, True]"),
-        ("serve/test_leaving.py", "test_killed_in_every_state"),
+        ("server/test_leaving.py", "test_killed_in_every_state"),
     ),
     "killed while it waits": (
         (WITH_ENGINE, "test_a_request_that_waits_never_runs_when_its_client_leaves"),
@@ -138,7 +138,7 @@ CLIENTS: Cases = {
     ),
 }
 OPERATING: Cases = {
-    "a key is set: every route without it": (("serve/test_routes.py", "test_keys"),),
+    "a key is set: every route without it": (("server/test_routes.py", "test_keys"),),
     "five aborted streams, in every counter": (
         (OVERLOAD, "test_one_life_of_five_that_leave_in_every_count"),
         (WITH_ENGINE, "test_counters_reconcile_with_usage"),
@@ -169,7 +169,7 @@ CACHE: Cases = {
         ),
     ),
     "hash forced to collide": (
-        ("kv/test_prefix.py", "test_a_forced_collision_is_refused_and_harmless"),
+        ("kv_cache/test_prefix.py", "test_a_forced_collision_is_refused_and_harmless"),
         ("engine/test_lives.py", "test_random_lives"),  # Setting.hashes
     ),
     "a prompt that can never be scheduled": (
@@ -179,7 +179,7 @@ CACHE: Cases = {
         (SCHEDULER, "test_four_streams_that_exceed_the_pool_all_finish"),
     ),
     "sequence limit full of low priority, then a high one": (
-        ("schedule/test_policies.py", "test_the_limit_full_of_low_priority_and_then_a_high_one"),
+        ("scheduler/test_policies.py", "test_the_limit_full_of_low_priority_and_then_a_high_one"),
     ),
     "a victim decoding while a prompt 100 times longer arrives, and a short newcomer": (
         (SCHEDULER, "test_a_long_prompt_neither_stalls_a_decode_nor_a_short_newcomer"),
@@ -191,7 +191,7 @@ SAMPLING: Cases = {
     ),
     "prompts one at a time and together, greedy": (
         (LIVE, "test_one_at_a_time_and_together"),
-        ("serve/test_real_model.py", "test_together_as_alone"),
+        ("server/test_real_model.py", "test_together_as_alone"),
         ("engine/test_same_bits.py", "test_same_bits"),
     ),
     "the same greedy request three times on a fresh server, prefix cache on and off": (
@@ -202,11 +202,14 @@ SAMPLING: Cases = {
             "engine/test_detokenize.py",
             "test_a_stop_string_completed_before_min_tokens_does_not_stop",
         ),
-        ("sample/test_sampler.py", "test_min_tokens_holds_off_a_forced_end_until_the_fifth_token"),
+        (
+            "sampling/test_sampler.py",
+            "test_min_tokens_holds_off_a_forced_end_until_the_fifth_token",
+        ),
         (LIVE, "test_min_tokens"),
     ),
     "frequency_penalty 2.0; presence_penalty with words only in the prompt": (
-        ("sample/test_sampler.py", "test_presence_and_frequency_count_generated_tokens_only"),
+        ("sampling/test_sampler.py", "test_presence_and_frequency_count_generated_tokens_only"),
         (LIVE, "test_penalties_count_generated_tokens_only"),
     ),
 }

@@ -11,14 +11,14 @@ from typing import Any
 import httpx
 import pytest
 
-from octavo.checkpoint import load
-from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.pull import PullError, resolve
-from octavo.serve.app import create_app
-from octavo.serve.config import ServeConfig
-from octavo.serve.protocol import LABELS, NEUTRAL_CHAT, NEUTRAL_COMPLETION
+from octavo.loader import load
+from octavo.loader.base import CheckpointError
+from octavo.loader.pull import PullError, resolve
+from octavo.server.app import create_app
+from octavo.server.config import ServeConfig
+from octavo.server.protocol import LABELS, NEUTRAL_CHAT, NEUTRAL_COMPLETION
 from oracle.tiny_folders import folder
-from serve.serve_fakes import FakeEngine, served_model
+from server.serve_fakes import FakeEngine, served_model
 
 PAGE = (Path(__file__).parents[1] / "docs/limits.md").read_text()
 

@@ -11,10 +11,10 @@ import pytest
 import octavo
 from counting import CountingEngine, loaded
 from octavo import LLM, SamplingParams
-from octavo.checkpoint.base import ChatTemplateError
 from octavo.llm import GenerationError, Logprob
-from octavo.sample.params import InvalidParameter
-from octavo.schedule.request import AdmissionError, Outcome
+from octavo.loader.base import ChatTemplateError
+from octavo.sampling.params import InvalidParameter
+from octavo.scheduler.request import AdmissionError, Outcome
 
 
 @pytest.fixture

@@ -44,14 +44,14 @@ def main() -> None:
     """The worker's side."""
     import numpy as np
 
-    from octavo import checkpoint as checkpoints
-    from octavo.execute.batch import Batch
-    from octavo.execute.native import NativeExecutor
-    from octavo.kv.layout import KvLayout
-    from octavo.model import families
+    from octavo import loader
+    from octavo.executor.base import Batch
+    from octavo.executor.native.executor import NativeExecutor
+    from octavo.kv_cache.layout import KvLayout
+    from octavo.models import families
 
     task, _ = worker.arguments()
-    checkpoint = checkpoints.load(task.model)
+    checkpoint = loader.load(task.model)
     layout = KvLayout.of(checkpoint.config)
     groups = len(layout.groups)
     slots = task.sequences + 1  # the last is for prefills

@@ -1,4 +1,4 @@
-// The loops that reach the machine's limits, for execute/limits.py to choose among and repeat.
+// The loops that reach the machine's limits, for machine/limits.py to choose among and repeat.
 #include "bind.h"
 
 #include <nanobind/stl/vector.h>

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from octavo.llm import LLM as LLM
     from octavo.llm import CompletionOutput as CompletionOutput
     from octavo.llm import RequestOutput as RequestOutput
-    from octavo.sample.params import SamplingParams as SamplingParams
+    from octavo.sampling.params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,7 +31,7 @@ _HOMES = {
     "AsyncEngine": "octavo.engine.async_engine",
     "EngineConfig": "octavo.engine.config",
     "load_engine": "octavo.engine.load",
-    "SamplingParams": "octavo.sample.params",
+    "SamplingParams": "octavo.sampling.params",
 }
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.checkpoint.base import TokenizerError, require_chat
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.engine.sampling_defaults import sampling_defaults
-from octavo.sample.params import InvalidParameter, SamplingParams
-from octavo.schedule.request import AdmissionError, Request, RequestRecord
+from octavo.loader.base import TokenizerError, require_chat
+from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.scheduler.request import AdmissionError, Request, RequestRecord
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
@@ -97,7 +97,7 @@ class LLM:
                 raise TypeError(f"{', '.join(engine)}: the engine is loaded already")
             self.loaded = model
         else:
-            from octavo.checkpoint.pull import resolve
+            from octavo.loader.pull import resolve
 
             self.loaded = load_engine(resolve(str(model)), EngineConfig(**engine))
         self._engine = self.loaded.engine

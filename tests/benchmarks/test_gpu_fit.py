@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu_fit
-from octavo.plan.gpu import FITTED, LARGE_ERROR, TYPICAL_ERROR
+from octavo.tools.plan.gpu import FITTED, LARGE_ERROR, TYPICAL_ERROR
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import make_models as make
-from checkpoint.gguf_writer import Q4_1, tiny_llama
-from octavo import checkpoint
-from octavo.checkpoint.base import WeightFormat
-from octavo.checkpoint.gguf import GgufFile
-from octavo.model.config import Experts
+from loader.gguf_writer import Q4_1, tiny_llama
+from octavo import loader
+from octavo.loader.base import WeightFormat
+from octavo.loader.gguf import GgufFile
+from octavo.models.config import Experts
 
 
 def from_q4_0(data: make.Bytes) -> make.Floats:
@@ -77,7 +77,7 @@ def test_the_random_model_loads_and_is_the_same_each_time(
     assert one == two != other
     assert sorted(tmp_path.glob("*")) == sorted([*paths, source])
 
-    loaded = checkpoint.load(paths[0])
+    loaded = loader.load(paths[0])
     assert (len(loaded.config.layers), loaded.config.tied_embeddings) == (2, True)
     assert loaded.config.experts == (Experts(5, 2, 96, True) if shape is SPARSE else None)
     file = GgufFile(paths[0])

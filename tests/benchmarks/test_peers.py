@@ -21,7 +21,7 @@ from _peers.octavo import Octavo
 from _peers.results import Sample, summarize, table
 from _peers.serving import serve
 from _peers.worker import Worker
-from checkpoint.gguf_writer import tiny_llama
+from loader.gguf_writer import tiny_llama
 
 ENGINES = ("octavo", "a", "b")
 PREFILL, DECODE, SERVE = Workload("prefill", 1), Workload("decode", 8), Workload("serve", 16)

@@ -1,4 +1,4 @@
-"""What the benchmark refuses; that leaping changes nothing is tests/plan/test_leaping.py."""
+"""What the benchmark refuses; that leaping changes nothing is tests/tools/plan/test_leaping.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import soak
-from checkpoint.gguf_writer import tiny_llama
+from loader.gguf_writer import tiny_llama
 from soak import Counts, Sample
 
 ENDED = {

@@ -12,10 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import strict_json
-from execute.test_limits import made_up
+from executor.test_limits import made_up
 from octavo.cli import app
 from octavo.engine.config import SettingsError
-from octavo.execute.limits import Limits
+from octavo.machine.limits import Limits
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def made_up_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any
         return made_up(quick=options.get("quick", False))
 
     monkeypatch.setattr(Limits, "measure", classmethod(measure))
-    monkeypatch.setattr("octavo.execute.limits.misfit", lambda _: None)
+    monkeypatch.setattr("octavo.machine.limits.misfit", lambda _: None)
     return asked
 
 

@@ -24,8 +24,8 @@ from octavo.cli import app
 from octavo.cli.endings import why_ended
 from octavo.cli.wrap import Wrapped
 from octavo.engine.outputs import Delta
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import FinishReason
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import FinishReason
 from patience import PATIENCE
 
 
@@ -95,7 +95,7 @@ _CHAT = """
 import sys
 from octavo.cli.chat import Conversation
 from octavo.llm import LLM
-from octavo.sample.params import SamplingParams
+from octavo.sampling.params import SamplingParams
 sys.path.insert(0, {tests!r})
 from counting import CountingEngine, loaded
 engine = CountingEngine()

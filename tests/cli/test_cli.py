@@ -17,10 +17,10 @@ from typer.testing import CliRunner, Result
 import octavo
 import strict_json
 from counting import CountingEngine, loaded, noted_prompts
-from octavo.checkpoint.base import ChatTemplateError, CheckpointError
 from octavo.cli import _explain, app, main
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.serve.config import ServeConfig
+from octavo.loader.base import ChatTemplateError, CheckpointError
+from octavo.server.config import ServeConfig
 
 COMMANDS = ("serve", "chat", "generate", "pull", "inspect", "fidelity")
 
@@ -50,7 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> CountingEngine:
         return loaded(engine)
 
     monkeypatch.setattr("octavo.engine.load.load_engine", load_engine)
-    monkeypatch.setattr("octavo.checkpoint.pull.resolve", Path)
+    monkeypatch.setattr("octavo.loader.pull.resolve", Path)
     monkeypatch.setattr("octavo.cli.models.checkpoint", lambda model, chat: Path(model))
     return engine
 
@@ -346,7 +346,7 @@ def test_serve_hands_over(monkeypatch: pytest.MonkeyPatch, engine: CountingEngin
         seen.append((model, engine, config))
         return 3
 
-    monkeypatch.setattr("octavo.serve.run", fake_run)
+    monkeypatch.setattr("octavo.server.run", fake_run)
     result = CliRunner().invoke(
         app,
         ["serve", "m", "--port", "0", "--served-model-name", "a", "--max-num-queued-reqs", "9"],

@@ -35,8 +35,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         models.append(model)
         return Path(model)
 
-    monkeypatch.setattr("octavo.checkpoint.pull.resolve", resolve)
-    monkeypatch.setattr("octavo.serve.run", lambda model, engine, config: 0)
+    monkeypatch.setattr("octavo.loader.pull.resolve", resolve)
+    monkeypatch.setattr("octavo.server.run", lambda model, engine, config: 0)
     return models
 
 

@@ -9,13 +9,13 @@ import pytest
 from typer.testing import CliRunner
 
 import strict_json
-from checkpoint.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
-from octavo.checkpoint import load
+from loader.gguf_writer import IQ4_NL, MXFP4, split, tiny_llama, write_split
 from octavo.cli import app
 from octavo.cli.inspect import part_of
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
-from octavo.execute.native import NativeExecutor
+from octavo.executor.native.executor import NativeExecutor
+from octavo.loader import load
 from oracle.tiny_folders import quantized_folder
 
 

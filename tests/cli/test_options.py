@@ -14,9 +14,9 @@ from octavo.cli import options
 from octavo.cli.options import named_flags
 from octavo.cli.serve import OFFLOAD_OPTIONS, QUEUE_OPTIONS, SERVE_OPTIONS, serve_config
 from octavo.engine.config import EngineConfig
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import LatencyTarget
-from octavo.serve.config import ServeConfig
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import LatencyTarget
+from octavo.server.config import ServeConfig
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def test_what_cannot_be_simulated_is_refused_by_name(
 def test_what_can_be_refused_is_before_the_machine_is_measured(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("octavo.execute.limits.Limits.stored", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr("octavo.machine.limits.Limits.stored", lambda *_: pytest.fail("measured"))
     result = CliRunner().invoke(app, command.split())
     assert result.exit_code != 0
     assert not isinstance(result.exception, pytest.fail.Exception), result.exception

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-import octavo.train.run
+import octavo.tools.train.run
 import strict_json
 from octavo.cli import app
 from octavo.engine.config import SettingsError
-from octavo.train.medusa import Recipe
+from octavo.tools.train.medusa import Recipe
 
 FACTS = {
     "out": "d", "bytes": 1234, "answers": 10, "tokens": 2000, "vocabulary": 300,
@@ -31,8 +31,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(how, model=model, out=out, recipe=recipe)
         return dict(FACTS)
 
-    monkeypatch.setattr(octavo.train.run, "train", train)
-    monkeypatch.setattr(octavo.train.medusa, "import_torch", lambda: None)
+    monkeypatch.setattr(octavo.tools.train.run, "train", train)
+    monkeypatch.setattr(octavo.tools.train.medusa, "import_torch", lambda: None)
     return seen
 
 

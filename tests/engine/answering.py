@@ -14,8 +14,8 @@ from unittest.mock import patch
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
 from octavo.engine.recompute import Recomputing
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Request
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import Request
 
 
 def answers(model: str, config: dict[str, Any], prompts: list[list[int]]) -> list[dict[str, Any]]:

@@ -12,20 +12,20 @@ import numpy.typing as npt
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.pace import Pace
-from octavo.execute.batch import Batch, Float32, Int32, StepResult
-from octavo.execute.cost import CostModel, Rates
-from octavo.kv.layout import KvDtype, KvGroup, KvLayout
-from octavo.kv.prefix import Hash, chain_hash
-from octavo.kv.tiers import Tiers
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import Sampled, TokenLogprobs
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.policies.config import PolicyConfig
-from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.speculator import Speculator
+from octavo.executor.base import Batch, Float32, Int32, StepResult
+from octavo.executor.cost import CostModel, Rates
+from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
+from octavo.kv_cache.prefix import Hash, chain_hash
+from octavo.kv_cache.tiers import Tiers
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.sampler import Sampled, TokenLogprobs
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode.speculator import Speculator
 
 VOCAB = 64
 

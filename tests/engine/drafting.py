@@ -11,12 +11,12 @@ import numpy as np
 
 from engine.checking import VOCAB, FakeSampler, FakeState
 from octavo.engine.clock import VirtualClock
-from octavo.execute.batch import StepResult
-from octavo.sample.scripted import ScriptedSampler, ScriptedState
-from octavo.schedule.batching import Scheduled
-from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.drafter import Draft
-from octavo.speculate.speculator import Speculator
+from octavo.executor.base import StepResult
+from octavo.sampling.scripted import ScriptedSampler, ScriptedState
+from octavo.scheduler.batching import Scheduled
+from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode.drafter import Draft
+from octavo.spec_decode.speculator import Speculator
 
 
 class Unsayable(Exception):

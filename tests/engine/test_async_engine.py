@@ -15,7 +15,7 @@ from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream, joined
-from octavo.schedule.request import AdmissionError, FinishReason, Outcome, Request
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, Request
 from patience import PATIENCE, Leave, held_up_until, until
 
 

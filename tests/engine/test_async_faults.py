@@ -19,8 +19,8 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.stream import EngineDead, Stream
-from octavo.execute.batch import Batch, StepResult
-from octavo.schedule.request import AdmissionError, FinishReason, Outcome, RequestRecord
+from octavo.executor.base import Batch, StepResult
+from octavo.scheduler.request import AdmissionError, FinishReason, Outcome, RequestRecord
 from patience import PATIENCE, Leave, lose_patience, until
 
 

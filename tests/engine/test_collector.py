@@ -17,8 +17,8 @@ from engine.test_engine import request, run
 from octavo.engine import collector
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
-from octavo.schedule.request import Outcome
-from octavo.schedule.sequence import RequestState, Sequence
+from octavo.scheduler.request import Outcome
+from octavo.scheduler.sequence import RequestState, Sequence
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.checkpoint import load
-from octavo.checkpoint.base import Tokenizer
 from octavo.engine.detokenize import IncrementalDetokenizer, Released
-from octavo.sample.params import SamplingParams
+from octavo.loader import load
+from octavo.loader.base import Tokenizer
+from octavo.sampling.params import SamplingParams
 
 EOS = 0
 USER_STOP = 1

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from octavo import _native
 from octavo.engine.draw import Drawn, draw
-from octavo.execute.batch import Float32, StepResult
-from octavo.sample.native import NativeSampler
-from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import SamplerState
-from octavo.schedule.batching import Branch, PromptRows, Scheduled
-from octavo.verify.chi_square import chi_square
+from octavo.executor.base import Float32, StepResult
+from octavo.sampling.native import NativeSampler
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.sampler import SamplerState
+from octavo.scheduler.batching import Branch, PromptRows, Scheduled
+from octavo.tools.verify.chi_square import chi_square
 
 VOCAB = 23
 

@@ -9,9 +9,9 @@ import pytest
 from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, build
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
-from octavo.sample.params import InvalidParameter, SamplingParams
-from octavo.sample.sampler import Sampled
-from octavo.schedule.request import (
+from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.sampling.sampler import Sampled
+from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,
     Outcome,

@@ -21,18 +21,18 @@ from octavo.engine.clock import RealClock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
 from octavo.engine.pace import Pace
-from octavo.execute.batch import Batch, Int32, StepResult
-from octavo.execute.cost import CostExecutor, CostModel, Rates
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import Sampled
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.policies.config import PolicyConfig
-from octavo.schedule.policies.fair import Fair
-from octavo.schedule.request import AdmissionError, Outcome, Request, RequestRecord
-from octavo.schedule.scheduler import Scheduler
+from octavo.executor.base import Batch, Int32, StepResult
+from octavo.executor.cost import CostExecutor, CostModel, Rates
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.sampler import Sampled
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.policies.fair import Fair
+from octavo.scheduler.request import AdmissionError, Outcome, Request, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
 
 VOCAB = 5  # small: requests generate the same tokens, and so share blocks
 STOP = 3

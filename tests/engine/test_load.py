@@ -12,21 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import octavo.checkpoint
-from checkpoint.quantized_writer import gptq, gptq_config, quantize_all, quantized
-from execute import tiny
-from octavo.checkpoint.base import CheckpointError, WeightFormat
+import octavo.loader
+from executor import tiny
+from loader.quantized_writer import gptq, gptq_config, quantize_all, quantized
 from octavo.engine.cache_plan import CachePlan, plan_cache, work_bytes
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.load import load_engine
-from octavo.execute.lower import lower
-from octavo.execute.native import NativeExecutor
-from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
-from octavo.model.config import Experts, Layer, Rope
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Outcome, Request
+from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.native.lower import lower
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import KvLayout
+from octavo.loader.base import CheckpointError, WeightFormat
+from octavo.models.config import Experts, Layer, Rope
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import Outcome, Request
 from oracle.tiny_folders import folder
 
 MIB = 1 << 20
@@ -311,12 +311,12 @@ ORACLES = Path(__file__).parents[1] / "oracle"
 def test_layers_that_cannot_guess_are_refused_before_the_model_is_loaded(
     layers: list[int] | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    checkpoint = octavo.checkpoint.load(ORACLES / "tiny-gemma3.gguf")
+    checkpoint = octavo.loader.load(ORACLES / "tiny-gemma3.gguf")
     given = {
         "method": "layer_skip",
         "layers": list(range(len(checkpoint.config.layers))) if layers is None else layers,
     }
-    monkeypatch.setattr("octavo.execute.native.NativeExecutor", None)
+    monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", None)
     with pytest.raises(SettingsError, match=reason):
         load_engine(checkpoint, EngineConfig(speculative_config=given))
 
@@ -326,14 +326,14 @@ def test_a_draft_model_in_pieces_is_refused_before_the_model_is_loaded(
     damage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = ORACLES / "tiny-gemma3.gguf"
-    checkpoint, draft = octavo.checkpoint.load(path), octavo.checkpoint.load(path)
+    checkpoint, draft = octavo.loader.load(path), octavo.loader.load(path)
     weights = dict(draft.weights)
     damaged = weights.pop("layers.1.ffn_down")
     if damage == "shape":
         weights["layers.1.ffn_down"] = damaged._replace(shape=damaged.shape[::-1])
     draft = replace(draft, weights=weights)
-    monkeypatch.setattr("octavo.checkpoint.load", lambda _: draft)
-    monkeypatch.setattr("octavo.execute.native.NativeExecutor", None)
+    monkeypatch.setattr("octavo.loader.load", lambda _: draft)
+    monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", None)
     with pytest.raises(CheckpointError, match=damaged.name if damage == "shape" else "no weight"):
         load_engine(checkpoint, EngineConfig(speculative_config={"model": str(path)}))
 
@@ -351,8 +351,8 @@ def test_the_model_is_given_back_where_its_drafter_cannot_be_made(
     def fail(*_: object) -> None:
         raise ValueError("it cannot be made")
 
-    monkeypatch.setattr("octavo.execute.native.NativeExecutor", Kept)
-    monkeypatch.setattr("octavo.speculate.layer_skip.make", fail)
+    monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", Kept)
+    monkeypatch.setattr("octavo.spec_decode.layer_skip.make", fail)
     given = {"method": "layer_skip", "layers": [0]}
     config = EngineConfig(
         kv_cache_memory_bytes=MIB, max_num_seqs=2, threads=1, speculative_config=given

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-import octavo.checkpoint
+import octavo.loader
 from engine.answering import answers
-from execute import tiny
-from octavo.checkpoint.base import WeightFormat
+from executor import tiny
 from octavo.engine import offload
 from octavo.engine.cache_plan import plan_cache
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.load import load_engine
-from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import KvLayout
+from octavo.loader.base import WeightFormat
+from octavo.models.families import program
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 MIB = 1 << 20
@@ -51,7 +51,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def small_pool(path: Path, length: int) -> int:
     """Bytes of a pool that holds one sequence."""
-    layout = KvLayout.of(octavo.checkpoint.load(path).config)
+    layout = KvLayout.of(octavo.loader.load(path).config)
     return peak_blocks(layout, length) * layout.block_bytes
 
 
@@ -163,10 +163,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from octavo.checkpoint import load
+from octavo.loader import load
 from octavo.engine import offload
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.families import program
 checkpoint = load(Path(sys.argv[1]))
 config = replace(checkpoint.config, biases=frozenset({"attn_q", "attn_k", "attn_v"}))
 executor = SimpleNamespace(layout=KvLayout.of(config), weights_digest=b"weights", isa="generic")
@@ -190,11 +190,11 @@ def test_the_digest_is_the_same_in_every_process() -> None:
 
 
 def test_a_tokenizer_is_told_from_another() -> None:
-    one = octavo.checkpoint.load(ORACLES / "tiny-llama.gguf").tokenizer
-    other = octavo.checkpoint.load(ORACLES / "tiny-gemma3.gguf").tokenizer
+    one = octavo.loader.load(ORACLES / "tiny-llama.gguf").tokenizer
+    other = octavo.loader.load(ORACLES / "tiny-gemma3.gguf").tokenizer
     assert offload._tokenizer_digest(one) == offload._tokenizer_digest(one)
     assert offload._tokenizer_digest(one) != offload._tokenizer_digest(other)
-    stop = octavo.checkpoint.load(ORACLES / "tiny-llama.gguf").tokenizer
+    stop = octavo.loader.load(ORACLES / "tiny-llama.gguf").tokenizer
     stop.eos_token_ids = frozenset((7,))
     assert offload._tokenizer_digest(stop) != offload._tokenizer_digest(one)
 
@@ -202,17 +202,23 @@ def test_a_tokenizer_is_told_from_another() -> None:
 def test_a_build_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A line of code or a byte of the kernels."""
     package = tmp_path / "octavo"
-    for name in ("__init__.py", "execute/lower.py", "model/rope.py", "serve/app.py", "_native.so"):
+    for name in (
+        "__init__.py",
+        "executor/native/lower.py",
+        "models/rope.py",
+        "server/app.py",
+        "_native.so",
+    ):
         file = package / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("1")
     monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
     known = {offload.build_digest()}
-    for name in ("execute/lower.py", "model/rope.py", "_native.so"):
+    for name in ("executor/native/lower.py", "models/rope.py", "_native.so"):
         (package / name).write_text("2")
         known.add(offload.build_digest())
     assert len(known) == 4
-    (package / "serve/app.py").write_text("2")
+    (package / "server/app.py").write_text("2")
     assert offload.build_digest() in known
 
 
@@ -379,7 +385,7 @@ def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
 
 def test_formats_are_named_in_the_digest() -> None:
     """Equal bytes in another format are other weights."""
-    from octavo.execute.native import NativeExecutor
+    from octavo.executor.native.executor import NativeExecutor
 
     def digest(format: WeightFormat) -> bytes:
         checkpoint = tiny.checkpoint(tiny.config(), format)

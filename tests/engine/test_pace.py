@@ -15,17 +15,17 @@ from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.pace import Pace, guessed
-from octavo.execute.batch import Batch, StepResult
-from octavo.execute.cost import CostExecutor, Rates
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.budget import ALONE, LEAST
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import Outcome, Request, RequestRecord
-from octavo.schedule.scheduler import Scheduler
-from octavo.speculate.scripted import ScriptedDrafter
-from octavo.speculate.speculator import Speculator
+from octavo.executor.base import Batch, StepResult
+from octavo.executor.cost import CostExecutor, Rates
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.budget import ALONE, LEAST
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode.scripted import ScriptedDrafter
+from octavo.spec_decode.speculator import Speculator
 
 # Of the tiny model: 1 ms to read the weights, 0.1 ms a token, and attention that is felt.
 RATES = Rates(

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from octavo.engine.places import Places
-from octavo.schedule import admission
-from octavo.schedule.policies.config import PolicyConfig, PolicyName
-from octavo.schedule.request import AdmissionError, LatencyTarget, RequestRecord
+from octavo.scheduler import admission
+from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.scheduler.request import AdmissionError, LatencyTarget, RequestRecord
 
 AGEING, BEST_EFFORT = 10.0, 5.0
 POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "deadline", "fair")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from execute import tiny
+from executor import tiny
 from octavo.engine.pace import Pace, guessed
 from octavo.engine.recompute import Recomputing, _chunk
-from octavo.execute.cost import CostModel, Rates
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
+from octavo.executor.cost import CostModel, Rates
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.families import program
 
 MODEL = tiny.config()
 COSTS = CostModel(program(MODEL), KvLayout.of(MODEL))

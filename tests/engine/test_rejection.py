@@ -19,28 +19,28 @@ import numpy as np
 import pytest
 
 from engine.test_speculation import Letters
-from execute import tiny
+from executor import tiny
 from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine, Step
-from octavo.execute.batch import Float32, StepResult
-from octavo.execute.native import NativeExecutor
-from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
-from octavo.model.families import program
-from octavo.sample.native import NativeSampler
-from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import Sampled, SamplerState
-from octavo.schedule.batching import Scheduled
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import Outcome, Request, RequestRecord
-from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import Sequence as Seq
-from octavo.speculate.drafter import Draft, Drafter, ModelDrafter
-from octavo.speculate.ngram import NgramDrafter
-from octavo.speculate.speculator import Speculator
-from octavo.speculate.suffix import SuffixDrafter
-from octavo.verify.chi_square import chi_square
+from octavo.executor.base import Float32, StepResult
+from octavo.executor.native.executor import NativeExecutor
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.families import program
+from octavo.sampling.native import NativeSampler
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.sampler import Sampled, SamplerState
+from octavo.scheduler.batching import Scheduled
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode.drafter import Draft, Drafter, ModelDrafter
+from octavo.spec_decode.ngram import NgramDrafter
+from octavo.spec_decode.speculator import Speculator
+from octavo.spec_decode.suffix import SuffixDrafter
+from octavo.tools.verify.chi_square import chi_square
 
 VOCAB = 70
 SOME = (3, 11, 19, 42, 60)

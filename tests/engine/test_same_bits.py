@@ -21,39 +21,39 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-import octavo.checkpoint
+import octavo.loader
 from engine.tiering import eager_tiers
-from execute import tiny
+from executor import tiny
 from octavo import _native
-from octavo.checkpoint.base import Checkpoint, WeightFormat
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
 from octavo.engine.pace import Pace, guessed
-from octavo.execute.native import NativeExecutor
-from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model.config import Experts
-from octavo.model.families import program
-from octavo.sample.native import NativeSampler
-from octavo.sample.params import SamplingParams
-from octavo.sample.sampler import Float32, Sampled, SamplerState
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import Outcome, Request, RequestRecord
-from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import draft_model, layer_skip
-from octavo.speculate.draft_checkpoint import DraftModel
-from octavo.speculate.draft_model import DraftModelDrafter
-from octavo.speculate.drafter import Draft, Drafter, ModelDrafter, Target
-from octavo.speculate.ngram import NgramDrafter
-from octavo.speculate.speculator import Speculator
-from octavo.speculate.suffix import SuffixDrafter
+from octavo.executor.native.executor import NativeExecutor
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.loader.base import Checkpoint, WeightFormat
+from octavo.models.config import Experts
+from octavo.models.families import program
+from octavo.sampling.native import NativeSampler
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.sampler import Float32, Sampled, SamplerState
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode import draft_model, layer_skip
+from octavo.spec_decode.draft_checkpoint import DraftModel
+from octavo.spec_decode.draft_model import DraftModelDrafter
+from octavo.spec_decode.drafter import Draft, Drafter, ModelDrafter, Target
+from octavo.spec_decode.ngram import NgramDrafter
+from octavo.spec_decode.speculator import Speculator
+from octavo.spec_decode.suffix import SuffixDrafter
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 
 
 def oracle(name: str) -> Callable[[], Checkpoint]:
-    return lambda: octavo.checkpoint.load(ORACLES / f"{name}.gguf")
+    return lambda: octavo.loader.load(ORACLES / f"{name}.gguf")
 
 
 MODELS: dict[str, Callable[[], Checkpoint]] = {
@@ -518,7 +518,7 @@ def test_same_bits_long(group: int) -> None:
 
 @cache
 def real_model(path: Path) -> Checkpoint:
-    return octavo.checkpoint.load(path)
+    return octavo.loader.load(path)
 
 
 @pytest.mark.long

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.generation_config import of_gguf
 from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
 from octavo.llm import LLM
-from octavo.sample.params import SamplingParams
+from octavo.loader.base import CheckpointError
+from octavo.loader.generation_config import of_gguf
+from octavo.sampling.params import SamplingParams
 
 ORACLES = Path(__file__).parents[1] / "oracle"
 

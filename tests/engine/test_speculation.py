@@ -20,19 +20,19 @@ from octavo.engine.engine import Engine
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.text import NoText, TextFactory
-from octavo.execute.batch import Batch, StepResult
-from octavo.execute.cost import CostExecutor, Rates
-from octavo.kv.layout import KvLayout
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.request import FinishReason, Outcome, Request
-from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import Sequence
-from octavo.speculate.drafter import Draft
-from octavo.speculate.speculator import Speculator
+from octavo.executor.base import Batch, StepResult
+from octavo.executor.cost import CostExecutor, Rates
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.request import FinishReason, Outcome, Request
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.sequence import Sequence
+from octavo.spec_decode.drafter import Draft
+from octavo.spec_decode.speculator import Speculator
 
 MODEL = ModelConfig(
     family="llama",
@@ -586,7 +586,7 @@ def test_a_drafter_may_have_other_methods_too() -> None:
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.speculate.reader._READ", 7)
+    monkeypatch.setattr("octavo.spec_decode.reader._READ", 7)
     engine = build(max_logits_rows=64)
     assert isinstance(engine.sampler, FakeSampler)
     oracle = Oracle("long", engine.sampler)

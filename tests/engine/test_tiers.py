@@ -14,13 +14,13 @@ from engine.tiering import FakeDisk, ToldTiers, slow_tiers
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.snapshot import snapshot
-from octavo.kv.measured import Measured
-from octavo.kv.read_ahead import ReadingAhead
-from octavo.sample.params import SamplingParams
-from octavo.schedule.budget import Budget
-from octavo.schedule.policies.fair import Fair
-from octavo.schedule.request import LatencyTarget, Outcome, Request, RequestRecord
-from octavo.schedule.sequence import Status
+from octavo.kv_cache.measured import Measured
+from octavo.kv_cache.read_ahead import ReadingAhead
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.budget import Budget
+from octavo.scheduler.policies.fair import Fair
+from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
+from octavo.scheduler.sequence import Status
 
 
 def made(

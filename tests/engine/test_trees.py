@@ -19,12 +19,12 @@ from engine.checking import VOCAB, CheckingExecutor, FakeSampler, FakeState, bui
 from engine.drafting import Branching, Oracle
 from engine.world import Setting, World, random_action
 from octavo.engine.engine import Engine
-from octavo.execute.batch import Batch, StepResult
-from octavo.kv.cache import KvCache
-from octavo.kv.layout import KvDtype
-from octavo.sample.params import SamplingParams
-from octavo.schedule.request import Outcome, Request, RequestRecord
-from octavo.schedule.sequence import Sequence as Seq
+from octavo.executor.base import Batch, StepResult
+from octavo.kv_cache.cache import KvCache
+from octavo.kv_cache.layout import KvDtype
+from octavo.sampling.params import SamplingParams
+from octavo.scheduler.request import Outcome, Request, RequestRecord
+from octavo.scheduler.sequence import Sequence as Seq
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from octavo.engine import stream as streams
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.outputs import Delta
 from octavo.engine.stream import Mailbox, OutputUnread, Stream
-from octavo.execute.batch import Batch, StepResult
-from octavo.schedule.request import FinishReason, Outcome, RequestRecord
+from octavo.executor.base import Batch, StepResult
+from octavo.scheduler.request import FinishReason, Outcome, RequestRecord
 from patience import until
 
 MOST = 10_000

@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.waiting import LONGEST, Forecast, StepTimes, Waiting
-from octavo.execute.cost import CostExecutor, Rates
-from octavo.kv.layout import KvLayout
-from octavo.model.config import Activation, Layer, ModelConfig, Rope
-from octavo.model.families import program
-from octavo.sample.params import SamplingParams
-from octavo.sample.scripted import ScriptedSampler
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.policies.config import PolicyConfig
-from octavo.schedule.request import AdmissionError, LatencyTarget, Request, RequestRecord
-from octavo.schedule.scheduler import Scheduler
+from octavo.executor.cost import CostExecutor, Rates
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.config import Activation, Layer, ModelConfig, Rope
+from octavo.models.families import program
+from octavo.sampling.params import SamplingParams
+from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.request import AdmissionError, LatencyTarget, Request, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
 
 MODEL = ModelConfig(
     family="llama",

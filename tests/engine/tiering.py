@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from octavo.engine.clock import VirtualClock
-from octavo.kv import disk, folders, ledger
-from octavo.kv.arena import Bytes
-from octavo.kv.digest import Key
-from octavo.kv.disk import HEADER_BYTES, Disk
-from octavo.kv.host_memory import HostMemory
-from octavo.kv.layout import KvLayout
-from octavo.kv.tiers import Tiers
-from octavo.kv.worker import Job, ThreadWorker
+from octavo.kv_cache import disk, folders, ledger
+from octavo.kv_cache.arena import Bytes
+from octavo.kv_cache.digest import Key
+from octavo.kv_cache.disk import HEADER_BYTES, Disk
+from octavo.kv_cache.host_memory import HostMemory
+from octavo.kv_cache.layout import KvLayout
+from octavo.kv_cache.tiers import Tiers
+from octavo.kv_cache.worker import Job, ThreadWorker
 
 
 class ToldWorker:

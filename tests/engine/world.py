@@ -23,9 +23,9 @@ from octavo.engine.detokenize import Released
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
 from octavo.engine.text import NoText
-from octavo.kv.measured import Measured
-from octavo.sample.params import InvalidParameter, SamplingParams
-from octavo.schedule.request import (
+from octavo.kv_cache.measured import Measured
+from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,
     LatencyTarget,
@@ -33,8 +33,8 @@ from octavo.schedule.request import (
     Request,
     RequestRecord,
 )
-from octavo.schedule.sequence import Status
-from octavo.speculate.speculator import Speculator
+from octavo.scheduler.sequence import Status
+from octavo.spec_decode.speculator import Speculator
 
 BROKEN_SEED = 13  # such a request's logits are not numbers
 LATE_SEED = 14  # nor are this one's, from its fourth token on

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.checkpoint.base import WeightFormat
+from octavo.loader.base import WeightFormat
 
 ROOT = Path(__file__).parents[2]
 

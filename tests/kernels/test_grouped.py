@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from execute import tiny
+from executor import tiny
 from octavo import _native
-from octavo.checkpoint.base import Weight, WeightFormat
+from octavo.loader.base import Weight, WeightFormat
 
 FORMATS = [WeightFormat.I3, WeightFormat.I4, WeightFormat.I8]
 ISAS = ["generic", "avx2", "avx512", "avx512_bf16"]

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo import _native
-from octavo.checkpoint.base import WeightFormat
+from octavo.loader.base import WeightFormat
 
 BLOCKS = np.load(Path(__file__).with_name("gguf_blocks.npz"))
 FORMATS = [format for format in WeightFormat if not format.grouped]  # GGUF's

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from execute import tiny
+from executor import tiny
 from octavo import _native
-from octavo.checkpoint.base import Weight, WeightFormat
+from octavo.loader.base import Weight, WeightFormat
 
 BITS = {WeightFormat.I4: 4, WeightFormat.I8: 8}
 SOURCES = {

@@ -43,13 +43,13 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from octavo.checkpoint import load
-from octavo.checkpoint.base import CheckpointError
-from octavo.checkpoint.hf_config import model_config
-from octavo.checkpoint.hf_folder import HfFolder
-from octavo.execute import reference
-from octavo.model.families import program
-from octavo.quant.blocks import dequantize
+from octavo.executor import reference
+from octavo.loader import load
+from octavo.loader.base import CheckpointError
+from octavo.loader.hf_config import model_config
+from octavo.loader.hf_folder import HfFolder
+from octavo.models.families import program
+from octavo.tools.quantize.blocks import dequantize
 from oracle.drawn_configs import (
     MODEL_TYPES,
     Config,

@@ -4,7 +4,7 @@ Run by hand, in an environment with torch and transformers:
 
     python tests/oracle/record_config_defaults.py [--check]
 
-It writes src/octavo/checkpoint/hf_defaults.json: of each supported model type the defaults of the
+It writes src/octavo/loader/hf_defaults.json: of each supported model type the defaults of the
 class, the keys that it computes and by which rule of `hf_defaults.RULES` (tried on drawn values:
 a key that none of them explains is an error), the rope types that it takes, and their base. With
 ``--check`` nothing is written, and a difference from the file is an error.
@@ -31,8 +31,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_MAPPING_NAMES,
 )
 
-from octavo.checkpoint.hf_defaults import FULL, RULES, SLIDING, TABLE, apply_rule
-from octavo.checkpoint.section import Section
+from octavo.loader.hf_defaults import FULL, RULES, SLIDING, TABLE, apply_rule
+from octavo.loader.section import Section
 
 MODEL_TYPES = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma2", "gemma3_text",

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.checkpoint import load
-from octavo.checkpoint.hf_defaults import TABLE
-from octavo.execute import reference
-from octavo.model.families import program
-from octavo.quant.blocks import dequantize
+from octavo.executor import reference
+from octavo.loader import load
+from octavo.loader.hf_defaults import TABLE
+from octavo.models.families import program
+from octavo.tools.quantize.blocks import dequantize
 from oracle.drawn_configs import MODEL_TYPES, ids_of, make_weights, write_folder
 
 HERE = Path(__file__).parent

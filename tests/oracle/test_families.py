@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from execute.driving import Driver, Float32
-from octavo.checkpoint import load
-from octavo.checkpoint.base import Checkpoint, WeightFormat
+from executor.driving import Driver, Float32
+from octavo.loader import load
+from octavo.loader.base import Checkpoint, WeightFormat
 from oracle.tiny_folders import FAMILIES, folder, gguf_file, recorded
 
 NAMES = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())

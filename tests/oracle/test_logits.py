@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from octavo import checkpoint as checkpoints
-from octavo.execute.batch import Batch
-from octavo.execute.native import NativeExecutor
-from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model import families
+from octavo import loader
+from octavo.executor.base import Batch
+from octavo.executor.native.executor import NativeExecutor
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.models import families
 
 HERE = Path(__file__).parent
 Float = npt.NDArray[np.floating[Any]]
@@ -44,7 +44,7 @@ class Runner:
     """One sequence at a time through the native executor, in chunks of `chunk` tokens."""
 
     def __init__(self, path: Path, tokens: int, chunk: int, kv_dtype: str = "auto") -> None:
-        checkpoint = checkpoints.load(path)
+        checkpoint = loader.load(path)
         layout = KvLayout.of(checkpoint.config, dtype=KvDtype.of(kv_dtype))
         blocks, groups = -(-tokens // layout.block_size), len(layout.groups)
         self.chunk = chunk

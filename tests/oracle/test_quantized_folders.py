@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from checkpoint.quantized_writer import numbers
+from loader.quantized_writer import numbers
 from octavo import LLM, SamplingParams
-from octavo.checkpoint import load
+from octavo.loader import load
 from oracle.test_families import TIERS, assert_close, run
 from oracle.tiny_folders import QUANTIZED, quantized_folder
 

@@ -41,7 +41,7 @@ from octavo.cli.console import tell
 from octavo.cli.options import named_flags
 from octavo.cli.page import Command, Group
 from octavo.cli.values import checked
-from octavo.execute.cpu import usable_cpus
+from octavo.machine.cpu import usable_cpus
 
 app = typer.Typer(
     name="octavo",
@@ -146,11 +146,11 @@ def main() -> None:
 
 def _explain(error: Exception) -> str:
     # These have been imported by whatever raised one of them.
-    from octavo.checkpoint.base import ChatTemplateError, CheckpointError
-    from octavo.checkpoint.pull import cache_dir
     from octavo.engine.config import SettingsError
-    from octavo.sample.params import InvalidParameter
-    from octavo.schedule.request import AdmissionError
+    from octavo.loader.base import ChatTemplateError, CheckpointError
+    from octavo.loader.pull import cache_dir
+    from octavo.sampling.params import InvalidParameter
+    from octavo.scheduler.request import AdmissionError
 
     text = " ".join(str(error).split())
     if isinstance(error, (SettingsError, InvalidParameter, AdmissionError)):

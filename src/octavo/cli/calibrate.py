@@ -9,12 +9,12 @@ import typer
 from octavo.cli.console import json_text, now_and_then, on_stderr
 from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, takes
-from octavo.execute.others import MUCH
+from octavo.machine.others import MUCH
 from octavo.words import number, plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
-    from octavo.plan.calibration import Calibration
+    from octavo.tools.plan.calibration import Calibration
 
 EXAMPLES = (
     "octavo calibrate smollm2",
@@ -47,11 +47,11 @@ def command(
     just before predicting, stores beside the calibration how many times as long memory and
     processor take now.
     """
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
     from octavo.engine.config import SettingsError
     from octavo.engine.load import load_engine
-    from octavo.plan.calibration import Calibration, CalibrationKey, check_settings
+    from octavo.loader import load
+    from octavo.loader.pull import resolve
+    from octavo.tools.plan.calibration import Calibration, CalibrationKey, check_settings
 
     check_settings(engine)
     checkpoint = load(resolve(model))
@@ -107,7 +107,7 @@ def disturbance(calibration: Calibration, refresh: bool) -> str:
 
 def as_text(calibration: Calibration) -> str:
     """For people."""
-    from octavo.execute.cost import Arithmetic
+    from octavo.executor.cost import Arithmetic
 
     rates, limits, key = calibration.rates, calibration.limits, calibration.key
     kv, attention = rates.kv_bytes_per_second or 0.0, rates.attention_ops_per_second or 0.0

@@ -25,7 +25,7 @@ from octavo.words import plural
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
     from octavo.llm import LLM
-    from octavo.sample.params import SamplingParams
+    from octavo.sampling.params import SamplingParams
 
 EXAMPLES = (
     "octavo chat smollm2",
@@ -158,11 +158,11 @@ class Conversation:
 
     def answer(self, message: str) -> None:
         """Stream one answer; both sides of the turn are kept, or neither when it is refused."""
-        from octavo.checkpoint.base import ChatTemplateError
         from octavo.cli.endings import why_ended
         from octavo.cli.wrap import answer_writer
-        from octavo.sample.params import InvalidParameter
-        from octavo.schedule.request import AdmissionError
+        from octavo.loader.base import ChatTemplateError
+        from octavo.sampling.params import InvalidParameter
+        from octavo.scheduler.request import AdmissionError
 
         self.messages.append({"role": "user", "content": message})
         start = time.monotonic()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from octavo.engine.outputs import Delta
-    from octavo.sample.params import SamplingParams
+    from octavo.sampling.params import SamplingParams
 
 
 def why_ended(
@@ -15,7 +15,7 @@ def why_ended(
     """None where the model itself came to an end. ``tokens`` is the answer's length, ``advice``
     what to do about a full context.
     """
-    from octavo.schedule.request import FinishReason
+    from octavo.scheduler.request import FinishReason
 
     if last.finish_reason is FinishReason.LENGTH:
         if params.max_tokens is not None and tokens >= params.max_tokens:

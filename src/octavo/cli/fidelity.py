@@ -96,8 +96,8 @@ def command(
         raise typer.BadParameter(f"reference {reference!r} is neither exact nor served")
     if plot is not None:
         check_file(plot)
-    from octavo.bench.fidelity import measure
-    from octavo.quant.fidelity import TextError
+    from octavo.tools.bench.fidelity import measure
+    from octavo.tools.quantize.fidelity import TextError
 
     try:
         with on_stderr() as show:
@@ -122,7 +122,7 @@ def command(
             show_report(as_text(rows[0]) if len(models) == 1 else as_table(rows))
     finally:  # of the two, what goes wrong with one does not take the other with it
         if plot is not None:
-            from octavo.quant.plot import draw
+            from octavo.tools.quantize.plot import draw
 
             with writing(plot) as file:
                 draw(rows, file)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
     from octavo.engine.outputs import Delta
     from octavo.llm import LLM, Prompt, RequestOutput
-    from octavo.sample.params import SamplingParams
+    from octavo.sampling.params import SamplingParams
 
 EXAMPLES = (
     'octavo generate smollm2 "The capital of France is" --temperature 0 --max-tokens 8 --json',

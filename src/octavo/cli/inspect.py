@@ -10,11 +10,11 @@ import typer
 from octavo.cli.console import json_text
 from octavo.cli.fold import show_report
 from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, named_flags, takes
-from octavo.execute.memory import as_size
+from octavo.machine.memory import as_size
 
 if TYPE_CHECKING:
-    from octavo.checkpoint.base import Checkpoint
     from octavo.engine.config import EngineConfig
+    from octavo.loader.base import Checkpoint
 
 EXAMPLES = (
     "octavo inspect smollm2",
@@ -37,8 +37,8 @@ def command(
     machine holds; with engine options, how many under them. Nothing is
     loaded but the file's header.
     """
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
+    from octavo.loader import load
+    from octavo.loader.pull import resolve
 
     facts = describe(load(resolve(model)), engine)
     show_report(
@@ -49,12 +49,12 @@ def command(
 
 def describe(checkpoint: Checkpoint, engine: EngineConfig) -> dict[str, Any]:
     """The facts as `--json` prints them; sizes in bytes, lengths in tokens."""
-    from octavo.checkpoint.chat_template import problem
-    from octavo.checkpoint.rounding import rounded
     from octavo.engine.cache_plan import plan_cache
     from octavo.engine.config import DoesNotFit, SettingsError
-    from octavo.execute.memory import available_memory
-    from octavo.model.families import program
+    from octavo.loader.chat_template import problem
+    from octavo.loader.rounding import rounded
+    from octavo.machine.memory import available_memory
+    from octavo.models.families import program
 
     if engine.quantization is not None:
         checkpoint = rounded(checkpoint, engine.quantization)
@@ -144,7 +144,7 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     """Bytes by part, as stored in the file and as the engine holds them (packed for ``isa``)."""
     from math import prod
 
-    from octavo.execute.native import held_bytes
+    from octavo.executor.native.executor import held_bytes
 
     parts: dict[str, dict[str, Any]] = {}
     for role, weight in checkpoint.weights.items():
@@ -168,7 +168,7 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
     """Bytes by format: of the file, and what the engine makes of it; the largest first."""
     from math import prod
 
-    from octavo.execute.native import held_bytes
+    from octavo.executor.native.executor import held_bytes
 
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for weight in checkpoint.weights.values():

@@ -19,8 +19,8 @@ def command(
 
     octavo pull --list has the names of those that can be.
     """
-    from octavo.checkpoint.pull import cache_dir
-    from octavo.checkpoint.pulled import pulled
+    from octavo.loader.pull import cache_dir
+    from octavo.loader.pulled import pulled
 
     models = pulled()
     if as_json:

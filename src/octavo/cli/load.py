@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from octavo.cli.options import option
 
 if TYPE_CHECKING:
-    from octavo.workload.datasets import Sample
-    from octavo.workload.demand import Demand
+    from octavo.tools.workload.datasets import Sample
+    from octavo.tools.workload.demand import Demand
 
 DATASET, TRAFFIC = "Dataset", "Traffic"
 MOST_REQUESTS, MOST_TOKENS = 10**6, 10**8  # of a load, and of a prompt or an answer
@@ -123,8 +123,8 @@ GOODPUT_OPTION = option(
 
 
 def demand_settings(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `octavo.workload.demand.Demand`. Raises `ValueError`."""
-    from octavo.workload import arrivals, traces
+    """The fields of `octavo.tools.workload.demand.Demand`. Raises `ValueError`."""
+    from octavo.tools.workload import arrivals, traces
 
     strategy = values["ramp_up_strategy"]
     ramp = None
@@ -206,8 +206,8 @@ SIMULATED_OPTIONS = [
 
 def demand(values: Mapping[str, Any]) -> Demand:
     """What `SIMULATED_OPTIONS` say. Raises `ValueError` for values that do not go together."""
-    from octavo.workload.classes import parse_classes
-    from octavo.workload.demand import TEXTS, Demand
+    from octavo.tools.workload.classes import parse_classes
+    from octavo.tools.workload.demand import TEXTS, Demand
 
     given = dict(values) | _OF_TEXTS
     classes = parse_classes(given.pop("classes"))

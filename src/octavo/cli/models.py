@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from octavo.checkpoint.base import Checkpoint
+    from octavo.loader.base import Checkpoint
 
 
 def checkpoint(model: str, *, chat: bool) -> Checkpoint:
     """What ``model`` names, of which only the header is read. ``chat``: it is to answer messages.
     Raises `CheckpointError`, or `ChatTemplateError` for a model that was not taught to chat.
     """
-    from octavo.checkpoint import load
-    from octavo.checkpoint.base import require_chat
-    from octavo.checkpoint.pull import resolve
+    from octavo.loader import load
+    from octavo.loader.base import require_chat
+    from octavo.loader.pull import resolve
 
     found = load(resolve(model))
     if chat:

@@ -93,7 +93,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def instruction_set(text: str) -> str:
     """The name of a tier that runs here."""
-    from octavo.execute.native import check_isa
+    from octavo.executor.native.executor import check_isa
 
     try:
         check_isa(text)
@@ -143,7 +143,7 @@ def check_file(path: Path, suffix: str | None = None) -> None:
     computed. Raises `SettingsError`.
     """
     from octavo.engine.config import SettingsError
-    from octavo.quant.plot import PlotError, check_suffix
+    from octavo.tools.quantize.plot import PlotError, check_suffix
 
     try:
         if suffix is None:
@@ -463,7 +463,7 @@ def sampling_options(
 def sampling_params(given: Mapping[str, Any]) -> Any:
     """`SamplingParams`, checked as far as may be without the model."""
     from octavo.engine.config import EngineConfig
-    from octavo.sample.params import SamplingParams
+    from octavo.sampling.params import SamplingParams
 
     values = dict(given)
     values["stop"] = tuple(values["stop"])

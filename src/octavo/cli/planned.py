@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from octavo.execute.cost import Arithmetic
-    from octavo.plan.schemes import Scheme
+    from octavo.executor.cost import Arithmetic
+    from octavo.tools.plan.schemes import Scheme
 
 # --- numbers -------------------------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ Unit = Annotated[
 
 def unit(name: str) -> Arithmetic | None:
     """The arithmetic of a name that `Unit` has let pass; None: the device decides."""
-    from octavo.execute.cost import Arithmetic
+    from octavo.executor.cost import Arithmetic
 
     return None if name == "auto" else Arithmetic(name)
 
@@ -82,7 +82,7 @@ NAMES = ("device", "format", "embedding_format")  # as messages about them begin
 
 def embedding_scheme(name: str) -> Scheme:
     """Raises `ValueError`."""
-    from octavo.plan import schemes
+    from octavo.tools.plan import schemes
 
     try:
         return schemes.scheme(name)
@@ -94,7 +94,7 @@ def chosen_scheme(
     name: str | None, bits: int | None, group: int | None, asymmetric: bool
 ) -> Scheme | None:
     """What the options say; None where they say nothing. Raises `ValueError`."""
-    from octavo.plan import schemes
+    from octavo.tools.plan import schemes
 
     if name is None and bits is None and group is None and not asymmetric:
         return None

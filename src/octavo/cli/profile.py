@@ -22,8 +22,8 @@ from octavo.cli.options import (
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.bench.profile import Profile
     from octavo.engine.config import EngineConfig
+    from octavo.tools.bench.profile import Profile
 
 EXAMPLES = (
     "octavo profile smollm2",
@@ -80,13 +80,13 @@ def command(
     Time, bytes, operations and share of the limit of each of its parts. They add up to the step;
     what is neither memory nor arithmetic (threads that meet, scheduling, sampling) stands below.
     """
-    from octavo.bench.drive import Load
-    from octavo.bench.profile import profile
-    from octavo.bench.trace import trace as as_trace
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
-    from octavo.execute.limits import Limits
-    from octavo.model.families import program
+    from octavo.loader import load
+    from octavo.loader.pull import resolve
+    from octavo.machine.limits import Limits
+    from octavo.models.families import program
+    from octavo.tools.bench.drive import Load
+    from octavo.tools.bench.profile import profile
+    from octavo.tools.bench.trace import trace as as_trace
 
     if trace is not None:
         check_file(trace, "")

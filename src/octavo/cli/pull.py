@@ -33,7 +33,7 @@ def command(
     cache folder. Files are checked against pinned SHA-256 sums; what is already here is checked
     again. Other names, and ids org/repo, come from Hugging Face, into its own cache.
     """
-    from octavo.checkpoint import pull
+    from octavo.loader import pull
 
     if show and names:
         raise typer.BadParameter("--list lists all; it takes no names")
@@ -54,9 +54,9 @@ def command(
 
 def known_names() -> str:
     """What can be pulled, then the shapes."""
-    from octavo.checkpoint import pull
-    from octavo.checkpoint.names import HUB_IDS
-    from octavo.speculate.heads import own_heads
+    from octavo.loader import pull
+    from octavo.loader.names import HUB_IDS
+    from octavo.spec_decode.heads import own_heads
 
     lines = ["to pull, serve and plan for:"]
     for model in pull.KNOWN.values():

@@ -16,14 +16,14 @@ import typer
 from octavo.cli.console import json_text
 from octavo.cli.fold import show_report
 from octavo.cli.options import Model
-from octavo.execute.memory import as_size
+from octavo.machine.memory import as_size
 
 if TYPE_CHECKING:
-    from octavo.checkpoint.base import Checkpoint
-    from octavo.quant.forecast import Forecast
-    from octavo.quant.layouts import Format
-    from octavo.quant.quantizer import Progress, Recipe, Report
-    from octavo.quant.run import Outcome
+    from octavo.loader.base import Checkpoint
+    from octavo.tools.quantize.forecast import Forecast
+    from octavo.tools.quantize.layouts import Format
+    from octavo.tools.quantize.quantizer import Progress, Recipe, Report
+    from octavo.tools.quantize.run import Outcome
 
 EXAMPLES = (
     "octavo quantize gemma3-270m --method rtn --bits 8 --embedding-bits 5 -o small.gguf",
@@ -194,15 +194,15 @@ def command(
     quantized themselves. An interrupted run goes on where it was when the same command is given
     again.
     """
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
-    from octavo.quant.forecast import forecast
-    from octavo.quant.gptq import Order
-    from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.quantizer import Method, Recipe
-    from octavo.quant.run import quantize
-    from octavo.quant.scope import ends, kept
-    from octavo.quant.state import QuantizeError
+    from octavo.loader import load
+    from octavo.loader.pull import resolve
+    from octavo.tools.quantize.forecast import forecast
+    from octavo.tools.quantize.gptq import Order
+    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantizer import Method, Recipe
+    from octavo.tools.quantize.run import quantize
+    from octavo.tools.quantize.scope import ends, kept
+    from octavo.tools.quantize.state import QuantizeError
 
     if method is not MethodName.gptq:
         _unused(method, {"--act-order": act_order, "--scales": scales, "--damping": damping})
@@ -280,7 +280,7 @@ def _unused(method: MethodName, options: Mapping[str, object]) -> None:
 
 
 def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
-    from octavo.quant.layouts import Format
+    from octavo.tools.quantize.layouts import Format
 
     if format is not None:
         return Format(format.value)
@@ -292,8 +292,8 @@ def _format(out: Path, method: MethodName, format: FormatName | None) -> Format:
 def _samples(
     checkpoint: Checkpoint, calibration: Path | None, count: int, asked: int | None
 ) -> Any:
-    from octavo.quant.calibrate import CalibrationError, default_text, samples
-    from octavo.quant.text import read_text
+    from octavo.tools.quantize.calibrate import CalibrationError, default_text, samples
+    from octavo.tools.quantize.text import read_text
 
     context = checkpoint.config.default_length
     if asked is not None and asked > context:
@@ -366,7 +366,7 @@ def _table(parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
 
 
 def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: Forecast) -> str:
-    from octavo.quant.scope import WORTH
+    from octavo.tools.quantize.scope import WORTH
 
     before, after = parts["all"]["source_bytes"], parts["all"]["bytes"]
     change = f"grow from {as_size(before)} to {as_size(after)}"
@@ -389,10 +389,10 @@ def _no_gain(checkpoint: Checkpoint, parts: dict[str, dict[str, Any]], coming: F
 
 def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str | None:
     """What to know where embedding or head stay and are a large part of what will be written."""
-    from octavo.quant.forecast import sizes
-    from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.quantizer import Recipe
-    from octavo.quant.scope import EMBEDDING, HEAD, ends, large
+    from octavo.tools.quantize.forecast import sizes
+    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantizer import Recipe
+    from octavo.tools.quantize.scope import EMBEDDING, HEAD, ends, large
 
     staying = [role for role in (EMBEDDING, HEAD) if role in coming.after.keys() - recipe.ends]
     if not staying or not large(checkpoint):
@@ -411,10 +411,10 @@ def _large_ends(checkpoint: Checkpoint, recipe: Recipe, coming: Forecast) -> str
 
 def _smaller(checkpoint: Checkpoint, coming: Forecast) -> list[tuple[int, str]]:
     """Sizes and flags of some GGUF files that would gain, the largest, which loses least, first."""
-    from octavo.quant.forecast import sizes
-    from octavo.quant.layouts import Format, scheme_of
-    from octavo.quant.quantizer import Method, Recipe
-    from octavo.quant.scope import ends, kept, worth
+    from octavo.tools.quantize.forecast import sizes
+    from octavo.tools.quantize.layouts import Format, scheme_of
+    from octavo.tools.quantize.quantizer import Method, Recipe
+    from octavo.tools.quantize.scope import ends, kept, worth
 
     found: dict[int, str] = {}
     before = sum(coming.before.values())

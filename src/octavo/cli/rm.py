@@ -21,7 +21,7 @@ def command(
 
     It asks first, and deletes nothing outside the cache.
     """
-    from octavo.checkpoint.pulled import find, remove
+    from octavo.loader.pulled import find, remove
 
     found = [find(name) for name in dict.fromkeys(names)]  # all are there, before one goes
     for model in found:

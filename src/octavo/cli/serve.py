@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from octavo.engine.config import EngineConfig
-    from octavo.serve.config import ServeConfig
+    from octavo.server.config import ServeConfig
 
 EXAMPLES = (
     "octavo serve smollm2",
@@ -165,10 +165,10 @@ OFFLOAD_OPTIONS = [
 
 
 def serve_config(given: Mapping[str, Any]) -> ServeConfig:
-    from octavo.plan.slo import promised
-    from octavo.serve.config import ServeConfig
-    from octavo.serve.keys import read_keys
-    from octavo.workload.metrics import parse_slo
+    from octavo.server.config import ServeConfig
+    from octavo.server.keys import read_keys
+    from octavo.tools.plan.slo import promised
+    from octavo.tools.workload.metrics import parse_slo
 
     values = dict(given)
     for name in ("api_key", "served_model_name", "allowed_hosts", "allowed_origins",
@@ -198,9 +198,9 @@ def command(model: Model, engine: EngineConfig, config: ServeConfig) -> None:
     """
     from dataclasses import replace
 
-    from octavo.checkpoint.pull import resolve
-    from octavo.serve import run
-    from octavo.serve.model import public_name
+    from octavo.loader.pull import resolve
+    from octavo.server import run
+    from octavo.server.model import public_name
 
     # Clients name the model as it was asked for here, but learn no path of this machine.
     if not config.served_model_name:

@@ -39,15 +39,15 @@ from octavo.cli.planned import (
     unit,
 )
 from octavo.cli.serve import QUEUE_OPTIONS
-from octavo.plan.defaults import GPU, engine_defaults
+from octavo.tools.plan.defaults import GPU, engine_defaults
 from octavo.words import plural
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
     from octavo.engine.engine import Observer
-    from octavo.plan.hardware import Device
-    from octavo.workload.classes import LoadClass
-    from octavo.workload.demand import Demand
+    from octavo.tools.plan.hardware import Device
+    from octavo.tools.workload.classes import LoadClass
+    from octavo.tools.workload.demand import Demand
 
 EXAMPLES = (
     "octavo simulate --trace azure.csv --model llama-3-8b --device h100",
@@ -189,13 +189,13 @@ def command(
     cost model says that it takes. Same options, same result, to the last digit.
     """
     from octavo.engine.config import EngineConfig, SettingsError
-    from octavo.plan import hardware, report
-    from octavo.plan.band import doubt
-    from octavo.plan.capacity import capacity
-    from octavo.plan.simulation import Setup, simulate, weights_on
-    from octavo.plan.slo import promised
-    from octavo.plan.subject import Subject
-    from octavo.plan.timeline import Timeline
+    from octavo.tools.plan import hardware, report
+    from octavo.tools.plan.band import doubt
+    from octavo.tools.plan.capacity import capacity
+    from octavo.tools.plan.simulation import Setup, simulate, weights_on
+    from octavo.tools.plan.slo import promised
+    from octavo.tools.plan.subject import Subject
+    from octavo.tools.plan.timeline import Timeline
 
     try:
         model, limits = words(model, more or [])
@@ -275,7 +275,7 @@ def command(
             with writing(timeline) as file:
                 file.write_text(json.dumps(seen.trace(simulation), allow_nan=False))
         if plot is not None:
-            from octavo.plan.simulation_plot import draw
+            from octavo.tools.plan.simulation_plot import draw
 
             with writing(plot) as file:
                 draw(result, file)
@@ -326,7 +326,7 @@ def words(model: str | None, given: list[str]) -> tuple[str, list[str]]:
 
 def service_level(goodput: list[str], slo: str | None) -> dict[str, float]:
     """Limits in milliseconds by metric. Raises `ValueError`."""
-    from octavo.workload.metrics import parse_goodput, parse_slo
+    from octavo.tools.workload.metrics import parse_goodput, parse_slo
 
     if slo is not None and goodput:
         raise ValueError("--slo and --goodput are two names of one thing: give one")

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from octavo.engine.config import EngineConfig
-    from octavo.sample.params import SamplingParams
-    from octavo.verify.passes import Pass
+    from octavo.sampling.params import SamplingParams
+    from octavo.tools.verify.passes import Pass
 
 EXAMPLES = (
     'octavo speculate smollm2 "The days of the week, twice: Monday, Tuesday," --max-tokens 40',
@@ -83,7 +83,7 @@ def command(
     from octavo.cli.models import checkpoint
     from octavo.engine.load import load_engine
     from octavo.llm import LLM
-    from octavo.verify.passes import Stepping, summary
+    from octavo.tools.verify.passes import Stepping, summary
 
     if as_json and step:
         raise typer.BadParameter("--json prints all passes at once", param_hint="--step")
@@ -141,7 +141,7 @@ def _asked(console: Console) -> str:
     from rich.control import Control
     from rich.segment import ControlType
 
-    from octavo.top.keys import key_by_key
+    from octavo.tools.top.keys import key_by_key
 
     if not sys.stdin.isatty():
         line = sys.stdin.readline()

@@ -57,10 +57,10 @@ def command(
 
     from rich.console import Console
 
-    from octavo.top import live
-    from octavo.top.figures import Figures, trouble_as_json
-    from octavo.top.figures import as_json as facts
-    from octavo.top.source import Source, SourceError
+    from octavo.tools.top import live
+    from octavo.tools.top.figures import Figures, trouble_as_json
+    from octavo.tools.top.figures import as_json as facts
+    from octavo.tools.top.source import Source, SourceError
 
     async def run() -> None:
         source = Source(url if "//" in url else f"http://{url}", api_key, limit, insecure=insecure)

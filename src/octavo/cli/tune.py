@@ -23,17 +23,17 @@ from octavo.cli.options import (
     takes,
 )
 from octavo.cli.simulate import with_gpu_defaults, without_effect
-from octavo.plan.defaults import engine_defaults
+from octavo.tools.plan.defaults import engine_defaults
 from octavo.words import number, plural
 
 if TYPE_CHECKING:
-    from octavo.plan.hardware import Device
-    from octavo.plan.slo import Figures, Slo
-    from octavo.plan.subject import Subject
-    from octavo.plan.tune import Search, Tuned
-    from octavo.plan.tune_space import Choice
-    from octavo.plan.tune_trial import Trial
-    from octavo.workload.demand import Demand
+    from octavo.tools.plan.hardware import Device
+    from octavo.tools.plan.slo import Figures, Slo
+    from octavo.tools.plan.subject import Subject
+    from octavo.tools.plan.tune import Search, Tuned
+    from octavo.tools.plan.tune_space import Choice
+    from octavo.tools.plan.tune_trial import Trial
+    from octavo.tools.workload.demand import Demand
 
 EXAMPLES = (
     "octavo tune smollm2 --trace azure.csv --slo ttft=500,tpot=50 --trace-duration 60 --confirm",
@@ -113,14 +113,14 @@ def command(
     options that are given stay as they are. Exit code 0 also when no setting keeps the SLO.
     """
     from octavo.engine.config import EngineConfig
-    from octavo.plan import hardware, tune_plot
-    from octavo.plan.simulation import check_simulated, weights_on
-    from octavo.plan.slo import Slo
-    from octavo.plan.subject import Subject
-    from octavo.plan.tune import Search
-    from octavo.plan.tune_space import space
-    from octavo.plan.tune_trial import Trials
-    from octavo.workload.metrics import parse_slo
+    from octavo.tools.plan import hardware, tune_plot
+    from octavo.tools.plan.simulation import check_simulated, weights_on
+    from octavo.tools.plan.slo import Slo
+    from octavo.tools.plan.subject import Subject
+    from octavo.tools.plan.tune import Search
+    from octavo.tools.plan.tune_space import space
+    from octavo.tools.plan.tune_trial import Trials
+    from octavo.tools.workload.metrics import parse_slo
 
     with naming_flags("slo_attainment"):
         promise = Slo(parse_slo(slo), attainment)
@@ -177,7 +177,7 @@ def command(
         speeds = search.sustained(tuned.best)
     result = as_dict(model, subject, on, promise, search, tuned, speeds, notices)
     if confirm:
-        from octavo.plan.confirm import confirmed
+        from octavo.tools.plan.confirm import confirmed
 
         best = tuned.best
         with on_stderr() as show:
@@ -206,7 +206,7 @@ def command(
 
 def serve_command(model: str, trial: Trial) -> str:
     """The line that starts a server with a trial's settings."""
-    from octavo.checkpoint.pull import servable
+    from octavo.loader.pull import servable
 
     return shlex.join(["octavo", "serve", servable(model), *engine_flags(trial.config)])
 
@@ -221,7 +221,7 @@ def as_dict(
     speeds: Sequence[tuple[float, Trial]],
     notices: Sequence[str],
 ) -> dict[str, Any]:
-    from octavo.plan.tune_trial import met
+    from octavo.tools.plan.tune_trial import met
 
     best = tuned.best
     return {
@@ -268,7 +268,7 @@ def as_dict(
 
 def sustained(speeds: Sequence[tuple[float, Trial]], slo: Slo) -> float | None:
     """The highest speed of the load up to which the SLO was kept; None: at none that was tried."""
-    from octavo.plan.tune_trial import kept
+    from octavo.tools.plan.tune_trial import kept
 
     highest = None
     for speed, trial in speeds:
@@ -395,8 +395,8 @@ def as_text(
 
 
 def _verdict(tuned: Tuned, slo: Slo) -> list[str]:
-    from octavo.plan.report import error_band_lines
-    from octavo.plan.tune_trial import met
+    from octavo.tools.plan.report import error_band_lines
+    from octavo.tools.plan.tune_trial import met
 
     figures = tuned.best.figures
     share = f"{number(100 * figures.attainment)} % of the requests are good"

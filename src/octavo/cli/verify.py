@@ -12,7 +12,7 @@ from octavo.cli.options import ENGINE_OPTIONS, Model, engine_config, json_object
 
 if TYPE_CHECKING:
     from octavo.engine.config import EngineConfig
-    from octavo.verify.certificate import Certificate
+    from octavo.tools.verify.certificate import Certificate
 
 EXAMPLES = (
     "octavo verify smollm2",
@@ -65,10 +65,10 @@ def command(
     (chi-square). Exit code 1 if anything differs, or if something did not come about. A built-in
     drafter for which memory is too small is left out, and the verdict names it.
     """
-    from octavo.checkpoint import load
-    from octavo.checkpoint.pull import resolve
-    from octavo.speculate.config import SpeculativeConfig
-    from octavo.verify.certificate import certify
+    from octavo.loader import load
+    from octavo.loader.pull import resolve
+    from octavo.spec_decode.config import SpeculativeConfig
+    from octavo.tools.verify.certificate import certify
 
     try:
         given: list[Any] = [SpeculativeConfig.of(each) for each in speculative_config or ()]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from octavo.engine.engine import Engine
 from octavo.engine.waiting import Waiting
-from octavo.schedule.request import AdmissionError, RequestRecord
+from octavo.scheduler.request import AdmissionError, RequestRecord
 
 
 class Admission:

@@ -19,7 +19,7 @@ from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
 from octavo.engine.waiting import Forecast
-from octavo.schedule.request import AdmissionError, Request, RequestRecord
+from octavo.scheduler.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
 

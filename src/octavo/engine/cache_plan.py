@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from octavo.engine.config import DoesNotFit, EngineConfig
-from octavo.execute.batch import slice_rows
-from octavo.execute.memory import as_size
-from octavo.kv.cache import peak_blocks
-from octavo.kv.layout import KvLayout
-from octavo.model.program import Program
-from octavo.speculate import draft_model, medusa
-from octavo.speculate.draft_checkpoint import DraftModel
-from octavo.speculate.guess import most_drawn
-from octavo.speculate.heads import Heads
+from octavo.executor.base import slice_rows
+from octavo.kv_cache.cache import peak_blocks
+from octavo.kv_cache.layout import KvLayout
+from octavo.machine.memory import as_size
+from octavo.models.program import Program
+from octavo.spec_decode import draft_model, medusa
+from octavo.spec_decode.draft_checkpoint import DraftModel
+from octavo.spec_decode.guess import most_drawn
+from octavo.spec_decode.heads import Heads
 
 _TABLES_ALWAYS = 64 << 20  # bytes of block tables that need no place in the plan
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, fields
 from math import inf
 from typing import Any
 
-from octavo.checkpoint.rounding import PLANNED, is_known
 from octavo.engine.offload import STAGING_BYTES
-from octavo.kv.layout import KvDtype, KvLayout
-from octavo.model.config import ModelConfig
-from octavo.schedule.policies.config import PolicyConfig, PolicyName
-from octavo.speculate.config import SpeculativeConfig
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.loader.rounding import PLANNED, is_known
+from octavo.models.config import ModelConfig
+from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.spec_decode.config import SpeculativeConfig
 
 
 class SettingsError(ValueError):

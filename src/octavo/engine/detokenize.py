@@ -8,8 +8,8 @@ from collections.abc import Collection, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from octavo.checkpoint.base import Tokenizer
-from octavo.sample.params import SamplingParams
+from octavo.loader.base import Tokenizer
+from octavo.sampling.params import SamplingParams
 
 
 class Released(NamedTuple):

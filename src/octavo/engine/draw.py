@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.execute.batch import Float32, StepResult
-from octavo.sample.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
-from octavo.schedule.batching import PromptRows, Scheduled
-from octavo.speculate.verify import replay
+from octavo.executor.base import Float32, StepResult
+from octavo.sampling.sampler import Sampled, Sampler, SamplerState, TokenLogprobs
+from octavo.scheduler.batching import PromptRows, Scheduled
+from octavo.spec_decode.verify import replay
 
 
 class Drawn(NamedTuple):

@@ -21,20 +21,20 @@ from octavo.engine.pace import Pace
 from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
 from octavo.engine.text import NoText, Text, TextFactory
-from octavo.execute.batch import Executor, StepResult
-from octavo.sample.params import InvalidParameter, SamplingParams
-from octavo.sample.sampler import Sampler, SamplerState, TokenLogprobs
-from octavo.schedule.batching import Scheduled
-from octavo.schedule.request import (
+from octavo.executor.base import Executor, StepResult
+from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.sampling.sampler import Sampler, SamplerState, TokenLogprobs
+from octavo.scheduler.batching import Scheduled
+from octavo.scheduler.request import (
     AdmissionError,
     FinishReason,
     Outcome,
     Request,
     RequestRecord,
 )
-from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import RequestState, Sequence, Status
-from octavo.speculate.speculator import Speculator
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.sequence import RequestState, Sequence, Status
+from octavo.spec_decode.speculator import Speculator
 
 logger = logging.getLogger(__name__)
 

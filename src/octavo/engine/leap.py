@@ -14,9 +14,9 @@ from itertools import islice, pairwise
 from typing import Any, NamedTuple, Protocol, TypeGuard
 
 from octavo.engine.clock import Clock, VirtualClock
-from octavo.execute.batch import Int32
-from octavo.schedule.scheduler import Scheduler
-from octavo.schedule.sequence import Sequence as Seq
+from octavo.executor.base import Int32
+from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.sequence import Sequence as Seq
 
 
 class Leap(NamedTuple):

@@ -8,10 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import octavo.checkpoint
-from octavo.checkpoint import pull
-from octavo.checkpoint.base import Checkpoint, CheckpointError
-from octavo.checkpoint.rounding import rounded, summary
+import octavo.loader
 from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
@@ -19,17 +16,20 @@ from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
 from octavo.engine.pace import Pace, guessed
-from octavo.execute.cpu import usable_cpus
-from octavo.execute.memory import as_size, available_memory
-from octavo.kv.layout import KvDtype
-from octavo.model.families import program
-from octavo.schedule.config import SchedulerConfig
-from octavo.schedule.scheduler import Scheduler
-from octavo.speculate import draft_checkpoint, draft_model, layer_skip, medusa
-from octavo.speculate.draft_checkpoint import DraftModel
-from octavo.speculate.drafter import Drafter, ModelDrafter, Target
-from octavo.speculate.heads import Heads, heads_folder, read_heads
-from octavo.speculate.speculator import Speculator
+from octavo.kv_cache.layout import KvDtype
+from octavo.loader import pull
+from octavo.loader.base import Checkpoint, CheckpointError
+from octavo.loader.rounding import rounded, summary
+from octavo.machine.cpu import usable_cpus
+from octavo.machine.memory import as_size, available_memory
+from octavo.models.families import program
+from octavo.scheduler.config import SchedulerConfig
+from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode import draft_checkpoint, draft_model, layer_skip, medusa
+from octavo.spec_decode.draft_checkpoint import DraftModel
+from octavo.spec_decode.drafter import Drafter, ModelDrafter, Target
+from octavo.spec_decode.heads import Heads, heads_folder, read_heads
+from octavo.spec_decode.speculator import Speculator
 from octavo.words import plural
 
 log = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ def load_engine(
 ) -> LoadedEngine:
     """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
 
-    A ``str`` is a known name, a path or a hub id (`octavo.checkpoint.pull.resolve`).
+    A ``str`` is a known name, a path or a hub id (`octavo.loader.pull.resolve`).
     ``keep_hidden``: steps give `StepResult.hidden`. Raises `CheckpointError`, `SettingsError`, or
     `DoesNotFit` before anything large is allocated.
     """
@@ -148,15 +148,15 @@ def load_engine(
 
 def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
     # The compiled module is needed from here on, not to name the types above.
-    from octavo.execute.native import NativeExecutor, all_held_bytes, scaled_bytes
-    from octavo.sample.native import NativeSampler
+    from octavo.executor.native.executor import NativeExecutor, all_held_bytes, scaled_bytes
+    from octavo.sampling.native import NativeSampler
 
     KvDtype.of(config.kv_cache_dtype).check_served()
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):
         model = pull.resolve(model)
-    checkpoint = octavo.checkpoint.load(model) if isinstance(model, Path) else model
+    checkpoint = octavo.loader.load(model) if isinstance(model, Path) else model
     for note in checkpoint.notes:
         log.warning("%s: %s", checkpoint.path.name, note)
     speculation = config.speculation

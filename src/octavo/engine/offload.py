@@ -13,28 +13,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import octavo
-from octavo.checkpoint.base import Tokenizer
-from octavo.checkpoint.tokenizer import BpeTokenizer
 from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
-from octavo.execute.memory import as_size
-from octavo.kv.disk import HEADER_BYTES, Disk
-from octavo.kv.folders import check_folder
-from octavo.kv.host_memory import HostMemory
-from octavo.kv.layout import KvLayout
-from octavo.kv.tiers import Tiers
-from octavo.kv.worker import ThreadWorker
-from octavo.model.program import Program
+from octavo.kv_cache.disk import HEADER_BYTES, Disk
+from octavo.kv_cache.folders import check_folder
+from octavo.kv_cache.host_memory import HostMemory
+from octavo.kv_cache.layout import KvLayout
+from octavo.kv_cache.tiers import Tiers
+from octavo.kv_cache.worker import ThreadWorker
+from octavo.loader.base import Tokenizer
+from octavo.loader.tokenizer import BpeTokenizer
+from octavo.machine.memory import as_size
+from octavo.models.program import Program
 
 if TYPE_CHECKING:
-    from octavo.execute.native import NativeExecutor
+    from octavo.executor.native.executor import NativeExecutor
 
 logger = logging.getLogger(__name__)
 
 STAGING_BYTES = 256 << 20  # that a disk is read into, where no host memory is asked for
 _MOST_DISK = 16 << 30  # bytes, where no budget is given; and at most half of what there is room for
 _FULL = frozenset((errno.ENOSPC, errno.EDQUOT))
-_NUMBERS = ("checkpoint", "execute", "kv", "model")  # rooms that decide what a block holds
+_NUMBERS = (
+    "executor",
+    "kv_cache",
+    "loader",
+    "machine",
+    "models",
+)  # rooms that decide what a block holds
 
 
 class Refused(ValueError):
@@ -165,7 +171,7 @@ def build_digest() -> bytes:
     package = Path(octavo.__file__).parent
     files = [*package.glob("_native*")]
     for room in _NUMBERS:
-        files += (package / room).glob("*.py")
+        files += (package / room).rglob("*.py")
     digest = sha256(octavo.__version__.encode())
     for file in sorted(files):
         content = file.read_bytes()

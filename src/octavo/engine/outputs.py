@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from octavo.sample.sampler import TokenLogprobs as TokenLogprobs
-from octavo.schedule.request import FinishReason, RequestRecord
+from octavo.sampling.sampler import TokenLogprobs as TokenLogprobs
+from octavo.scheduler.request import FinishReason, RequestRecord
 
 
 class Delta(NamedTuple):

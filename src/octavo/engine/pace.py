@@ -18,8 +18,8 @@ from __future__ import annotations
 from math import exp, inf, log, sqrt
 from typing import NamedTuple
 
-from octavo.execute.batch import Batch, Int32
-from octavo.execute.cost import CostModel, Rates, StepSize
+from octavo.executor.base import Batch, Int32
+from octavo.executor.cost import CostModel, Rates, StepSize
 
 # Of these four, in this order. They are lists: arrays of four numbers, of which a step touches
 # dozens, would take it longer.

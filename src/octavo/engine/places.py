@@ -28,10 +28,10 @@ from collections.abc import Sequence as Items
 from functools import partial
 from operator import attrgetter
 
-from octavo.schedule.policies.config import PolicyConfig
-from octavo.schedule.policies.deadline import first_due, is_missed
-from octavo.schedule.request import AdmissionError, RequestRecord
-from octavo.schedule.scheduler import Scheduler
+from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.policies.deadline import first_due, is_missed
+from octavo.scheduler.request import AdmissionError, RequestRecord
+from octavo.scheduler.scheduler import Scheduler
 
 _FEW = 64  # records that may have left
 

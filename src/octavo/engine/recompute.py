@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.engine.pace import Pace
-from octavo.execute.batch import Batch
+from octavo.executor.base import Batch
 
 
 class Recomputing:

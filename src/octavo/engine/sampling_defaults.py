@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from octavo.checkpoint.base import Checkpoint, CheckpointError
-from octavo.checkpoint.files import json_object, read_file
-from octavo.checkpoint.hf_tokenizer import GENERATION
-from octavo.sample.params import InvalidParameter, SamplingParams
+from octavo.loader.base import Checkpoint, CheckpointError
+from octavo.loader.files import json_object, read_file
+from octavo.loader.hf_tokenizer import GENERATION
+from octavo.sampling.params import InvalidParameter, SamplingParams
 
 _MOST_BYTES = 4 << 20
 # transformers' name: ours

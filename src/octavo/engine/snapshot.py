@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Literal
 
-from octavo.schedule.request import standing
-from octavo.schedule.sequence import Status
+from octavo.scheduler.request import standing
+from octavo.scheduler.sequence import Status
 
 if TYPE_CHECKING:  # who reads a snapshot elsewhere needs no engine
     from octavo.engine.engine import Engine
-    from octavo.schedule.request import RequestRecord
-    from octavo.schedule.sequence import RequestState
+    from octavo.scheduler.request import RequestRecord
+    from octavo.scheduler.sequence import RequestState
 
 State = Literal["waiting", "prefill", "decode", "paused"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.kv.tiers import TierStats
-from octavo.schedule.request import RequestRecord
-from octavo.schedule.scheduler import Scheduler
-from octavo.speculate.speculator import Speculator
-from octavo.speculate.verify import agreement
+from octavo.kv_cache.tiers import TierStats
+from octavo.scheduler.request import RequestRecord
+from octavo.scheduler.scheduler import Scheduler
+from octavo.spec_decode.speculator import Speculator
+from octavo.spec_decode.verify import agreement
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from octavo.engine.outputs import Delta
-from octavo.schedule.request import RequestRecord
+from octavo.scheduler.request import RequestRecord
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from octavo.engine.detokenize import Released
-from octavo.sample.params import SamplingParams
+from octavo.sampling.params import SamplingParams
 
 
 class Text(Protocol):

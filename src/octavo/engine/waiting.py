@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.engine import Engine, Step
-from octavo.schedule.policies.deadline import Deadline
-from octavo.schedule.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
-from octavo.schedule.sequence import Sequence
+from octavo.scheduler.policies.deadline import Deadline
+from octavo.scheduler.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
+from octavo.scheduler.sequence import Sequence
 
 _KEEP = 0.99  # what a step keeps of its weight at the next
 _KEEP_AT_FIRST = 0.9  # the first ones touch memory and caches for the first time

@@ -8,12 +8,12 @@ import typer
 
 from octavo.cli.console import json_text, on_stderr
 from octavo.cli.fold import show_report
-from octavo.execute.memory import as_size
+from octavo.machine.memory import as_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from octavo.execute.limits import Limits, Rate
+    from octavo.machine.limits import Limits, Rate
 
     Rows = Sequence[tuple[str, tuple[Rate, ...]]]
 
@@ -47,8 +47,8 @@ def command(
     model cache: every share of a limit that Octavo shows is of these. Run it on an otherwise idle
     machine.
     """
-    from octavo.execute.cpu import usable_cpus
-    from octavo.execute.limits import Limits
+    from octavo.machine.cpu import usable_cpus
+    from octavo.machine.limits import Limits
 
     with on_stderr() as progress:
         limits = Limits.measure(threads, quick=quick, progress=progress)

@@ -27,7 +27,7 @@ from octavo.cli.options import check_file, check_folder, json_object, option, ta
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from octavo.bench.load.benchmark import Settings
+    from octavo.tools.bench.load.benchmark import Settings
 
 EXAMPLES = (
     "octavo bench serve --random-input-len 128 --random-output-len 64 --num-prompts 64",
@@ -176,9 +176,9 @@ def spread(values: dict[str, Any], more: list[str]) -> None:
 
 def settings(values: Mapping[str, Any]) -> Settings:
     """Raises `ValueError` for values that do not go together."""
-    from octavo.bench.load import client
-    from octavo.bench.load.benchmark import Settings
-    from octavo.workload import metrics
+    from octavo.tools.bench.load import client
+    from octavo.tools.bench.load.benchmark import Settings
+    from octavo.tools.workload import metrics
 
     headers = pairs("header", values["header"])
     if (key := os.environ.get("OPENAI_API_KEY")) and "authorization" not in map(str.lower, headers):
@@ -249,7 +249,7 @@ def command(
 
     import uvloop
 
-    from octavo.bench.load import benchmark, report
+    from octavo.tools.bench.load import benchmark, report
 
     if asked.dataset_path is not None and not asked.dataset_path.exists():
         raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(asked.dataset_path))

@@ -19,8 +19,8 @@ from octavo.cli.options import (
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.bench.throughput import Row
     from octavo.engine.config import EngineConfig
+    from octavo.tools.bench.throughput import Row
 
 EXAMPLES = (
     "octavo bench throughput smollm2",
@@ -70,8 +70,8 @@ def command(
     In tokens a second. Prompts are random and share nothing. Each figure is a mean ± standard
     deviation.
     """
-    from octavo.bench.throughput import throughput
-    from octavo.execute.limits import Limits
+    from octavo.machine.limits import Limits
+    from octavo.tools.bench.throughput import throughput
 
     rows: list[Row] = []
     with on_stderr() as progress:

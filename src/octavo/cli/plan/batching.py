@@ -21,13 +21,13 @@ from octavo.cli.planned import (
     MemoryUtilization,
     chosen_scheme,
 )
-from octavo.plan.defaults import engine_defaults
+from octavo.tools.plan.defaults import engine_defaults
 from octavo.words import number, plural
 
 if TYPE_CHECKING:
-    from octavo.plan.band import Doubt
-    from octavo.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
-    from octavo.plan.lengths import Lengths
+    from octavo.tools.plan.band import Doubt
+    from octavo.tools.plan.batching import Batching, Limits, LinearStep, Load, ModelStep
+    from octavo.tools.plan.lengths import Lengths
 
 EXAMPLES = (
     "octavo plan batching --step-ms 20 --per-sequence-ms 0.1 --max-num-seqs 32 --request-rate 5",
@@ -124,7 +124,7 @@ def command(
     lengths of prompts and answers: what saturates, what runs and waits below that, and static
     batching beside it. Sums, not a simulation: octavo simulate runs the engine itself.
     """
-    from octavo.plan.batching import batching, slowed
+    from octavo.tools.plan.batching import batching, slowed
 
     given_step = {"--step-ms": step_ms, "--per-sequence-ms": per_sequence_ms,
                   "--per-prompt-token-ms": per_prompt_token_ms}  # fmt: skip
@@ -174,8 +174,8 @@ def _refused(message: str) -> Exception:
 def _load(
     trace: Path | None, input_len: str | None, output_len: str | None, rate: float | None
 ) -> tuple[Load, list[str]]:
-    from octavo.plan import lengths
-    from octavo.plan.batching import Load
+    from octavo.tools.plan import lengths
+    from octavo.tools.plan.batching import Load
 
     if rate is not None and not 0 < rate < 1e9:  # nan neither
         raise typer.BadParameter(f"--request-rate must be above 0 and below 10⁹, not {rate:g}")
@@ -198,10 +198,10 @@ def _load(
 
 def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
     """Lengths as they occur together; the rate is of the time between the first and the last."""
-    from octavo.plan.batching import Load
-    from octavo.plan.lengths import LONGEST, Lengths
-    from octavo.workload import traces
-    from octavo.workload.datasets import DatasetError
+    from octavo.tools.plan.batching import Load
+    from octavo.tools.plan.lengths import LONGEST, Lengths
+    from octavo.tools.workload import traces
+    from octavo.tools.workload.datasets import DatasetError
 
     try:
         samples, notices = traces.load(path, None, traces.Window(), strict=True)
@@ -224,8 +224,8 @@ def _of_trace(path: Path, rate: float | None) -> tuple[Load, list[str]]:
 
 
 def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]:
-    from octavo.plan.band import OF_GIVEN
-    from octavo.plan.batching import LinearStep
+    from octavo.tools.plan.band import OF_GIVEN
+    from octavo.tools.plan.batching import LinearStep
 
     values = {flag: value or 0.0 for flag, value in given.items()}
     for flag, value in values.items():
@@ -247,7 +247,7 @@ def _linear(given: dict[str, float | None]) -> tuple[LinearStep, dict[str, Any]]
 
 
 def _limits(max_num_seqs: int, tokens: int, cached: float) -> Limits:
-    from octavo.plan.batching import Limits
+    from octavo.tools.plan.batching import Limits
 
     with naming_flags():
         return Limits(max_num_seqs, tokens, cached)
@@ -260,13 +260,13 @@ def _model(
 ) -> tuple[ModelStep, Limits, dict[str, Any]]:  # fmt: skip
     """Step times of the cost model, and the cache that the engine would have there."""
     from octavo.engine.config import EngineConfig
-    from octavo.kv.cache import peak_blocks
-    from octavo.plan import hardware
-    from octavo.plan import quantization as formats
-    from octavo.plan.band import doubt
-    from octavo.plan.batching import ModelStep, held_tokens
-    from octavo.plan.simulation import Setup, weights_on
-    from octavo.plan.subject import Subject
+    from octavo.kv_cache.cache import peak_blocks
+    from octavo.tools.plan import hardware
+    from octavo.tools.plan import quantization as formats
+    from octavo.tools.plan.band import doubt
+    from octavo.tools.plan.batching import ModelStep, held_tokens
+    from octavo.tools.plan.simulation import Setup, weights_on
+    from octavo.tools.plan.subject import Subject
 
     with naming_flags(*NAMES):
         hardware.check(device)

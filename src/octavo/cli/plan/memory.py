@@ -21,15 +21,15 @@ from octavo.cli.planned import (
     MemoryUtilization,
     chosen_scheme,
 )
-from octavo.execute.memory import as_size
-from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.machine.memory import as_size
+from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.words import plural
 
 if TYPE_CHECKING:
-    from octavo.plan.memory import Alternative, Load, Need, Place
-    from octavo.plan.quantization import Stored
-    from octavo.plan.schemes import Scheme
-    from octavo.plan.subject import Subject
+    from octavo.tools.plan.memory import Alternative, Load, Need, Place
+    from octavo.tools.plan.quantization import Stored
+    from octavo.tools.plan.schemes import Scheme
+    from octavo.tools.plan.subject import Subject
 
 EXAMPLES = (
     "octavo plan memory llama-2-7b --context 4096 --users 32 --kv-dtype fp16",
@@ -114,9 +114,9 @@ def command(
     are needed.
     """
     from octavo.engine.config import EngineConfig, SettingsError
-    from octavo.kv.layout import KvDtype
-    from octavo.plan import memory
-    from octavo.plan.subject import Subject
+    from octavo.kv_cache.layout import KvDtype
+    from octavo.tools.plan import memory
+    from octavo.tools.plan.subject import Subject
 
     if memory_utilization is not None and not 0.0 < memory_utilization <= 1.0:  # nan neither
         raise typer.BadParameter(f"--memory-utilization is {memory_utilization:g}, outside 0 to 1")
@@ -187,7 +187,7 @@ def command(
 
 def _serve(model: str, rounding: str | None, load: Load) -> str:
     """The command, without the size of its cache, whose engine is what is planned."""
-    from octavo.checkpoint.pull import servable
+    from octavo.loader.pull import servable
 
     config, usual = load.config, type(load.config)()
     flags = ["octavo", "serve", servable(model)]
@@ -204,7 +204,7 @@ def _serve(model: str, rounding: str | None, load: Load) -> str:
 
 
 def _users(text: str) -> int:
-    from octavo.plan.memory import MOST_USERS
+    from octavo.tools.plan.memory import MOST_USERS
 
     plain = text.strip()
     number = int(plain) if plain.isascii() and plain.isdecimal() and len(plain) < 12 else 0
@@ -215,10 +215,10 @@ def _users(text: str) -> int:
 
 def _places(device: str | None) -> list[Place]:
     """What is asked about, then the rest. Raises `ValueError` for what is not known."""
-    from octavo.execute.limits import cpu_model
-    from octavo.execute.memory import available_memory
-    from octavo.plan import hardware
-    from octavo.plan.memory import Place
+    from octavo.machine.limits import cpu_model
+    from octavo.machine.memory import available_memory
+    from octavo.tools.plan import hardware
+    from octavo.tools.plan.memory import Place
 
     here = Place(f"this machine ({cpu_model()})", available_memory(), here=True)
     gpus = [
@@ -249,7 +249,7 @@ def _same_vocabulary(subject: Subject, draft: Subject) -> None:
 
 def _stored(subject: Subject, rounding: str | None, scheme: Scheme | None) -> Stored:
     """Raises `ValueError` where a weight cannot be stored so."""
-    from octavo.plan import quantization
+    from octavo.tools.plan import quantization
 
     if rounding is not None:
         return quantization.as_rounded(subject, rounding)
@@ -265,7 +265,7 @@ def as_dict(
     needs: list[Need | None],
     instead: list[Alternative],
 ) -> dict[str, Any]:
-    from octavo.plan import memory
+    from octavo.tools.plan import memory
 
     cache, subject = load.cache, load.subject
     config = subject.program.config
@@ -387,7 +387,7 @@ def verdict(load: Load, place: Place, need: Need | None) -> str:
 
 def _unserved(load: Load) -> str:
     """What the engine cannot hold."""
-    from octavo.kv.layout import KvDtype
+    from octavo.kv_cache.layout import KvDtype
 
     cache = load.dtype not in KvDtype.served()
     return f"a cache of {load.dtype}" if cache else f"weights in {load.stored.name}"
@@ -409,7 +409,7 @@ def as_text(
     serve: str,
     loads: list[Load],
 ) -> str:
-    from octavo.plan import memory
+    from octavo.tools.plan import memory
 
     subject = load.subject
     active = memory.active_parameters(subject)
@@ -450,7 +450,7 @@ def _smallest(places: list[Place], needs: list[Need | None]) -> str:
 
 
 def _kv_lines(load: Load) -> list[str]:
-    from octavo.plan import memory
+    from octavo.tools.plan import memory
 
     cache = load.cache
     lines = [f"  {line}" for step in cache.steps for line in _folded(step)]
@@ -491,7 +491,7 @@ def _folded(step: str) -> list[str]:
 
 
 def _weight_lines(load: Load) -> list[str]:
-    from octavo.plan import memory
+    from octavo.tools.plan import memory
 
     parts = memory.weight_parts(load.subject, load.stored)
     rows = [(part.name, part.numbers, part.bytes, " ".join(part.formats)) for part in parts]
@@ -550,7 +550,7 @@ def _shares(loads: list[Load], places: list[Place]) -> list[str]:
 
 
 def _nothing(load: Load, place: Place) -> str:
-    from octavo.plan import memory
+    from octavo.tools.plan import memory
 
     smallest = min((load.stored, *memory.narrower(load, place)), key=lambda stored: stored.bytes)
     return (

@@ -27,12 +27,12 @@ from octavo.cli.planned import (
 from octavo.words import number
 
 if TYPE_CHECKING:
-    from octavo.kv.layout import KvLayout
-    from octavo.plan.hardware import Device
-    from octavo.plan.phase import PartCost, Phase
-    from octavo.plan.quantization import Plan, Stored
-    from octavo.plan.schemes import Scheme
-    from octavo.plan.subject import Subject
+    from octavo.kv_cache.layout import KvLayout
+    from octavo.tools.plan.hardware import Device
+    from octavo.tools.plan.phase import PartCost, Phase
+    from octavo.tools.plan.quantization import Plan, Stored
+    from octavo.tools.plan.schemes import Scheme
+    from octavo.tools.plan.subject import Subject
 
 EXAMPLES = (
     "octavo plan quantization smollm2",
@@ -85,10 +85,10 @@ def command(
     two. MODEL may also be a config.json alone, without weights.
     """
     from octavo.engine.config import SettingsError
-    from octavo.kv.layout import KvDtype, KvLayout
-    from octavo.plan import hardware, schemes
-    from octavo.plan import quantization as planning
-    from octavo.plan.subject import Subject
+    from octavo.kv_cache.layout import KvDtype, KvLayout
+    from octavo.tools.plan import hardware, schemes
+    from octavo.tools.plan import quantization as planning
+    from octavo.tools.plan.subject import Subject
 
     with naming_flags(*NAMES):
         edges = embedding_scheme(embedding_format or "bf16")
@@ -347,7 +347,7 @@ def _shape(subject: Subject) -> list[str]:
 
 
 def _part(role: str) -> str:
-    from octavo.plan.subject import part
+    from octavo.tools.plan.subject import part
 
     return part(role)
 

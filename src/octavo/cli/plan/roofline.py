@@ -27,14 +27,14 @@ from octavo.cli.planned import (
     embedding_scheme,
     unit,
 )
-from octavo.execute.memory import as_size
-from octavo.plan.defaults import GPU
-from octavo.plan.gpu import RUNTIME_BYTES
+from octavo.machine.memory import as_size
+from octavo.tools.plan.defaults import GPU
+from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.words import number
 
 if TYPE_CHECKING:
-    from octavo.plan.phase import Phase
-    from octavo.plan.roofline import Point, Roofline
+    from octavo.tools.plan.phase import Phase
+    from octavo.tools.plan.roofline import Point, Roofline
 
 EXAMPLES = (
     "octavo plan roofline llama-3-8b --device h100 --plot roof.svg",
@@ -54,7 +54,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 def batches(text: str) -> tuple[int, ...]:
     """Numbers of sequences: "1,8,32"."""
-    from octavo.plan.phase import MOST_SEQUENCES
+    from octavo.tools.plan.phase import MOST_SEQUENCES
 
     items = text.split(",")
     if not all(item.strip().isascii() and item.strip().isdecimal() for item in items):
@@ -131,11 +131,11 @@ def command(
     a config.json alone, without weights.
     """
     from octavo.engine.config import EngineConfig
-    from octavo.kv.layout import KvDtype, KvLayout
-    from octavo.plan import hardware
-    from octavo.plan.roofline import roofline
-    from octavo.plan.simulation import Setup, weights_on
-    from octavo.plan.subject import Subject
+    from octavo.kv_cache.layout import KvDtype, KvLayout
+    from octavo.tools.plan import hardware
+    from octavo.tools.plan.roofline import roofline
+    from octavo.tools.plan.simulation import Setup, weights_on
+    from octavo.tools.plan.subject import Subject
 
     with naming_flags(*NAMES):
         edges = None if embedding_format is None else embedding_scheme(embedding_format)
@@ -172,7 +172,7 @@ def command(
             show_report(as_text(found, price, max_num_batched_tokens, setup.basis()))
     finally:  # also when nobody reads on
         if plot is not None:
-            from octavo.plan.roofline_plot import draw
+            from octavo.tools.plan.roofline_plot import draw
 
             with writing(plot) as file:
                 draw(found, file)
@@ -234,7 +234,7 @@ def as_dict(found: Roofline, price: float | None, basis: str) -> dict[str, Any]:
 
 
 def _point_dict(point: Point, price: float | None) -> dict[str, Any]:
-    from octavo.plan.roofline import per_million
+    from octavo.tools.plan.roofline import per_million
 
     phase, rate = point.phase, point.tokens_per_second
     return {
@@ -265,7 +265,7 @@ def _point_dict(point: Point, price: float | None) -> dict[str, Any]:
 
 
 def as_text(found: Roofline, price: float | None, chunk: int | None, basis: str) -> str:
-    from octavo.plan.roofline import levels
+    from octavo.tools.plan.roofline import levels
 
     rates, layout, stored = found.rates, found.layout, found.stored
     scale, letter = (1e12, "T") if found.roofs[0].ops_per_second >= 1e13 else (1e9, "G")
@@ -328,7 +328,7 @@ def _table(
     points: tuple[Point, ...],
     price: float | None,
 ) -> list[str]:
-    from octavo.plan.roofline import per_million
+    from octavo.tools.plan.roofline import per_million
 
     shown = [name for name in _PARTS if any(_part(point.phase, name) for point in points)]
     head = "".join(f"{name:>10}" for name in [*shown, "step"])

@@ -59,9 +59,9 @@ def command(
     missed least, and the passes are timed: that gives the tokens a second to expect from drafting
     with what is left (method layer_skip), which may be fewer than without.
     """
-    from octavo.bench.layer_search import search
     from octavo.engine.config import SettingsError
-    from octavo.quant.fidelity import TextError
+    from octavo.tools.bench.layer_search import search
+    from octavo.tools.quantize.fidelity import TextError
 
     try:
         with on_stderr() as show:

@@ -112,8 +112,8 @@ def command(
     to measure on. Quantized models are fine: heads are for the model as it is served.
     """
     from octavo.engine.config import SettingsError
-    from octavo.train.medusa import Recipe, import_torch
-    from octavo.train.run import train
+    from octavo.tools.train.medusa import Recipe, import_torch
+    from octavo.tools.train.run import train
 
     import_torch()  # before minutes are spent
     own = {"layers": layers} if recurrent else {"width": width, "row_epochs": row_epochs}

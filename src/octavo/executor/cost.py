@@ -1,0 +1,576 @@
+"""What a step costs, and an executor that computes nothing and says how long it would have taken.
+
+`CostModel` counts the bytes and operations of a Program for a Batch, op by op: the one place where
+anything is counted that is called a limit, a share of it, or a prediction. `CostExecutor` makes a
+duration of them. The engine on top of it, with a virtual clock, is the simulator: the scheduler and
+the cache are the real ones.
+
+The duration is a roofline an op: the longer of its memory time and its arithmetic time
+(Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead. Where a
+machine has been calibrated for a model (tools/plan/calibration.py), the knee between the two is
+soft, attention has rates of its own, and rows and prompts have overheads, too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from functools import lru_cache
+from itertools import count, repeat
+from math import inf
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.executor.base import Batch, Int32, StepResult
+from octavo.kv_cache.layout import KvLayout
+from octavo.models.config import Experts
+from octavo.models.program import (
+    Activate,
+    Add,
+    Combine,
+    Embed,
+    ExpertLinear,
+    GatedActivation,
+    Linear,
+    Logits,
+    PagedAttention,
+    Program,
+    RmsNorm,
+    RopeAndStoreKv,
+    Route,
+)
+
+
+class Arithmetic(StrEnum):
+    """The units that an op's multiplications run on, each with its own peak."""
+
+    INT8 = "int8"
+    FP8 = "fp8"
+    BF16 = "bf16"
+    FP32 = "fp32"
+
+
+SHARPEST = 16.0  # knee but the infinite
+KNEES = ("knee", "attention_knee")
+PANEL_ROWS = 8  # that weights are unpacked for at a time (kernels/linear.h, kPanel)
+# With more than so many rows a thread, the threads share out panels of rows and not columns of
+# weights (kernels/runtime.cpp, kChunkRows).
+CHUNK_ROWS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine does in a second. The default is infinitely fast.
+
+    ``knee`` is how far reading and arithmetic overlap: of an op's two times a and b,
+    (a^knee + b^knee)^(1/knee) passes. Infinite, it is the longer (a roofline); 1, their sum. What
+    is given for attention holds there instead. ``threads`` are those that share out an op's rows as
+    the kernels do, so that others wait for the one with a panel more; 0: all end together.
+    """
+
+    bytes_per_second: float = inf  # memory, read or written
+    ops_per_second: float = inf  # in fp32; a multiply-add is two
+    step_overhead: float = 0.0  # seconds
+    int8_ops_per_second: float | None = None  # None: as fp32
+    bf16_ops_per_second: float | None = None
+    knee: float = inf
+    kv_bytes_per_second: float | None = None  # None: as other bytes
+    attention_ops_per_second: float | None = None  # None: as its arithmetic's
+    attention_knee: float = inf
+    threads: int = 0
+    unpacking: float = 0.0  # of weights for a panel of rows, in rows' arithmetic
+    batch_overhead: float = 0.0  # seconds of a step with more than one token
+    row_overhead: float = 0.0  # seconds a row that wants logits: sampling, text, delivery
+    chunk_overhead: float = 0.0  # seconds a chunk of a prompt, of two tokens or more
+    fp8_ops_per_second: float | None = None  # None: as bf16
+
+    def __post_init__(self) -> None:
+        rates = [self.bytes_per_second, *(self.peak(arithmetic) for arithmetic in Arithmetic)]
+        of_attention = self.kv_bytes_per_second, self.attention_ops_per_second
+        rates += [rate for rate in of_attention if rate is not None]
+        overheads = (
+            self.step_overhead, self.batch_overhead, self.row_overhead, self.chunk_overhead,
+            self.unpacking, self.threads,
+        )  # fmt: skip
+        if not (all(rate > 0 for rate in rates) and all(each >= 0 for each in overheads)):
+            raise ValueError(f"rates must be positive and overheads not negative: {self}")
+        if not all(
+            knee == inf or 1 <= knee <= SHARPEST for knee in (self.knee, self.attention_knee)
+        ):
+            raise ValueError(f"a knee is neither infinite nor from 1 to {SHARPEST}: {self}")
+
+    @property
+    def units(self) -> tuple[Arithmetic, ...]:
+        """Those to show: CPUs have no fp8."""
+        fp8 = self.fp8_ops_per_second is not None
+        return tuple(unit for unit in Arithmetic if fp8 or unit is not Arithmetic.FP8)
+
+    def peak(self, arithmetic: Arithmetic) -> float:
+        """Operations a second."""
+        own = None
+        if arithmetic is Arithmetic.INT8:
+            own = self.int8_ops_per_second
+        elif arithmetic is Arithmetic.FP8 and self.fp8_ops_per_second is not None:
+            own = self.fp8_ops_per_second
+        elif arithmetic in (Arithmetic.BF16, Arithmetic.FP8):
+            own = self.bf16_ops_per_second
+        return self.ops_per_second if own is None else own
+
+    def seconds(self, moved: int, computed: int, arithmetic: Arithmetic, rows: int = 1) -> float:
+        """For so many bytes, and operations on so many rows, of an op other than attention."""
+        computing = computed / self.peak(arithmetic)
+        if self.threads or self.unpacking:
+            computing *= self._work(rows) / rows
+        return _overlapped(moved / self.bytes_per_second, computing, self.knee)
+
+    def _work(self, rows: int) -> float:
+        """In rows' arithmetic, what all threads could do while the last of them is at so many."""
+        panels = -(-rows // PANEL_ROWS)
+        if self.threads:
+            by_rows = rows > CHUNK_ROWS * self.threads
+            together = -(-panels // self.threads) * self.threads
+            panels = panels + by_rows * (together - panels)
+            rows = rows + by_rows * (PANEL_ROWS * panels - rows)
+        return rows + self.unpacking * panels
+
+    def attention_seconds(self, moved: int, computed: int, arithmetic: Arithmetic) -> float:
+        """The same for attention."""
+        bandwidth, peak = self.kv_bytes_per_second, self.attention_ops_per_second
+        return _overlapped(
+            moved / (self.bytes_per_second if bandwidth is None else bandwidth),
+            computed / (self.peak(arithmetic) if peak is None else peak),
+            self.attention_knee,
+        )
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For JSON, which has no infinity: an infinite knee is null."""
+        values = asdict(self)
+        return values | {name: None for name in KNEES if values[name] == inf}
+
+    def slowed(self, memory: float, processor: float | None = None) -> Rates:
+        """Those of a machine whose memory takes ``memory`` times as long and whose processor takes
+        ``processor`` times as long (None: all as the memory).
+        """
+        slower: dict[str, Any] = {}
+        if processor is None:
+            processor = memory
+        for each in fields(self):
+            name, value = each.name, getattr(self, each.name)
+            if value is None:
+                continue
+            if name.endswith("per_second"):
+                slower[name] = value / (memory if "bytes" in name else processor)
+            elif name.endswith("overhead"):
+                slower[name] = value * processor
+        return replace(self, **slower)
+
+    def overhead(self, tokens: int, rows: int, chunks: int) -> float:
+        """Seconds of a step that no op takes; arrays of numbers do, too."""
+        of_step = self.step_overhead + (tokens > 1) * self.batch_overhead
+        return of_step + rows * self.row_overhead + chunks * self.chunk_overhead
+
+
+def _overlapped(reading: float, computing: float, knee: float) -> float:
+    """Of numbers, or with a finite knee also of arrays of them."""
+    if knee == inf:
+        return max(reading, computing)
+    if knee == 1.0:
+        return reading + computing
+    total: float = (reading**knee + computing**knee) ** (1 / knee)
+    return total
+
+
+class OpCost(NamedTuple):
+    """What one op moves and computes in a step."""
+
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+    arithmetic: Arithmetic
+    rows: int = 1  # that the operations are on, at least one
+    attention: bool = False
+
+    @property
+    def bytes(self) -> int:
+        return self.weight_bytes + self.kv_bytes
+
+    def seconds(self, rates: Rates) -> float:
+        if self.attention:
+            return rates.attention_seconds(self.bytes, self.ops, self.arithmetic)
+        return rates.seconds(self.bytes, self.ops, self.arithmetic, self.rows)
+
+
+class StepCost(NamedTuple):
+    """What a step moves and computes, and how long that takes."""
+
+    weight_bytes: int
+    kv_bytes: int
+    ops: int
+    seconds: float
+
+
+class StepSize(NamedTuple):
+    """All of a batch that its seconds depend on, as `CostModel.step` counts them."""
+
+    tokens: int
+    rows: int  # that want logits
+    chunks: int  # spans of two tokens or more
+    attention: tuple[tuple[int, int], ...]  # of a layer of each window: keys seen, by all queries
+    # together, and tokens read and written
+
+
+class _Term(NamedTuple):
+    """An op that is the same in any context: ``fixed`` bytes a step, then bytes and operations a
+    token (or a row that wants logits). Of experts' bytes, those of the experts that the tokens are
+    expected to hit (`Experts.expected`).
+    """
+
+    fixed_bytes: int
+    row_bytes: int
+    row_ops: int
+    selected: bool  # only for rows that want logits
+    arithmetic: Arithmetic
+    experts: Experts | None = None
+
+    def cost(self, tokens: int, rows: int) -> OpCost:
+        moved, ops, arithmetic, together = self.of(rows if self.selected else tokens)
+        return OpCost(moved, 0, ops, arithmetic, together)
+
+    def of(self, n: int) -> tuple[int, int, Arithmetic, int]:
+        """Of so many tokens, or rows that want logits: the arguments of `Rates.seconds`."""
+        fixed, together = self.fixed_bytes, n
+        if n and self.experts is not None:
+            hit = self.experts.expected(n)
+            fixed = round(fixed * hit / self.experts.count)
+            together = round(n * self.experts.chosen / hit)
+        moved = fixed + n * self.row_bytes if n else 0
+        return moved, n * self.row_ops, self.arithmetic, max(together, 1)
+
+
+class CostModel:
+    """Counts a Program's bytes and operations for a batch.
+
+    ``weight_bytes`` maps weight roles to stored bytes; a role left out counts two bytes an
+    element. ``arithmetic`` maps matrices' roles to what multiplies them (fp32 when left out), and
+    ``attention`` is the same for attention. Activations are taken to stay in the processor's
+    caches, and after the last attention only rows that want logits are computed. A step of n tokens
+    that go to k of E experts each reads E (1 - (1 - k/E)^n) of them: what is expected where every
+    choice is equally likely; a skewed router hits fewer.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        layout: KvLayout,
+        *,
+        weight_bytes: Mapping[str, int] | None = None,
+        arithmetic: Mapping[str, Arithmetic] | None = None,
+        attention: Arithmetic = Arithmetic.FP32,
+    ) -> None:
+        self.program = program
+        config = program.config
+        self._stored = weight_bytes or {}
+        self._arithmetic = arithmetic or {}
+        self._attention = attention
+        self._block_bytes = layout.block_bytes
+        self._kv_token_bytes = layout.token_bytes
+        # Of a key, for one query; of 8 bits, two products a number, as queries have 16.
+        products = 2 if attention is Arithmetic.INT8 else 1
+        self._attention_ops = 4 * config.num_heads * config.head_dim * products
+        self._terms = self._count()
+        self._alike = Counter(term for term in self._terms if isinstance(term, _Term))
+        # Steps are of like sizes, and so are those that are tried on the way to one.
+        self._dense = lru_cache(maxsize=65536)(self._dense_seconds)
+        self._each = lru_cache(maxsize=4096)(self._each_seconds)
+        self._windows = Counter(op.window for op in program.ops if isinstance(op, PagedAttention))
+        self._layers = tuple(self._windows.values())  # of each window
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights, each once."""
+        return sum(map(self._size, self.program.weights))
+
+    def by_op(self, batch: Batch) -> list[OpCost]:
+        """The cost of each of the program's ops, in their order; block copies belong to none."""
+        tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        spans = _spans(batch)
+        attention = {window: self._attend(spans, window) for window in self._windows}
+        return [
+            term.cost(tokens, rows) if isinstance(term, _Term) else attention[term.window]
+            for term in self._terms
+        ]
+
+    def step(self, batch: Batch, rates: Rates) -> StepCost:
+        """All of a step, with the overhead of ``rates``."""
+        parts = self.parts(batch)
+        return StepCost(
+            sum(n * cost.weight_bytes for cost, n in parts),
+            sum(n * cost.kv_bytes for cost, n in parts) + self.copied_bytes(batch),
+            sum(n * cost.ops for cost, n in parts),
+            self.seconds(batch, rates),
+        )
+
+    def seconds(self, batch: Batch, rates: Rates) -> float:
+        """Of `step`, alone. Quick for steps of like sizes."""
+        size = self.size(batch)
+        return self.dense_seconds(size, rates) + (
+            self.attention_seconds(size, rates)
+            + rates.overhead(size.tokens, size.rows, size.chunks)
+        )
+
+    def decode_seconds(self, positions: Int32, rates: Rates) -> Iterator[float]:
+        """The seconds of successive steps in which each of some sequences, at first at
+        ``positions`` [sequences], decodes a token: those of `step`, to the last digit, without an
+        end.
+        """
+        sequences = len(positions)
+        dense = self._dense(sequences, sequences, rates)
+        overhead = rates.overhead(sequences, sequences, 0)
+        for seen in zip(*(_keys_seen(positions, window) for window in self._windows), strict=True):
+            # Every span is one token: it reads what it sees and writes itself.
+            attention = [(keys, keys + sequences) for keys in seen]
+            yield dense + (self._attending(attention, rates) + overhead)
+
+    # A step in the making
+
+    def decode_size(self, positions: Int32) -> StepSize:
+        """Of a step in which sequences, at ``positions`` [sequences], decode a token each."""
+        sequences = len(positions)
+        seen = [next(_keys_seen(positions, window)) for window in self._windows]
+        return StepSize(sequences, sequences, 0, tuple((keys, keys + sequences) for keys in seen))
+
+    def with_span(self, size: StepSize, start: int, tokens: int, rows: int) -> StepSize:
+        """The size of a step that has, too, ``tokens`` of a sequence from position ``start`` on, of
+        which ``rows`` want logits.
+        """
+        end = start + tokens
+        attention = []
+        for (keys, moved), window in zip(size.attention, self._windows, strict=True):
+            if window is None:
+                keys += (end * (end + 1) - start * (start + 1)) // 2
+                moved += end + tokens
+            else:
+                keys += _keys_before(end, window) - _keys_before(start, window)
+                moved += end + tokens - max(0, start - window + 1)
+            attention.append((keys, moved))
+        chunks = size.chunks + (tokens > 1)
+        return StepSize(size.tokens + tokens, size.rows + rows, chunks, tuple(attention))
+
+    def size(self, batch: Batch) -> StepSize:
+        """Of a batch, without its block copies."""
+        spans = _spans(batch)
+        seen = [self._seen(spans, window) for window in self._windows]
+        return StepSize(batch.num_tokens, len(batch.logits_rows), _chunks(spans), tuple(seen))
+
+    def dense_seconds(self, size: StepSize, rates: Rates) -> float:
+        """Of all ops but attention."""
+        return self._dense(size.tokens, size.rows, rates)
+
+    def attention_seconds(self, size: StepSize, rates: Rates) -> float:
+        return self._attending(size.attention, rates)
+
+    def _attending(self, attention: Iterable[tuple[int, int]], rates: Rates) -> float:
+        """Seconds, of `StepSize.attention`."""
+        total, seconds = 0.0, rates.attention_seconds
+        for (keys, moved), layers in zip(attention, self._layers, strict=True):
+            total += layers * seconds(
+                moved * self._kv_token_bytes, keys * self._attention_ops, self._attention
+            )
+        return total
+
+    def parts(self, batch: Batch) -> list[tuple[OpCost, int]]:
+        """The cost of each different op and how many there are of it, in the same order for every
+        batch.
+        """
+        tokens, rows = batch.num_tokens, len(batch.logits_rows)
+        spans = _spans(batch)
+        return [
+            *((term.cost(tokens, rows), n) for term, n in self._alike.items()),
+            *((self._attend(spans, window), n) for window, n in self._windows.items()),
+        ]
+
+    def _dense_seconds(self, tokens: int, rows: int, rates: Rates) -> float:
+        return sum((*self._each(tokens, False, rates), *self._each(rows, True, rates)))
+
+    def _each_seconds(self, n: int, selected: bool, rates: Rates) -> tuple[float, ...]:
+        """Of each different op of ``n`` tokens or, those that are ``selected``, of as many rows
+        that want logits; as often as the program has it.
+        """
+        return tuple(
+            [
+                count * rates.seconds(*term.of(n))
+                for term, count in self._alike.items()
+                if term.selected is selected
+            ]
+        )
+
+    def copied_bytes(self, batch: Batch) -> int:
+        return 2 * len(batch.copies) * self._block_bytes
+
+    def _attend(self, spans: _Spans, window: int | None) -> OpCost:
+        keys, moved = self._seen(spans, window)
+        return OpCost(
+            0,
+            moved * self._kv_token_bytes,
+            keys * self._attention_ops,
+            self._attention,
+            attention=True,
+        )
+
+    @staticmethod
+    def _seen(spans: _Spans, window: int | None) -> tuple[int, int]:
+        """As in `StepSize.attention`."""
+        starts, ends = spans
+        last, first = int(ends.sum()), int(starts.sum())
+        if window is None:  # the same of all at once: of each the sum is even
+            return int(ends @ ends + last - starts @ starts - first) // 2, 2 * last - first
+        keys = _visible(ends, window) - _visible(starts, window)
+        unseen = np.maximum(0, starts - window + 1)
+        # What is seen is read once, and the new is written.
+        return int(keys.sum()), 2 * last - first - int(unseen.sum())
+
+    def _elements(self, role: str) -> int:
+        return int(np.prod(self.program.weights[role], dtype=np.int64))
+
+    def _size(self, role: str) -> int:
+        return self._stored.get(role, 2 * self._elements(role))
+
+    def _count(self) -> list[_Term | PagedAttention]:
+        """A term for each op; attention, which depends on the context, stays as it is."""
+        program, terms = self.program, list[_Term | PagedAttention]()
+        attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
+        last_attention = max(attends, default=0)
+        for i, op in enumerate(program.ops):
+            fixed, row, ops, arithmetic = 0, 0, 0, Arithmetic.FP32
+            experts: Experts | None = None
+            match op:
+                case PagedAttention():
+                    terms.append(op)
+                    continue
+                case Embed(weight):
+                    row = self._size(weight) // program.weights[weight][0]
+                case Linear(_, weight, _, bias):
+                    fixed = self._size(weight) + (self._size(bias) if bias else 0)
+                    ops = 2 * self._elements(weight)
+                    arithmetic = self._arithmetic.get(weight, arithmetic)
+                case Logits(_, weight):
+                    fixed, ops = self._size(weight), 2 * self._elements(weight)
+                    arithmetic = self._arithmetic.get(weight, arithmetic)
+                case ExpertLinear():
+                    experts = op.experts
+                    fixed = sum(map(self._size, op.weights))
+                    ops = 2 * self._elements(op.weights[0]) * experts.chosen
+                    arithmetic = self._arithmetic.get(op.weights[0], arithmetic)
+                case Route(logits):
+                    ops = 4 * program.widths[logits]
+                case Combine(x):
+                    ops = 2 * program.widths[x]
+                case RmsNorm(x, weight):
+                    fixed, ops = self._size(weight), 4 * program.widths[x]
+                case Activate(x):
+                    ops = 9 * program.widths[x]
+                case GatedActivation(gate):
+                    ops = 10 * program.widths[gate]
+                case Add(x):
+                    ops = program.widths[x]
+                case RopeAndStoreKv(q, k):
+                    ops = 6 * (program.widths[q] + program.widths[k])
+            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic, experts))
+        return terms
+
+
+class CostExecutor:
+    """Implements Executor without memory or arithmetic; arguments as of `CostModel`."""
+
+    def __init__(
+        self,
+        program: Program,
+        layout: KvLayout,
+        *,
+        num_blocks: int,
+        rates: Rates = Rates(),
+        max_tokens: int = 512,
+        max_logits_rows: int = 256,
+        weight_bytes: Mapping[str, int] | None = None,
+        arithmetic: Mapping[str, Arithmetic] | None = None,
+        attention: Arithmetic = Arithmetic.FP32,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.max_tokens = max_tokens
+        self.max_logits_rows = max_logits_rows
+        self.rates = rates
+        self.costs = CostModel(
+            program, layout, weight_bytes=weight_bytes, arithmetic=arithmetic, attention=attention
+        )
+        self._free = rates == Rates()
+
+    def cost(self, batch: Batch) -> StepCost:
+        """Bytes, operations and seconds of one step."""
+        return self.costs.step(batch, self.rates)
+
+    def execute(self, batch: Batch) -> StepResult:
+        return StepResult(None, 0.0 if self._free else self.costs.seconds(batch, self.rates))
+
+    def decode_seconds(self, positions: Int32) -> Iterator[float]:
+        """How long successive steps take in which sequences, at first at ``positions`` [sequences],
+        decode a token each: what `execute` would say, without an end.
+        """
+        return repeat(0.0) if self._free else self.costs.decode_seconds(positions, self.rates)
+
+    def export_blocks(
+        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.uint8]:
+        shape = len(blocks), self.layout.block_bytes
+        return np.zeros(shape, np.uint8) if into is None else into
+
+    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+_Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]
+
+
+def _spans(batch: Batch) -> _Spans:
+    """The first position of each sequence's tokens and the one after the last."""
+    offsets = batch.seq_offsets
+    starts = batch.positions[offsets[:-1]].astype(np.int64)
+    return starts, starts + (offsets[1:] - offsets[:-1])
+
+
+def _keys_seen(positions: Int32, window: int | None) -> Iterator[int]:
+    """Keys that a query at each of the positions sees, added up; then at the positions after."""
+    ends = positions.astype(np.int64) + 1
+    if window is None:
+        return count(int(ends.sum()), len(ends))
+    return (int(np.minimum(ends + step, window).sum()) for step in count())
+
+
+def chunks_of(batch: Batch) -> int:
+    """Spans of two tokens or more."""
+    return _chunks(_spans(batch))
+
+
+def _chunks(spans: _Spans) -> int:
+    starts, ends = spans
+    return int(np.count_nonzero(ends - starts > 1))
+
+
+def _keys_before(position: int, window: int) -> int:
+    """`_visible` of one number, which is much quicker."""
+    inside = min(position, window)
+    return inside * (inside + 1) // 2 + (position - inside) * window
+
+
+def _visible(position: npt.NDArray[np.int64], window: int) -> npt.NDArray[np.int64]:
+    """Keys that the queries at positions 0 … position - 1 see, added up."""
+    inside = np.minimum(position, window)
+    seen: npt.NDArray[np.int64] = inside * (inside + 1) // 2 + (position - inside) * window
+    return seen

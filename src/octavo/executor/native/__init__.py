@@ -1,0 +1,1 @@
+"""The executor that computes on this machine's CPU, in C++."""

@@ -1,0 +1,65 @@
+"""What a cached block is called outside of its engine: a chain of digests over the tokens.
+
+The prefix index keys its nodes by Python's keyed hash, which means nothing to another process and
+is only as good as the comparison of token ids behind it. Where that comparison is not possible, in
+another tier, a block is named by a digest that nobody can find a second text for (BLAKE2b, RFC
+7693): of what the engine computes with, the request's salt, and all tokens up to the block's end.
+"""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from octavo.kv_cache.prefix import Node
+
+Key = tuple[bytes, int]  # the digest of all tokens up to the block's end, and the group
+
+DIGEST_BYTES = 32
+
+
+def root(engine: bytes, salt: bytes) -> bytes:
+    """Of no tokens yet. ``engine`` is the digest of everything that decides what a block holds
+    beside the tokens: weights, their formats, kernels, the cache's layout.
+    """
+    return _digest(len(engine).to_bytes(8, "little") + engine + salt, b"root")
+
+
+def after(parent: bytes, tokens: bytes) -> bytes:
+    """Of the prefix ``parent`` and a block's ``tokens`` behind it, as in `PrefixIndex`."""
+    return _digest(parent + tokens, b"block")
+
+
+class Names:
+    """What the blocks of one engine are called; each is worked out once."""
+
+    def __init__(self, engine: bytes) -> None:
+        self._engine = engine
+        self._roots: dict[bytes, bytes] = {}
+
+    def root(self, salt: bytes) -> bytes:
+        known = self._roots.get(salt)
+        if known is None:
+            if len(self._roots) > 1000:
+                self._roots.clear()
+            known = self._roots[salt] = root(self._engine, salt)
+        return known
+
+    def of(self, node: Node) -> bytes:
+        """The digest of all tokens up to the node's end."""
+        chain = []
+        at: Node | None = node
+        while at is not None and at.digest is None:
+            chain.append(at)
+            at = at.parent
+        for each in reversed(chain):
+            if each.parent is None:
+                each.digest = self.root(each.tokens)
+            else:
+                assert each.parent.digest is not None
+                each.digest = after(each.parent.digest, each.tokens)
+        assert node.digest is not None
+        return node.digest
+
+
+def _digest(content: bytes, person: bytes) -> bytes:
+    return blake2b(content, digest_size=DIGEST_BYTES, person=person).digest()

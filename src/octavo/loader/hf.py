@@ -1,0 +1,300 @@
+"""Opens a Hugging Face model folder: config, tensors by role, tokenizer and chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.loader.base import (
+    ChatTemplate,
+    Checkpoint,
+    CheckpointError,
+    Weight,
+    WeightFormat,
+)
+from octavo.loader.bind import bind, experts, trim_heap, vector
+from octavo.loader.chat_template import JinjaChatTemplate, several_templates
+from octavo.loader.files import read_file
+from octavo.loader.hf_config import model_config, sizes_left_out
+from octavo.loader.hf_folder import CONFIG, HfFolder, HfWeights
+from octavo.loader.hf_special_tokens import TOKENIZER_CONFIG
+from octavo.loader.hf_tokenizer import GENERATION, hf_tokenizer
+from octavo.loader.quantization import ModelTensors
+from octavo.models.config import ModelConfig
+from octavo.models.families import program
+
+TEMPLATE = "chat_template.jinja"
+TEMPLATES = "additional_chat_templates"  # a folder
+MAX_TEMPLATE = 1 << 20  # bytes
+
+# Without the prefix "model.", which transformers takes off or puts before any name as it needs it:
+# folders of a base model have none.
+_PREFIX = "model."
+_TOP = {
+    "embed_tokens.weight": "token_embd",
+    "norm.weight": "output_norm",
+    "lm_head.weight": "output",
+}
+_LAYER = re.compile(r"layers\.(\d{1,4})\.([\w.]+)\.(weight|bias)")
+_PARTS = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+# An expert's matrices: Mixtral's w1, w2 and w3, elsewhere by the names of the dense layer's.
+_EXPERT = re.compile(r"(?:mlp|block_sparse_moe)\.experts\.(\d{1,4})\.(\w+)")
+_OF_EXPERT = {
+    "w1": "ffn_gate_exps",
+    "w2": "ffn_down_exps",
+    "w3": "ffn_up_exps",
+    "gate_proj": "ffn_gate_exps",
+    "down_proj": "ffn_down_exps",
+    "up_proj": "ffn_up_exps",
+}
+# All experts' in one tensor, as transformers 5 has them in memory.
+_STACK = re.compile(r"layers\.(\d{1,4})\.mlp\.experts\.(gate_up_proj|down_proj)")
+_STACKS = {"gate_up_proj": "ffn_gate_up_exps", "down_proj": "ffn_down_exps"}
+# Where it follows attention in truth, as its name says, and is not the feed-forward's own norm.
+_AFTER_ATTENTION = ("gemma2", "gemma3", "olmo2")
+# Matrices that are several in one, and the outputs' order.
+_FUSED = {
+    "self_attn.qkv_proj": ("attn_q", "attn_k", "attn_v"),
+    "mlp.gate_up_proj": ("ffn_gate", "ffn_up"),
+}
+# Frequencies that old files carry along; they follow from config.json.
+_COMPUTED = "rotary_emb.inv_freq"
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
+_CHUNK = 1 << 20  # numbers that are compared at a time
+
+
+def load_folder(path: Path) -> Checkpoint:
+    """Raises `CheckpointError` naming the file and what is wrong with it."""
+    folder = HfFolder(path)
+    stored = HfWeights(folder)
+    tensors = ModelTensors(stored)
+    config = model_config(folder)
+    try:
+        config, weights = _bind(tensors, config)
+    except CheckpointError as error:
+        if not (defaults := sizes_left_out(folder)):
+            raise
+        raise CheckpointError(f"{error} ({CONFIG} leaves out {defaults})") from None
+    tokenizer = hf_tokenizer(folder, config.vocab_size)
+    trim_heap()
+    return Checkpoint(
+        path,
+        config,
+        weights,
+        tokenizer,
+        _chat_template(folder, tokenizer.special_tokens_map),
+        release=lambda: _release(stored),
+        file_bytes=stored.file_bytes,
+        quantization=tensors.quantization,
+        notes=tuple(folder.notes),
+        generation_config=folder.json_if_any(GENERATION),
+    )
+
+
+def _release(stored: HfWeights) -> None:
+    stored.release()
+    trim_heap()
+
+
+def _bind(tensors: ModelTensors, config: ModelConfig) -> tuple[ModelConfig, dict[str, Weight]]:
+    """The weights by role, and the config as they have it."""
+    folder = tensors.stored.folder
+    shapes = program(config).weights
+    weights: dict[str, Weight] = {}
+    for name in tensors.names:
+        if name.endswith(_COMPUTED) or _nothing(tensors, name, shapes, config.family):
+            continue
+        for role, weight in _weights(tensors, name, shapes, config):
+            if role in weights:
+                file = tensors.stored.place[tensors.first(name)]
+                folder.fail(file, f"has {role} twice: {name!r} is not the first")
+            weights[role] = weight
+    config = _tie(folder, config, weights, tensors.names)
+    bound = bind(str(folder.path), weights, program(config).weights)
+    if config.family in ("gemma2", "gemma3"):
+        bound = {role: _plus_one(w) if role.endswith("norm") else w for role, w in bound.items()}
+    return config, bound
+
+
+def _tie(
+    folder: HfFolder, config: ModelConfig, weights: dict[str, Weight], names: Iterable[str]
+) -> ModelConfig:
+    """Takes a head that is the embedding out of the weights, as transformers ties them."""
+    head, embedding = weights.get("output"), weights.get("token_embd")
+    key = "tie_word_embeddings"
+    if not config.tied_embeddings:
+        if head is None:
+            what = "is false" if key in folder.json(CONFIG) else "is left out, which means false"
+            other = next((name for name in names if name.endswith(".lm_head.weight")), None)
+            only = f": only {other!r}, a name that this family does not have" if other else ""
+            folder.fail(CONFIG, f"{key} {what}, but there is no tensor 'lm_head.weight'{only}")
+        return config
+    if head is None:
+        return config
+    if embedding is None:  # whichever of them is stored is both
+        weights["token_embd"] = weights.pop("output")
+        return config
+    if head.format not in _FLOATS or embedding.format not in _FLOATS:
+        folder.fail(
+            CONFIG, f"{key} is true, but {head.name!r} is quantized apart from the embedding"
+        )
+    if _same(head, embedding):  # some writers store the head that they share
+        del weights["output"]
+        return config
+    folder.note(
+        f"{CONFIG}: {key} is true, but {head.name!r} is not the embedding's matrix: they are not "
+        "tied, as in transformers"
+    )
+    return replace(config, tied_embeddings=False)
+
+
+def _weights(
+    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], config: ModelConfig
+) -> list[tuple[str, Weight]]:
+    """What a tensor is in the Program, by role; by its own name if it is nothing there."""
+    if match := _STACK.fullmatch(name.removeprefix(_PREFIX)):
+        stack = tensors.stored.weight(name)
+        try:
+            found = experts(f"layers.{int(match[1])}", _STACKS[match[2]], stack, config)
+        except ValueError as error:
+            tensors.stored.folder.fail(tensors.stored.place[name], str(error))
+        return list(found.items())
+    roles = _roles(name, config.family)
+    if any(role not in shapes for role in roles):
+        if name in tensors.modules:
+            tensors.stored.refuse(tensors.first(name), "is not used by this model family")
+        role = roles[0] if len(roles) == 1 else name
+        return [(role, tensors.stored.weight(name))]
+    rows = [shapes[role][0] for role in roles]
+    weight = tensors.weight(name, sum(rows), shapes[roles[0]][-1])
+    if len(roles) == 1:
+        return [(roles[0], weight)]
+    if not weight.shape or weight.shape[0] != sum(rows):
+        tensors.stored.refuse(
+            name, f"has shape {list(weight.shape)}; config.json asks for {rows} rows"
+        )
+    return list(zip(roles, weight.split(rows), strict=True))
+
+
+def _roles(name: str, family: str) -> list[str]:
+    """The roles whose rows a tensor has, one after another; its own name if it is unknown."""
+    plain = name.removeprefix(_PREFIX)
+    if plain in _TOP:
+        return [_TOP[plain]]
+    match = _LAYER.fullmatch(plain)
+    if match is None:
+        return [name]
+    layer, part, kind = int(match[1]), match[2], match[3]
+    prefix, ending = f"layers.{layer}.", ".bias" if kind == "bias" else ""
+    if part == "post_attention_layernorm" and family in _AFTER_ATTENTION:
+        return [prefix + "post_attention_norm" + ending]
+    if part in _PARTS:
+        return [prefix + _PARTS[part] + ending]
+    expert = _EXPERT.fullmatch(part)
+    if expert is not None and expert[2] in _OF_EXPERT:
+        return [f"{prefix}{_OF_EXPERT[expert[2]]}.{int(expert[1])}{ending}"]
+    return [prefix + each + ending for each in _FUSED.get(part, ())] or [name]
+
+
+def _nothing(
+    tensors: ModelTensors, name: str, shapes: dict[str, tuple[int, ...]], family: str
+) -> bool:
+    """Whether it is a bias of zeros that some GPTQ writers give modules that have none."""
+    module, _, part = name.rpartition(".")
+    return (
+        part == "bias"
+        and f"{module}.weight" in tensors.modules
+        and not any(role in shapes for role in _roles(name, family))
+        and not tensors.stored.weight(name).data.any()
+    )
+
+
+def _same(a: Weight, b: Weight) -> bool:
+    """Whether two matrices of floats have the same values, of whichever types."""
+    if a.shape != b.shape:
+        return False
+    if a.format is b.format and np.array_equal(a.data, b.data):
+        return True
+    x, y = _numbers(a), _numbers(b)
+    return all(
+        np.array_equal(_widened(a, x[at : at + _CHUNK]), _widened(b, y[at : at + _CHUNK]))
+        for at in range(0, len(x), _CHUNK)
+    )
+
+
+def _numbers(weight: Weight) -> npt.NDArray[Any]:
+    types = {WeightFormat.F32: "<f4", WeightFormat.F16: "<f2", WeightFormat.BF16: "<u2"}
+    return weight.data.reshape(-1).view(types[weight.format])
+
+
+def _widened(weight: Weight, values: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+    if weight.format is WeightFormat.BF16:
+        return (values.astype("<u4") << np.uint32(16)).view("<f4")
+    return values.astype("<f4")
+
+
+def _plus_one(weight: Weight) -> Weight:
+    """Gemma stores its norms' weights less one."""
+    data = vector(weight).data.view("<f4") + np.float32(1.0)
+    data.flags.writeable = False
+    return weight._replace(source=data.view(np.uint8))
+
+
+def _chat_template(folder: HfFolder, tokens: Mapping[str, str]) -> ChatTemplate | None:
+    """The template in a file of its own, else the one in tokenizer_config.json; of several, the one
+    called default. ``tokens``: the special ones by name."""
+    found = {name: _template_file(folder, file) for name, file in _template_files(folder)}
+    source: object = found
+    if not found:
+        source = folder.json_if_any(TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(source, list):
+        pairs = [
+            (each.get("name"), each.get("template")) for each in source if isinstance(each, dict)
+        ]
+        source = {name: template for name, template in pairs if isinstance(name, str)}
+    if isinstance(source, dict):
+        if source and "default" not in source:
+            return several_templates(source)
+        source = source.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        folder.fail(TOKENIZER_CONFIG, f"chat_template is a {type(source).__name__}, not a string")
+    return JinjaChatTemplate(source, tokens)
+
+
+def _template_files(folder: HfFolder) -> Iterator[tuple[str, str]]:
+    """(name, file) of each."""
+    if folder.has(TEMPLATE):
+        yield "default", TEMPLATE
+    for path in sorted((folder.path / TEMPLATES).glob("*.jinja")):
+        yield path.stem, f"{TEMPLATES}/{path.name}"
+
+
+def _template_file(folder: HfFolder, name: str) -> str:
+    try:
+        return read_file(folder.path / name, MAX_TEMPLATE).decode()
+    except UnicodeDecodeError:
+        folder.fail(name, "is not UTF-8")

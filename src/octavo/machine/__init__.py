@@ -1,0 +1,1 @@
+"""What the machine below the engine can do."""

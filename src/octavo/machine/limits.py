@@ -1,0 +1,464 @@
+"""What this machine can do at best: arithmetic, reading memory, and going from job to job.
+
+Every share of a limit that Octavo prints is of these. They are found by loops that do nothing else
+(kernels/machine_limits.h), on the engine's own threads, several ways of each tried and the best
+kept. Bandwidth drifts with what neighbours on the machine do, so whoever compares takes the limits
+again in the same run: ``Limits.measure(quick=True)``, a second or two.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from octavo import _native
+from octavo.executor.cost import Arithmetic, Rates
+from octavo.loader.pull import cache_dir
+from octavo.machine.cpu import usable_cpus
+from octavo.machine.memory import as_size, available_memory
+from octavo.machine.others import Others
+from octavo.words import plural
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+ARITHMETICS = ("int8", "bf16", "fp32")
+
+_OLD = 30  # days after which stored limits are measured again
+_OTHER = 1.3  # times as fast, or as slow: more than neighbours on the machine explain
+
+_LEAST_MEMORY_READ = 256 << 20  # bytes
+_AHEAD = (1024, 2048, 4096, 8192)  # bytes to prefetch ahead
+_CACHES = {2: (1 << 20, 1), 3: (16 << 20, 1)}  # where the system does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """One limit on a number of threads: the best way's median and maximum over repetitions.
+
+    The median is the limit: what can be had all the time. Per second, except for barriers.
+    """
+
+    threads: int
+    median: float
+    best: float
+    how: str  # the instruction, or how memory was read
+
+    @classmethod
+    def of(cls, threads: int, values: Sequence[float], how: str) -> Self:
+        return cls(threads, statistics.median(values), max(values), how)
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """How fast ``bytes`` bytes are read over and over, each thread reading its share."""
+
+    level: str  # what holds them: "L2", "L3", or "memory", of which caches may hold a part
+    bytes: int
+    rate: Rate  # bytes a second
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The machine's limits by number of threads, ascending, all threads last."""
+
+    cpu: str
+    cores: int  # that the process may use
+    kernels: str  # which build of the native module measured
+    date: str  # ISO 8601
+    quick: bool
+    int8: tuple[Rate, ...]  # operations a second; a multiply-add is two
+    bf16: tuple[Rate, ...]  # the same; empty where the CPU has no such instruction
+    fp32: tuple[Rate, ...]
+    read: tuple[Read, ...]  # by threads, then by size, memory last
+    barrier: tuple[Rate, ...]  # seconds from one empty job of a run to the next; best: the least
+
+    @classmethod
+    def measure(
+        cls,
+        threads: int | None = None,
+        *,
+        quick: bool = False,
+        pool: _native.ThreadPool | None = None,
+        progress: Progress = lambda _: None,
+    ) -> Self:
+        """Measure on 1, 2, 4, … ``threads`` (None: as many as the engine would take).
+
+        ``quick``: on ``threads`` only, and fewer ways of each tried; ``pool``: on its threads only.
+        """
+        most = pool.size if pool else threads or usable_cpus()[0]
+        counts = [most] if quick or pool else _thread_counts(most)
+        pools = {count: pool or _native.ThreadPool(count) for count in counts}
+        caches = cache_sizes()
+        sizes = {count: _working_sets(count, caches) for count in counts}
+        peaks: dict[str, list[Rate]] = {name: [] for name in ARITHMETICS}
+        reads: list[Read] = []
+        barriers: list[Rate] = []
+        for count, each in pools.items():
+            for name in ARITHMETICS:
+                progress(f"{name} peak on {_threads(count)}")
+                peaks[name] += _peak(each, name, quick)
+            progress(f"thread pool of {_threads(count)}")
+            seconds = _native.measure_barrier(each, 200, 20 if quick else 100)
+            barriers.append(Rate(count, statistics.median(seconds), min(seconds), "empty jobs"))
+        largest = max(size for levels in sizes.values() for _, size in levels)
+        buffer = _native.ReadBuffer(pools[counts[-1]], largest)
+        for count, each in pools.items():
+            good: dict[str, list[_Way]] = {}  # of each level, when it has been read before
+            for level, size in sizes[count]:
+                progress(f"reading {as_size(size)} ({level}) on {_threads(count)}")
+                ways = good.get(level) or _ways(quick)
+                rate, good[level] = _read(each, buffer, size, ways, 3 if quick else 6)
+                reads.append(Read(level, size, rate))
+        return cls(
+            cpu_model(),
+            usable_cpus()[0],
+            kernel_build(),
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            quick,
+            tuple(peaks["int8"]),
+            tuple(peaks["bf16"]),
+            tuple(peaks["fp32"]),
+            tuple(reads),
+            tuple(barriers),
+        )
+
+    # Reading them
+
+    @property
+    def threads(self) -> int:
+        """The most threads measured."""
+        return self.fp32[-1].threads
+
+    def ops_per_second(self, arithmetic: str, threads: int | None = None) -> float:
+        """``arithmetic`` is "int8", "bf16" (fp32's where the CPU has none of its own) or "fp32"."""
+        rates: dict[str, tuple[Rate, ...]] = {
+            "int8": self.int8, "bf16": self.bf16 or self.fp32, "fp32": self.fp32
+        }  # fmt: skip
+        return _at(rates[arithmetic], threads)
+
+    def bytes_per_second(self, threads: int | None = None, working_set: int | None = None) -> float:
+        """Reading ``working_set`` bytes over and over; None: more than any cache holds.
+
+        What is somewhat larger than the caches is in part still found there. The time of a pass
+        grows with what is read, so between measured sizes it is the time that is read off.
+        """
+        counts, rates = [], []
+        for count, group in groupby(self.read, lambda read: read.rate.threads):
+            points = list(group)
+            sizes = [point.bytes for point in points]
+            size = sizes[-1] if working_set is None else min(max(working_set, sizes[0]), sizes[-1])
+            passes = [point.bytes / point.rate.median for point in points]
+            counts.append(count)
+            rates.append(size / np.interp(size, sizes, passes))
+        return float(np.interp(counts[-1] if threads is None else threads, counts, rates))
+
+    def barrier_seconds(self, threads: int | None = None) -> float:
+        return _at(self.barrier, threads)
+
+    def rates(self, threads: int | None = None, working_set: int | None = None) -> Rates:
+        """What a cost model takes; arguments as above."""
+        return Rates(
+            self.bytes_per_second(threads, working_set),
+            self.ops_per_second("fp32", threads),
+            int8_ops_per_second=self.ops_per_second("int8", threads),
+            bf16_ops_per_second=self.ops_per_second("bf16", threads),
+        )
+
+    def summary(self, threads: int | None = None, working_set: int | None = None) -> dict[str, Any]:
+        """The limits that apply, by name, for a JSON row."""
+        return {
+            "date": self.date,
+            "quick": self.quick,
+            "threads": self.threads if threads is None else threads,
+            "int8_ops_per_second": self.ops_per_second("int8", threads),
+            "bf16_ops_per_second": self.ops_per_second("bf16", threads),
+            "fp32_ops_per_second": self.ops_per_second("fp32", threads),
+            "bytes_per_second": self.bytes_per_second(threads, working_set),
+            "memory_bytes_per_second": self.bytes_per_second(threads),
+            "barrier_seconds": self.barrier_seconds(threads),
+        }
+
+    # Keeping them
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Self:
+        """Raises `ValueError` for what is not `as_dict`'s."""
+        try:
+            values = dict(data)
+            for name in (*ARITHMETICS, "barrier"):
+                values[name] = _rates(values[name], least=0 if name == "bf16" else 1)
+            read = tuple(
+                Read(item["level"], int(item["bytes"]), *_rates([item["rate"]]))
+                for item in values["read"]
+            )
+            sizes = [(item.rate.threads, item.bytes) for item in read]
+            if sizes != sorted(sizes) or not sizes or sizes[0][1] < 1:
+                raise ValueError("what was read is missing or out of order")
+            return cls(**values | {"read": read})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not a machine's limits: {error}") from error
+
+    def save(self) -> Path:
+        """Store as this machine's; returns the file."""
+        path = stored_path()
+        store(path, self.as_dict())
+        return path
+
+    @classmethod
+    def load(cls) -> Self | None:
+        """What is stored for this machine and build; None, with a warning if it is unreadable."""
+        path = stored_path()
+        try:
+            limits = cls.from_dict(json.loads(path.read_text()))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, RecursionError) as error:
+            logger.warning("the machine's stored limits are unreadable: %s: %s", path, error)
+            return None
+        identity = limits.cpu, limits.cores, limits.kernels
+        return limits if identity == (cpu_model(), usable_cpus()[0], kernel_build()) else None
+
+    @classmethod
+    def stored(cls, progress: Progress = lambda _: None) -> Self:
+        """What is stored, if it still fits; or else measured now and stored, which is said
+        before.
+        """
+        limits = cls.load()
+        why = None if limits is None else misfit(limits)
+        if limits is None or why is not None:
+            again = "once" if why is None else f"again, as {why}"
+            progress(
+                f"measuring what this machine can do, {again}, in some ten seconds; kept in "
+                f"{stored_path()}\n"
+            )
+            others = Others()
+            limits = cls.measure(progress=progress)
+            if (taken := others.taken()) is not None and taken.text:
+                logger.warning(
+                    "the machine's limits may be too low: %s; octavo bench machine measures again",
+                    taken.text,
+                )
+            try:
+                limits.save()
+            except OSError as error:
+                logger.warning("the machine's limits cannot be stored: %s", error)
+        return limits
+
+
+def misfit(limits: Limits) -> str | None:
+    """Why stored limits no longer fit this machine; None if they do. What is kept is of the same
+    CPU, cores and build; but it may be old, or the machine's speed another since.
+    """
+    age = datetime.now(UTC) - datetime.fromisoformat(limits.date)
+    if not -timedelta(days=1) < age < timedelta(days=_OLD):
+        return f"they are of {limits.date}"
+    others = Others()
+    stored = limits.fp32[-1]
+    change = _speed(stored) / stored.best
+    taken = others.taken()
+    if change < 1 and taken is not None and taken.text:
+        return None  # it is slower for what others take
+    if 1 / _OTHER < change < _OTHER:
+        return None
+    return f"arithmetic is {change:.2f} times as fast as when they were measured"
+
+
+def _speed(stored: Rate) -> float:
+    """What the loop of an fp32 peak does now, at best, in a tenth of a second."""
+    loops = [how for kind, how in _native.peak_loops() if kind == "fp32"]
+    index = [kind for kind, _ in _native.peak_loops()].index("fp32")
+    index += loops.index(stored.how) if stored.how in loops else 0
+    return max(_native.measure_peak(_native.ThreadPool(stored.threads), index, 4e-3, 25))
+
+
+def _at(rates: tuple[Rate, ...], threads: int | None) -> float:
+    """The rate on ``threads`` (None: the most measured); between measured counts, in proportion."""
+    if threads is None:
+        return rates[-1].median
+    return float(np.interp(threads, [r.threads for r in rates], [r.median for r in rates]))
+
+
+def _rates(items: Iterable[Any], least: int = 1) -> tuple[Rate, ...]:
+    rates = tuple(Rate(**item) for item in items)
+    good = all(
+        rate.threads >= 1 and 0 < rate.median < math.inf and 0 < rate.best < math.inf
+        for rate in rates
+    )
+    if not good or len(rates) < least:
+        raise ValueError("a rate is missing or not a positive number")
+    return rates
+
+
+# --- measuring -----------------------------------------------------------------------------------
+
+
+def _threads(count: int) -> str:
+    return plural(count, "thread")
+
+
+def _thread_counts(most: int) -> list[int]:
+    """1, 2, 4, … and all."""
+    return sorted({1 << power for power in range(most.bit_length()) if 1 << power <= most} | {most})
+
+
+def _peak(pool: _native.ThreadPool, arithmetic: str, quick: bool) -> list[Rate]:
+    """The best of the loops of a kind (they come best first); none where the CPU has none."""
+    loops = [(i, how) for i, (kind, how) in enumerate(_native.peak_loops()) if kind == arithmetic]
+    rates = [
+        Rate.of(pool.size, _native.measure_peak(pool, index, 4e-3, 12 if quick else 30), how)
+        for index, how in (loops[:1] if quick else loops)
+    ]
+    return [max(rates, key=lambda rate: rate.median)] if rates else []
+
+
+class _Way(NamedTuple):
+    """A way to read: a loop and how many bytes it prefetches ahead."""
+
+    loop: int
+    ahead: int
+    description: str
+
+
+def _ways(quick: bool) -> list[_Way]:
+    """Every way worth trying."""
+    loops = _native.read_loops()
+    widest = list(dict.fromkeys(loads for loads, _, _ in loops))[:2]
+    ways = []
+    for index, (loads, streams, prefetches) in enumerate(loops):
+        if loads not in widest or (quick and streams > 2):
+            continue
+        for ahead in ((4096,) if quick else _AHEAD) if prefetches else (0,):
+            fetch = f", prefetch {ahead} B ahead" if prefetches else ""
+            what = f"{loads}, {streams} stream{'s'[: streams - 1]}{fetch}"
+            ways.append(_Way(index, ahead, what))
+    return ways
+
+
+def _read(
+    pool: _native.ThreadPool,
+    buffer: _native.ReadBuffer,
+    size: int,
+    ways: list[_Way],
+    rounds: int,
+) -> tuple[Rate, list[_Way]]:
+    """Bytes a second of the best way, and the ways that came near it: all tried shortly, the best
+    three again for ``rounds`` of five repetitions.
+    """
+
+    def run(way: _Way, repetitions: int) -> list[float]:
+        return buffer.measure(pool, way.loop, way.ahead, size, 1e-3, repetitions)
+
+    tried = {way: statistics.median(run(way, 3)) for way in ways}
+    best = sorted(tried, key=lambda way: -tried[way])
+    values: dict[_Way, list[float]] = {way: [] for way in best[:3]}
+    # In turn, so that a neighbour's busy moment does not decide which is best.
+    for _ in range(rounds):
+        for way in values:
+            values[way] += run(way, 5)
+    rates = [Rate.of(pool.size, found, way.description) for way, found in values.items()]
+    return max(rates, key=lambda rate: rate.median), best[:6]
+
+
+def _working_sets(threads: int, caches: dict[int, tuple[int, int]]) -> list[tuple[str, int]]:
+    """What to read, by rising size in bytes: half of the threads' L2, half of their L3, and two,
+    four and eight times all the L3 that they reach.
+    """
+    (l2, _), (l3, sharing) = caches[2], caches[3]
+    in_l2 = l2 // 2 * threads
+    in_l3 = l3 // 2 * max(1, threads // sharing) * min(threads, sharing) // sharing
+    reached = l3 * min(threads, max(1, usable_cpus()[0] // sharing))
+    most = available_memory() // 4
+    memory = [min(max(reached, _LEAST_MEMORY_READ // 8) * times, most) for times in (2, 4, 8)]
+    sizes = [("L2", in_l2), ("L3", in_l3), *(("memory", size) for size in memory)]
+    page = 1 << 12
+    kept: list[tuple[str, int]] = []
+    for level, size in sizes:  # those that are well apart
+        if not kept or size >= 1.5 * kept[-1][1]:
+            kept.append((level, size // page * page))
+    return kept
+
+
+def cache_sizes(root: Path = Path("/")) -> dict[int, tuple[int, int]]:
+    """Bytes of the caches of level 2 and 3, and how many CPUs share one, from sysfs."""
+    sizes = dict(_CACHES)
+    for folder in (root / "sys/devices/system/cpu/cpu0/cache").glob("index*"):
+        try:
+            level, kind = (int((folder / "level").read_text()), (folder / "type").read_text())
+            text = (folder / "size").read_text().strip()
+            unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:])
+            size = int(text[:-1]) * unit if unit else int(text)
+            mask = (folder / "shared_cpu_map").read_text().replace(",", "")
+            if level in sizes and kind.strip() == "Unified" and size > 0:
+                sizes[level] = size, max(1, int(mask, 16).bit_count())
+        except (OSError, ValueError):
+            continue
+    return sizes
+
+
+# --- which machine -------------------------------------------------------------------------------
+
+
+@cache
+def cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+@cache
+def kernel_build() -> str:
+    """Names this build of the native module: another one may find other limits."""
+    return hashlib.sha256(Path(_native.__file__).read_bytes()).hexdigest()[:16]
+
+
+def store(path: Path, facts: dict[str, Any]) -> None:
+    """Write it as JSON, whole or not at all; several processes may do so at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".{os.getpid()}")
+    try:
+        staged.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n")
+        staged.replace(path)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def stored_path() -> Path:
+    """Beside the model cache, by CPU model, cores and kernel build."""
+    identity = f"{cpu_model()}\n{usable_cpus()[0]}\n{kernel_build()}"
+    return cache_dir() / "limits" / f"{hashlib.sha256(identity.encode()).hexdigest()[:16]}.json"
+
+
+def highest(limits: Sequence[Limits], threads: int, working_set: int) -> Rates:
+    """The rates of several measurements, the highest of each: what holds in between is no more."""
+    rates = [each.rates(threads, working_set) for each in limits]
+    return Rates(
+        max(rate.bytes_per_second for rate in rates),
+        max(rate.ops_per_second for rate in rates),
+        int8_ops_per_second=max(rate.peak(Arithmetic.INT8) for rate in rates),
+        bf16_ops_per_second=max(rate.peak(Arithmetic.BF16) for rate in rates),
+    )

@@ -1,0 +1,71 @@
+"""How much memory this process can really have: the machine's, within every cgroup limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from octavo.machine.cgroups import cgroups, ignored
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as the largest multiple of the page size
+
+
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes that can still be allocated without swapping or being killed.
+
+    The least of the kernel's estimate (`MemAvailable`) and what each memory cgroup of this
+    process, v1 or v2, leaves: its limit less its use, not counting file pages it can drop.
+    ``root`` is where /proc and /sys are found.
+    """
+    rooms = [_mem_available(root)]
+    for group in cgroups("memory", root):
+        room = _room(group)
+        if room is not None:
+            rooms.append(room)
+    return max(0, min(rooms))
+
+
+def _mem_available(root: Path) -> int:
+    for line in (root / "proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def _room(group: Path) -> int | None:
+    """Bytes the group leaves; None without a limit."""
+    for limit, usage, droppable in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if not (group / limit).exists():
+            continue
+        try:
+            text = (group / limit).read_text().strip()
+            if text == "max" or int(text) >= _UNLIMITED:
+                return None
+            used = int((group / usage).read_text())
+            return int(text) - max(0, used - _stat(group, droppable))
+        except (OSError, ValueError):
+            ignored(group / limit, "a limit of memory")
+    return None
+
+
+def _stat(group: Path, key: str) -> int:
+    try:
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == key:
+                return int(value)
+    except (OSError, ValueError):
+        pass
+    return 0
+
+
+def as_size(count: float) -> str:
+    """Bytes in the largest binary unit that they fill, in up to four digits: "92.7 MiB"."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"

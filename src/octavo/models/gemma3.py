@@ -1,0 +1,30 @@
+"""Gemma 3 (Gemma Team, 2025), text only.
+
+Against Llama: embeddings scaled by sqrt(hidden), q and k normalised a head, norms after attention
+and feed-forward as well as before, GeGLU, and five sliding-window layers for every global one,
+each kind with its own rotary base. The checkpoint's norm weights already include Gemma's "+ 1".
+"""
+
+from __future__ import annotations
+
+from octavo.models.build import Builder
+from octavo.models.config import ModelConfig
+from octavo.models.program import Program
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h")
+        b.norm("q", "attn_q_norm", "q", c.head_dim)
+        b.norm("k", "attn_k_norm", "k", c.head_dim)
+        b.attend(layer)
+        b.norm("h", "post_attention_norm", "h")
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h")
+        b.norm("h", "post_ffw_norm", "h")
+        b.add()
+    return b.head()

@@ -1,0 +1,28 @@
+"""Granite (Granite Team, 2024): Llama with four multipliers.
+
+Those of the embedding, of attention and of the logits have a place in the ops. The fourth scales
+what each half of a layer adds to the residual stream: x + r h. With y = x / r that is y + h, and a
+norm of y equals the norm of x when its epsilon is divided by r²: so the stream is kept as y, and
+nothing is multiplied at all.
+"""
+
+from __future__ import annotations
+
+from octavo.models.build import Builder
+from octavo.models.config import ModelConfig
+from octavo.models.program import Program
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.eps = c.norm_eps / c.residual_scale**2
+    b.embed(c.embedding_scale / c.residual_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h")
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h")
+        b.add()
+    return b.head()

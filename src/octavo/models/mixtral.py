@@ -1,0 +1,21 @@
+"""Mixtral (Jiang et al., 2024): Llama with sparse experts in place of every feed-forward layer."""
+
+from __future__ import annotations
+
+from octavo.models.build import Builder
+from octavo.models.config import ModelConfig
+from octavo.models.program import Program
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h")
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h", layer.experts)
+        b.add()
+    return b.head()

@@ -1,0 +1,23 @@
+"""Qwen3-MoE (Yang et al., 2025): Qwen3 with sparse experts in place of some feed-forward layers."""
+
+from __future__ import annotations
+
+from octavo.models.build import Builder
+from octavo.models.config import ModelConfig
+from octavo.models.program import Program
+
+
+def program(c: ModelConfig) -> Program:
+    b = Builder(c)
+    b.embed(c.embedding_scale)
+    for layer in b.layers():
+        b.norm("x", "attn_norm", "h")
+        b.project_qkv("h")
+        b.norm("q", "attn_q_norm", "q", c.head_dim)
+        b.norm("k", "attn_k_norm", "k", c.head_dim)
+        b.attend(layer)
+        b.add()
+        b.norm("x", "ffn_norm", "h")
+        b.feed_forward("h", layer.experts)
+        b.add()
+    return b.head()

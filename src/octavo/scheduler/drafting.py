@@ -1,0 +1,95 @@
+"""Drafts in a step: what a proposer guesses, cut to the room that is left when everybody has been
+served, each guess with a place in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from octavo.kv_cache.cache import Int32, KvCache
+from octavo.scheduler.batching import Branches
+from octavo.scheduler.sequence import Sequence
+
+
+class Proposer(Protocol):
+    """Guesses the tokens to come, which the model then checks in one pass."""
+
+    def propose(self, decoding: list[Sequence], num_tokens: int, room: int) -> list[list[int]]:
+        """Drafts for each of the sequences, an empty list for those that get none. Must not raise.
+
+        The step has ``num_tokens`` tokens without drafts, and ``room`` for so many more in all.
+        """
+        ...
+
+    def alternatives(self) -> dict[int, list[list[int]]]:
+        """Beside the drafts just proposed: other guesses at the same tokens, by the index of their
+        sequence, to be checked in the same pass as far as there is room; the most promising first.
+        Each costs its tokens and one more. Must not raise.
+        """
+        ...
+
+
+def draft(
+    proposer: Proposer,
+    kv: KvCache,
+    decoding: list[Sequence],
+    slots: Int32,
+    num_tokens: int,
+    room: int,
+) -> tuple[list[list[int]] | None, Branches]:
+    """The drafts of each of those who decode (``slots`` are theirs), None if there is none, and the
+    branches beside them. ``num_tokens``, ``room``: as in `Proposer.propose`.
+    """
+    drafts = proposer.propose(decoding, num_tokens, room)
+    fitted = _fit(kv, decoding, slots, drafts, room) if any(drafts) else None
+    if fitted is None:
+        return None, {}
+    return fitted, _branch(kv, decoding, proposer.alternatives(), fitted, room)
+
+
+def _fit(
+    kv: KvCache, decoding: list[Sequence], slots: Int32, drafts: list[list[int]], room: int
+) -> list[list[int]] | None:
+    """The drafts cut to what can be used, with a place in the cache; None if nothing is left.
+
+    A draft may be as long as all tokens to come but the last: that one follows it anyway.
+    """
+    reserved = (kv.num_blocks[slots] * kv.block_size - kv.num_tokens[slots]).tolist()
+    fitted: list[list[int]] = []
+    before = room
+    for seq, guess, places in zip(decoding, drafts, reserved, strict=True):
+        count = min(len(guess), room, seq.num_to_come - 1)
+        if count >= places:
+            count = min(count, kv.room(seq.slot) - 1)
+            kv.reserve(seq.slot, 1 + count)
+        fitted.append(guess[:count])
+        room -= count
+    return fitted if room < before else None
+
+
+def _branch(
+    kv: KvCache,
+    decoding: list[Sequence],
+    alternatives: dict[int, list[list[int]]],
+    drafts: list[list[int]],
+    room: int,
+) -> Branches:
+    """Rows of the block tables for as many of the alternatives as still have room beside the
+    drafts, cut as those are. A sequence without a draft has none.
+    """
+    left = room - sum(map(len, drafts))
+    branches: Branches = {}
+    for index, guesses in alternatives.items():
+        seq = decoding[index]
+        for guess in guesses:
+            count = min(len(guess), left - 1, seq.num_to_come - 1)
+            if count < 1 or not drafts[index]:
+                break
+            if guess[:count] == drafts[index][:count]:
+                continue
+            row = kv.branch(seq.slot, 1 + count)
+            if row is None:
+                return branches
+            branches.setdefault(index, []).append((row, guess[:count]))
+            left -= 1 + count
+    return branches

@@ -1,0 +1,115 @@
+"""Who waits: the policy's queue, and those for whom something is read from disk first."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from itertools import islice
+
+from octavo.kv_cache.cache import KvCache
+from octavo.scheduler.policies.base import Policy
+from octavo.scheduler.sequence import Sequence, Status
+
+_READ_FOR = 8  # of those who wait, from disk, so that it is there when they are let in
+
+
+class Waiting(Collection[Sequence]):
+    """Who is queued, new or preempted, or soon will be."""
+
+    def __init__(self, policy: Policy, kv: KvCache) -> None:
+        self.fetching: list[Sequence] = []  # not queued yet: something is read from disk for them
+        self.tokens = 0  # of all
+        self._policy = policy
+        self._kv = kv
+
+    def __len__(self) -> int:
+        return len(self._policy) + len(self.fetching)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self._policy
+        yield from self.fetching
+
+    def __contains__(self, seq: object) -> bool:
+        return any(seq is other for other in self)
+
+    def add(self, seq: Sequence, arrival: float, now: float) -> None:
+        """Who is new. If this fails, nothing of it is left."""
+        try:
+            if len(self) < _READ_FOR:
+                self._read_ahead(seq, now)
+            self.push(seq, arrival)
+        except BaseException:
+            others = [other for other in self._policy if other is not seq]
+            self._policy.clear()
+            for other in others:
+                self._policy.push(other)
+            self.fetching = [other for other in self.fetching if other is not seq]
+            self.end_ahead(seq)
+            raise
+
+    def push(self, seq: Sequence, now: float) -> None:
+        """It joins the queue, or will when what is read for it is there."""
+        tokens = self.tokens + len(seq.token_ids)
+        seq.queued = now
+        if seq.ahead is None:
+            self._policy.push(seq)
+        else:
+            seq.status = Status.FETCHING
+            self.fetching.append(seq)
+        self.tokens = tokens
+
+    def remove(self, seq: Sequence) -> None:
+        """It has ended, or will run. What was read for it stays until `end_ahead`."""
+        if seq.status is Status.FETCHING:
+            self.fetching.remove(seq)
+        else:
+            self._policy.remove(seq)
+        self.tokens -= len(seq.token_ids)
+
+    def clear(self) -> None:
+        """Nobody waits any more."""
+        self._policy.clear()
+        self.fetching.clear()
+        self.tokens = 0
+
+    def poll(self, *, may_read: bool) -> None:
+        """Queue those for whom all has been read, or reading takes longer than computing would.
+        ``may_read``: and begin with whoever has come near its turn.
+        """
+        reading, policy = self._kv.reading, self._policy
+        if reading is None:
+            return
+        if may_read and reading.room > 0 and policy.head() is not None:
+            for seq in [*islice(policy.in_turn(), _READ_FOR)]:
+                if seq.sought:
+                    continue
+                self._read_ahead(seq, policy.now)
+                if seq.ahead is not None:
+                    policy.remove(seq)
+                    seq.status = Status.FETCHING
+                    self.fetching.append(seq)
+        reading.poll()
+        for seq in self.fetching[:]:
+            if seq.ahead is None or reading.is_ready(seq.ahead, policy.now):
+                policy.push(seq)
+                seq.status = Status.WAITING
+                self.fetching.remove(seq)
+                if seq.ahead is not None:
+                    reading.waited(seq.ahead)
+
+    def _read_ahead(self, seq: Sequence, now: float) -> None:
+        """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
+        pool, and go to host memory from there. What is lost of them later, while it waits, is not
+        read: it would have to let others pass it meanwhile.
+        """
+        reading = self._kv.reading
+        if reading is None or seq.sought or reading.room <= 0:
+            return
+        seq.sought = True
+        if not seq.owner.scores_prompt:
+            seq.ahead = self._kv.read_ahead(seq.token_ids, seq.owner.request.cache_salt, now)
+
+    def end_ahead(self, seq: Sequence) -> None:
+        """What was read for it may be evicted again."""
+        if seq.ahead is not None and (reading := self._kv.reading) is not None:
+            reading.end(seq.ahead)
+            seq.ahead = None

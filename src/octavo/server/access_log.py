@@ -1,0 +1,151 @@
+"""What the log says of a request when it is over: one line, of text or of JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from octavo.scheduler.request import RequestRecord, standing
+from octavo.server.exchange import Exchange
+
+access = logging.getLogger("octavo.access")
+
+Facts = dict[str, object]
+
+_LONGEST_PATH = 256  # characters
+_FEW = 8  # items of a list, that are written one by one
+
+
+def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
+    """The line, and what the client called itself for those who debug. Never a prompt's text."""
+    if not access.isEnabledFor(level):
+        return
+    facts = facts_of(exchange)
+    head = f"{_plain(exchange.method)} {_plain(str(facts['path']))} {exchange.status}"
+    access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
+    if exchange.labels:
+        access.debug(
+            "id=%s labels=%r",
+            exchange.request_id,
+            exchange.labels,
+            extra={"facts": {"request_id": exchange.request_id, "labels": exchange.labels}},
+        )
+
+
+def facts_of(exchange: Exchange) -> Facts:
+    """All that is known, by the names of the JSON log; what is not is left out. Times in
+    milliseconds. Of several prompts tokens are sums, and the times what the client saw: the first
+    token of any, the last end.
+    """
+    facts: Facts = {
+        "request_id": exchange.request_id,
+        "method": exchange.method,
+        "path": _shortened(exchange.path),
+        "status": exchange.status,
+        "answer_id": exchange.answer_id or None,
+        "model": exchange.model or None,
+        "error_type": exchange.error_type or None,
+        "client": exchange.client or None,
+        "trace_id": exchange.trace_id or None,
+        **of_records(exchange.records, exchange.ended),
+        "duration_ms": _ms(exchange.ended - exchange.started),
+    }
+    return {name: value for name, value in facts.items() if value is not None}
+
+
+def of_records(records: list[RequestRecord], now: float) -> Facts:
+    """``now``: clock seconds, for what has not ended."""
+    if not records:
+        return {}
+    outcomes = [record.outcome.value if record.outcome else "running" for record in records]
+    reasons = [reason.value if reason else None for r in records for reason in r.finish_reasons]
+    tpots = [record.tpot for record in records if record.tpot]
+    return {
+        "priority": records[0].priority,
+        "prompt_tokens": sum(record.prompt_tokens for record in records),
+        "cached_tokens": sum(record.cached_tokens for record in records),
+        "completion_tokens": sum(record.completion_tokens for record in records),
+        "outcome": ",".join(sorted(set(outcomes))),
+        "finish_reasons": reasons or None,
+        "preemptions": sum(record.preemptions for record in records),
+        "pauses": sum(record.pauses for record in records) or None,
+        "queue_ms": _since(records, min, lambda record: record.scheduled),
+        "ttft_ms": _since(records, min, lambda record: record.first_token),
+        "tpot_ms": _ms(sum(tpots) / len(tpots)) if tpots else None,
+        "e2e_ms": _since(records, max, lambda record: record.finished),
+        "slo_met": _met(records, now),
+    }
+
+
+def _met(records: list[RequestRecord], now: float) -> bool | None:
+    """Whether all promises were kept; None: nothing was promised, or that cannot be said because
+    the client left before.
+    """
+    found = {standing(record, now) for record in records} - {None}
+    if found & {"missed", "shed"}:
+        return False
+    return True if found == {"met"} else None
+
+
+def _since(
+    records: list[RequestRecord],
+    which: Callable[[Iterable[float]], float],
+    when: Callable[[RequestRecord], float | None],
+) -> float | None:
+    """Milliseconds from arrival to ``when``."""
+    waited = [at - record.arrival for record in records if (at := when(record)) is not None]
+    return _ms(which(waited)) if waited else None
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+# The text's names, where they are shorter; and what its head has said.
+_SHORT = {"request_id": "id", "answer_id": "answer", "duration_ms": "ms"} | {
+    f"{which}_tokens": which for which in ("prompt", "cached", "completion")
+}
+_SAID = frozenset({"method", "path", "status"})
+
+
+class _Line:
+    """Facts as text, made only if somebody writes it."""
+
+    __slots__ = ("_facts", "_head")
+
+    def __init__(self, head: str, facts: Facts) -> None:
+        self._head = head
+        self._facts = facts
+
+    def __str__(self) -> str:
+        shown = (
+            f"{_SHORT.get(name, name)}={_text(value)}"
+            for name, value in self._facts.items()
+            if name not in _SAID
+        )
+        return " ".join((self._head, *shown))
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    if isinstance(value, list):
+        if len(value) <= _FEW:
+            return ",".join(map(str, value))
+        return ",".join(f"{each}*{count}" for each, count in Counter(value).items())
+    return _plain(str(value)).replace(" ", "_")
+
+
+def _shortened(path: str) -> str:
+    """No client writes a long line into the log."""
+    if len(path) <= _LONGEST_PATH:
+        return path
+    return f"{path[:_LONGEST_PATH]}… ({len(path)} characters)"
+
+
+def _plain(text: str) -> str:
+    """What a client sent, without what could break the line or pass for another."""
+    return ascii(text)[1:-1]

@@ -1,0 +1,154 @@
+"""Prometheus metrics under vLLM's names, with the prefix ``octavo:``.
+
+Two sources, so that no count is kept twice: `EngineStats`, read when Prometheus asks (engine.py),
+and each request's `RequestRecord`, read once when it ends (requests.py, slo.py). Only the gap
+between tokens is timed apart. Children are looked up by label at the start, not per token.
+
+docs/metrics.md lists them all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from math import nan
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+
+from octavo.engine.engine import Step
+from octavo.engine.stats import EngineStats
+from octavo.scheduler.request import LatencyTarget, RequestRecord
+from octavo.server.clients import Clients
+from octavo.server.metrics.clients import ClientCollector
+from octavo.server.metrics.engine import EngineCollector
+from octavo.server.metrics.families import Families
+from octavo.server.metrics.requests import RequestMetrics
+from octavo.server.metrics.slo import SloMetrics
+
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+_STEP_TIME = (
+    *(0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1),
+    *(0.15, 0.2, 0.3, 0.5, 1, 2, 5),
+)
+
+_Q = re.compile(r"q=(0(?:\.\d*)?|1(?:\.0*)?)")
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+
+
+class Metrics:
+    """``stats`` is read on each scrape. ``max_model_len`` bounds the token histograms."""
+
+    def __init__(
+        self, model_name: str, stats: Callable[[], EngineStats], max_model_len: int
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._families = families = Families(self.registry, model_name)
+        self._requests = RequestMetrics(families, max_model_len)
+        self._slo = SloMetrics(families)
+        self.inter_token = self._requests.inter_token
+        self._http = Counter(
+            "octavo:http_requests",
+            "HTTP requests answered.",
+            ("handler", "method", "status"),
+            registry=self.registry,
+        )
+        self.registry.register(EngineCollector(families.labels, stats))
+        ProcessCollector(registry=self.registry)
+        self._step_tokens = families.histogram(
+            "iteration_tokens_total", "Tokens of a step.", _STEP_TOKENS
+        )
+        # Empty until steps are predicted.
+        self._predicted = families.histogram(
+            "predicted_step_time_seconds", "A step's time, as the cost model has it.", _STEP_TIME
+        )
+        self._actual = families.histogram(
+            "step_time_seconds", "A step's time, from scheduling to delivery.", _STEP_TIME
+        )
+        self._ratio = families.gauge(
+            "step_time_ratio",
+            "Actual to predicted step time, of the last steps; above 1: slower than calibrated.",
+        )
+        self._ratio.set(nan)
+        self._spans = families.counters(
+            "trace_spans",
+            "Spans for OpenTelemetry: made, sent, and failed with the batch they were sent in.",
+            "state",
+            ("made", "sent", "failed"),
+        )
+
+    def expect(self, targets: Iterable[LatencyTarget], priorities: Iterable[int]) -> None:
+        """What the server and its keys promise and give, without a client's asking: these have
+        series of their own. Before requests come.
+        """
+        for target in targets:
+            self._slo.expect(target)
+        for priority in priorities:
+            self._requests.expect_priority(priority)
+
+    def refuse(self, reason: str, client: str = "") -> None:
+        """A request is refused, for one of `REJECTIONS` but "shed"; counted where it is
+        answered.
+        """
+        self._requests.refuse(reason, client)
+
+    def clients(self, clients: Clients, unsent: Callable[[], int]) -> None:
+        """Read the server's connections on each scrape. ``unsent``: bytes on their way to them."""
+        self.registry.register(ClientCollector(self._families.labels, clients, unsent))
+
+    def info(self, name: str, what: str, facts: dict[str, object]) -> None:
+        """A gauge that is always 1 and says something in its labels."""
+        Gauge(f"octavo:{name}", what, tuple(facts), registry=self.registry).labels(
+            *map(str, facts.values())
+        ).set(1)
+
+    def predicting(self, ratio: Callable[[], float]) -> Callable[[float, float], None]:
+        """Steps are predicted by a calibrated cost model; returns what is to be told each step's
+        seconds, predicted and actual. ``ratio``, of actual to predicted of late, is read on scrape.
+        """
+        self._ratio.set_function(ratio)
+
+        def tell(predicted_seconds: float, actual_seconds: float) -> None:
+            self._predicted.observe(predicted_seconds)
+            self._actual.observe(actual_seconds)
+
+        return tell
+
+    def spans(self, state: str, number: int) -> None:
+        """Of the tracer's threads."""
+        self._spans[state].inc(number)
+
+    def http(self, handler: str, method: str, status: int) -> None:
+        self._http.labels(handler, method, str(status)).inc()
+
+    # Observer, called on the engine's thread
+
+    def on_step(self, step: Step) -> None:
+        self._step_tokens.observe(step.scheduled.batch.num_tokens)
+
+    def on_end(self, record: RequestRecord) -> None:
+        self._requests.on_end(record)
+        self._slo.on_end(record)
+
+    def exposition(self, accept: str) -> tuple[bytes, str]:
+        """(body, content type) in the format that ``accept`` asks for."""
+        wanted = _weight(accept, "application/openmetrics-text")
+        if wanted and wanted >= _weight(accept, "text/plain"):
+            # Names as they are. Left to itself the library replaces the colon in samples' names,
+            # though not in their families', as in one that is not allowed.
+            encode: Any = openmetrics.generate_latest
+            return encode(self.registry, openmetrics.ALLOWUTF8), _OPENMETRICS
+        return generate_latest(self.registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _weight(accept: str, media: str) -> float:
+    """How much ``accept`` wants ``media``, by name (RFC 9110, section 12.4.2); 0: not at all."""
+    weights = [0.0]
+    for each in accept.lower().split(","):
+        name, *parameters = (part.strip() for part in each.split(";"))
+        if name == media:
+            given = [_Q.fullmatch(parameter) for parameter in parameters]
+            weights.append(next((float(match[1]) for match in given if match), 1.0))
+    return max(weights)

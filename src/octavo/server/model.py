@@ -1,0 +1,136 @@
+"""The model as the routes see it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from octavo.loader.base import ChatTemplate, Tokenizer, TokenizerError
+from octavo.server.errors import ApiError
+
+
+def public_name(model: str | Path) -> str:
+    """What clients may know of a model argument: a known name or a Hugging Face id as it is, and
+    of a local path its last part, which may be a link's own name.
+    """
+    path = Path(model).expanduser()
+    return os.path.basename(os.path.abspath(path)) if path.exists() else str(model)
+
+
+def utf8(name: str) -> str:
+    """The name as JSON and metrics can hold it: the bytes of an argument need not be UTF-8."""
+    return os.fsencode(name).decode(errors="replace")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """``names``: what requests may call it; the first is what answers call it."""
+
+    names: tuple[str, ...]
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int  # tokens, prompt and answer together
+    root: str = ""  # the name of the file or folder it was loaded from, without its path
+    control_tokens_in_content: bool = False  # of messages; else they are text there
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)  # of `SamplingParams`
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def longest_list(self) -> int:
+        """Entries of a list in a request: the tokens of a context, or all there are."""
+        return max(self.max_model_len, self.tokenizer.vocab_size)
+
+    def fitting(self, max_tokens: int, num_prompt_tokens: int) -> int:
+        """A default of max_tokens, which is no wish: it gives way to the context, where a number
+        that was asked for may not.
+        """
+        room = self.max_model_len - num_prompt_tokens
+        return min(max_tokens, room) if room > 0 else max_tokens
+
+    def check_name(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ApiError(404, f"the model {name!r} does not exist here", "model")
+
+    def check_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises `ApiError` 400 naming the first id outside the vocabulary."""
+        size = self.tokenizer.vocab_size
+        if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
+            bad = next(token for token in token_ids if not 0 <= token < size)
+            raise ApiError(
+                400, f"{param}: token id {bad} is outside the vocabulary of {size}", param
+            )
+
+    def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
+        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        self.check_length(len(text), param)
+        try:
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except TokenizerError as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
+
+    def check_length(self, characters: int, param: str) -> None:
+        """Refuse, before it is tokenized, a text that fits under no tokenization.
+
+        Raises `ApiError` 400 with the arithmetic.
+        """
+        # Most texts are so short that the longest token need not be known.
+        if characters <= self.max_model_len:
+            return
+        most = self.max_model_len * self._longest_token
+        if characters > most:
+            raise ApiError(
+                400,
+                f"{param} has {characters} characters: more than the context of "
+                f"{self.max_model_len} tokens can hold ({most} characters)",
+                param,
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters, at most, that one token stands for."""
+        tokenizer = self.tokenizer
+        return max(
+            max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size)),
+            max(
+                (
+                    len(tokenizer.token_text(token))
+                    for token in range(tokenizer.vocab_size)
+                    if tokenizer.is_special(token)
+                ),
+                default=1,
+            ),
+            1,
+        )
+
+    @cached_property
+    def shown(self) -> ShownTokens:
+        return ShownTokens(self.tokenizer)
+
+
+class ShownTokens:
+    """Tokens as logprobs show them, remembered: the likely ones come again and again."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.text = lru_cache(1 << 14)(tokenizer.token_text)
+        self.bytes = lru_cache(1 << 14)(tokenizer.token_bytes)
+        self.key = lru_cache(1 << 14)(self._key)
+
+    def _key(self, token_id: int) -> str:
+        """The text; of a part of a character its bytes, as OpenAI spells them, for all parts look
+        the same as text.
+        """
+        data = self.bytes(token_id)
+        try:
+            data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return self.text(token_id)

@@ -1,0 +1,78 @@
+"""A draft model's file: read, and found to suit the target or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import octavo.loader
+from octavo.kv_cache.layout import KvLayout
+from octavo.loader import pull
+from octavo.loader.base import Checkpoint
+from octavo.loader.rounding import rounded
+from octavo.models.config import ModelConfig
+from octavo.models.families import program
+from octavo.models.program import Program
+
+
+class DraftModel(NamedTuple):
+    """A draft model, read and found to suit the target; not yet in memory."""
+
+    checkpoint: Checkpoint
+    program: Program
+    layout: KvLayout
+    weight_bytes: int  # packed
+
+
+def read(
+    model: str,
+    quantization: str | None,
+    target: Checkpoint,
+    layout_of: Callable[[ModelConfig], KvLayout],
+    *,
+    threads: int,
+    isa: str | None,
+) -> DraftModel:
+    """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, for weights that do
+    not fit together too, and `ValueError` for another vocabulary than the target's.
+    """
+    from octavo.executor.native.executor import all_held_bytes, check_weights, scaled_bytes
+
+    checkpoint = octavo.loader.load(Path(pull.resolve(model)))
+    check_vocabulary(checkpoint, target)
+    if quantization is not None:
+        checkpoint = rounded(checkpoint, quantization, threads)
+    weights = all_held_bytes(checkpoint.weights.values(), str(checkpoint.path), isa)
+    compute = program(checkpoint.config)
+    weights += sum(scaled_bytes(compute).values())
+    check_weights(compute, checkpoint.weights, str(checkpoint.path))
+    return DraftModel(checkpoint, compute, layout_of(checkpoint.config), weights)
+
+
+def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
+    """Token by token; raises `ValueError` with the first one that differs."""
+    ours, theirs = draft.config.vocab_size, target.config.vocab_size
+    if ours != theirs:
+        raise ValueError(
+            f"speculative_config: the draft model {draft.path} has a vocabulary of {ours} tokens, "
+            f"the model one of {theirs}"
+        )
+    one, other = draft.tokenizer, target.tokenizer
+    for token in range(ours):
+        mine, its = one.spelling(token), other.spelling(token)
+        if mine != its:
+            raise ValueError(
+                f"speculative_config: the draft model {draft.path} has another vocabulary: token "
+                f"{token} is {mine!r}, the model's is {its!r}"
+            )
+        if one.is_special(token) != other.is_special(token):
+            ordinary = draft.path if other.is_special(token) else target.path
+            raise ValueError(
+                f"speculative_config: token {token}, {mine!r}, is a special token, but not in "
+                f"{ordinary}"
+            )
+    if one.kind != other.kind:
+        raise ValueError(
+            f"speculative_config: the draft model's tokens are {one.kind}, the model's {other.kind}"
+        )

@@ -1,0 +1,1 @@
+"""Tools that stand on the engine; the engine never imports them."""

@@ -1,0 +1,23 @@
+"""The two orders of the rows of q and k: Hugging Face's, where those that are rotated together are
+in a head's two halves, and that of GGUF's llama, where they are neighbours.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.models.config import ModelConfig
+
+
+def row_order(config: ModelConfig, role: str, *, interleaved: bool) -> npt.NDArray[np.intp] | None:
+    """Which row of ``role`` comes at each place of a file whose rows are ``interleaved`` or not.
+    None: as they are.
+    """
+    part = role.removesuffix(".bias").rpartition(".")[2]
+    if part not in ("attn_q", "attn_k") or config.layers[0].rope.interleaved == interleaved:
+        return None
+    heads = config.num_heads if part == "attn_q" else config.num_kv_heads
+    rows = np.arange(heads * config.head_dim)
+    halves = rows.reshape((heads, 2, -1) if interleaved else (heads, -1, 2))
+    return np.ascontiguousarray(halves.transpose(0, 2, 1)).reshape(-1)

@@ -1,0 +1,68 @@
+"""Whether a model that was written is the one that was meant."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+
+from octavo.models.config import Layer, LongRope, ModelConfig
+
+_CLOSE = 1e-6  # relative: files have numbers in fp32
+
+
+def difference(wanted: ModelConfig, found: ModelConfig) -> str | None:
+    """What of it differs, or None. Names do not matter, nor does the order of rotated rows."""
+    for field in fields(ModelConfig):
+        ours, theirs = getattr(wanted, field.name), getattr(found, field.name)
+        match ours:
+            case _ if field.name == "name":
+                same = True
+            case tuple():
+                if len(ours) != len(theirs):
+                    return "the number of layers would differ"
+                for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+                    if not _same_layer(a, b):
+                        return f"{_part(a, b)} of layer {index} would differ"
+                continue
+            case float():
+                same = _close(ours, theirs)
+            case _:
+                same = ours == theirs
+        if not same:
+            return f"{field.name} would differ"
+    return None
+
+
+def _close(a: float, b: float) -> bool:
+    return abs(a - b) <= _CLOSE * abs(a)
+
+
+def _part(a: Layer, b: Layer) -> str:
+    if a.window != b.window:
+        return "the window"
+    return "the experts" if a.experts != b.experts else "the rotary positions"
+
+
+def _same_layer(a: Layer, b: Layer) -> bool:
+    x, y = a.rope, b.rope
+    same_factors = len(x.factors) == len(y.factors) and np.allclose(
+        x.factors, y.factors, rtol=1e-5, atol=0.0
+    )
+    close = all(
+        _close(getattr(x, name), getattr(y, name)) for name in ("scale", "magnitude", "theta")
+    )
+    return (
+        same_factors
+        and close
+        and x.dim == y.dim
+        and _same_by_length(x.by_length, y.by_length)
+        and (a.window, a.experts) == (b.window, b.experts)
+    )
+
+
+def _same_by_length(a: object, b: object) -> bool:
+    if isinstance(a, LongRope) and isinstance(b, LongRope):
+        alike = len(a.factors) == len(b.factors) and np.allclose(a.factors, b.factors, rtol=1e-5)
+        return a.original == b.original and alike
+    return a == b

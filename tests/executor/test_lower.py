@@ -1,0 +1,186 @@
+"""Lowering: which ops run together, and that no two live values share memory."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+from executor import tiny
+from octavo.executor.native import lower
+from octavo.loader.base import WeightFormat
+from octavo.models import families
+from octavo.models.config import ModelConfig
+
+
+class Formats:
+    """Three kinds of prepared activations, as the real kernels have."""
+
+    def activation_bytes(self, format: int, k: int) -> int:
+        return k * 4
+
+    def same_activations(self, a: int, b: int) -> bool:
+        wide = {WeightFormat.Q4_K, WeightFormat.Q5_K, WeightFormat.Q6_K}
+        return a == b or {WeightFormat(a), WeightFormat(b)} <= wide
+
+    def slots_row_bytes(self, experts: int, chosen: int, slot_bytes: int) -> int:
+        return chosen * slot_bytes
+
+
+def plan(config: ModelConfig, formats: dict[str, WeightFormat] | None = None) -> lower.Plan:
+    program = families.program(config)
+    every = dict.fromkeys(program.weights, WeightFormat.Q4_0)
+    return lower.lower(program, every | (formats or {}), Formats())
+
+
+def test_a_llama_layer_is_ten_regions() -> None:
+    regions = plan(tiny.config()).regions
+    assert [region.name for region in regions[:10]] == [
+        "embed norm prepare",
+        "attn_q+attn_k+attn_v",
+        "angles rope",
+        "attention",
+        "prepare",
+        "attn_output",
+        "norm prepare",
+        "ffn_gate+ffn_up",
+        "gate prepare",
+        "ffn_down",
+    ]
+    assert len(regions) == 3 * 10 + 2  # the last norm, and the logits
+
+
+def test_norms_between_a_linear_layer_and_the_residual() -> None:
+    regions = plan(tiny.config("gemma3")).regions
+    assert [region.name for region in regions[2:7]] == [
+        "norm norm angles rope",
+        "attention (window)",
+        "prepare",
+        "attn_output",
+        "norm add norm prepare",
+    ]
+
+
+def test_the_residual_is_accumulated_in_place() -> None:
+    regions = plan(tiny.config()).regions
+    embed = regions[0].work
+    assert isinstance(embed, lower.Rows)
+    residual = embed.steps[0].out
+    accumulating = [
+        region.work
+        for region in regions
+        if isinstance(region.work, lower.Linears) and region.work.accumulate
+    ]
+    assert len(accumulating) == 6
+    assert all(work.parts[0].out is residual for work in accumulating[:4])
+
+
+def test_only_matrices_of_one_order_share_activations() -> None:
+    def prepared(*orders: int) -> list[int]:
+        program = families.program(tiny.config())
+        formats = dict.fromkeys(program.weights, WeightFormat.I4)
+        roles = [f"layers.0.attn_{name}" for name in "qkv"]
+        numbers = {role: n for role, n in zip(roles, orders, strict=True) if n >= 0}
+        first = lower.lower(program, formats, Formats(), numbers).regions[0].work
+        assert isinstance(first, lower.Rows)
+        return [step.order for step in first.steps if isinstance(step, lower.Prepare)]
+
+    assert prepared(-1, -1, -1) == [-1]
+    assert prepared(0, 0, 0) == [0]
+    assert prepared(0, 0, 1) == [0, 1]
+    assert prepared(-1, 0, -1) == [-1, 0]
+
+
+def test_formats_that_share_activations_prepare_once() -> None:
+    def prepared(format: WeightFormat) -> int:
+        formats = {"layers.0.attn_q": WeightFormat.Q4_K, "layers.0.attn_k": WeightFormat.Q4_K}
+        first = plan(tiny.config(), formats | {"layers.0.attn_v": format}).regions[0].work
+        assert isinstance(first, lower.Rows)
+        return sum(isinstance(step, lower.Prepare) for step in first.steps)
+
+    assert prepared(WeightFormat.Q6_K) == 1
+    assert prepared(WeightFormat.Q8_0) == 2
+
+
+def test_after_the_last_attention_only_wanted_rows_run() -> None:
+    regions = plan(tiny.config()).regions
+    last = max(i for i, r in enumerate(regions) if isinstance(r.work, lower.Attention))
+    assert [region.selected for region in regions] == [i > last for i in range(len(regions))]
+    gathered = regions[last + 1].work
+    assert isinstance(gathered, lower.Rows)
+    assert sum(isinstance(step, lower.Gather) for step in gathered.steps) == 2
+
+
+def used(work: lower.Work) -> list[lower.Buffer]:
+    match work:
+        case lower.Rows(steps):
+            parts = [part for step in steps for part in step]
+        case lower.Linears(linears, _):
+            parts = [part for linear in linears for part in linear]
+        case _:
+            parts = list(work)
+    buffers = [part.buffer for part in parts if isinstance(part, lower.View)]
+    return buffers + [part for part in parts if isinstance(part, lower.Buffer)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_live_values_never_overlap(family: str) -> None:
+    """Between a buffer's first and last use, nobody else's bytes are in its place.
+
+    In the arena of all rows, "between" is widened to the stretches of regions at either end, in
+    which threads are not at the same place. A local buffer is used in one stretch only.
+    """
+    result = plan(tiny.config(family))
+    spans: dict[int, tuple[lower.Buffer, list[int]]] = {}
+    for index, region in enumerate(result.regions):
+        for buffer in used(region.work):
+            spans.setdefault(id(buffer), (buffer, []))[1].append(index)
+
+    def meeting(index: int) -> bool:
+        """Whether all threads meet before this region."""
+        here, before = result.regions[index], result.regions[index - 1]
+        alone = any(isinstance(r.work, lower.Attention | lower.Logits) for r in (here, before))
+        return alone or here.selected != before.selected
+
+    def stretch(index: int) -> tuple[int, int]:
+        first, last = index, index + 1
+        while first > 0 and not meeting(first):
+            first -= 1
+        while last < len(result.regions) and not meeting(last):
+            last += 1
+        return first, last - 1
+
+    def lifetime(buffer: lower.Buffer, uses: list[int]) -> tuple[int, int]:
+        if buffer.local:
+            assert stretch(uses[0]) == stretch(uses[-1])
+            return uses[0], uses[-1]
+        return stretch(uses[0])[0], stretch(uses[-1])[1]
+
+    for (a, a_uses), (b, b_uses) in combinations(spans.values(), 2):
+        (a_first, a_last), (b_first, b_last) = lifetime(a, a_uses), lifetime(b, b_uses)
+        if a.local == b.local and max(a_first, b_first) <= min(a_last, b_last):
+            assert a.offset + a.row_bytes <= b.offset or b.offset + b.row_bytes <= a.offset
+    totals = {True: 0, False: 0}
+    for buffer, uses in spans.values():
+        assert buffer.first <= uses[0]
+        assert uses[-1] <= buffer.last
+        assert buffer.offset % lower.ALIGNMENT == 0
+        arena = result.local_row_bytes if buffer.local else result.row_bytes
+        assert buffer.offset + buffer.row_bytes <= arena
+        totals[buffer.local] += buffer.row_bytes
+    assert result.local_row_bytes < totals[True] / 4
+    assert result.row_bytes < totals[False] / 2
+
+
+def test_a_value_that_nobody_wrote_is_refused() -> None:
+    program = families.program(tiny.config())
+    cut = type(program)(program.config, program.ops[1:], program.widths, program.weights)
+    with pytest.raises(ValueError, match="reads x before anything writes it"):
+        lower.lower(cut, {}, Formats())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_every_op_is_in_one_region(family: str) -> None:
+    config = tiny.config(family)
+    ops = [op for region in plan(config).regions for op in region.ops]
+    assert ops == list(range(len(families.program(config).ops)))

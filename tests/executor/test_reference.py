@@ -1,0 +1,57 @@
+"""The numpy executor against what transformers recorded in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from octavo.executor import reference
+from octavo.loader import load
+from octavo.loader.base import Checkpoint
+from octavo.models import families
+from octavo.models import program as model
+from octavo.tools.quantize.blocks import dequantize
+from oracle.tiny_folders import FAMILIES, folder, recorded
+
+HERE = Path(__file__).resolve().parent.parent / "oracle"
+GGUF = sorted(path.stem for path in HERE.glob("tiny-*.gguf"))
+FOLDERS = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
+
+
+def run(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
+    weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
+    return reference.logits(families.program(checkpoint.config), weights, ids[None])[0]
+
+
+@pytest.mark.parametrize("name", GGUF)
+def test_gguf_files_of_every_format(name: str) -> None:
+    with np.load(HERE / f"{name}.npz") as data:
+        got = run(load(HERE / f"{name}.gguf"), data["ids"])
+        assert np.abs(got - data["logits"]).max() < 5e-5
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_of_every_family(name: str, tmp_path: Path) -> None:
+    """The recorded keys and values are rounded to fp16, which the reference does not do."""
+    meta, arrays = recorded(name)
+    checkpoint = load(folder(name, tmp_path / name))
+    checkpoint = replace(checkpoint, config=checkpoint.config.for_length(len(arrays["ids"])))
+    got = run(checkpoint, arrays["ids"])[meta["first_row"] :]
+    difference = np.abs(got - arrays["float32"]) / arrays["float32"].std()
+    assert difference.mean() < 1e-3
+    assert difference.max() < 4e-2
+
+
+@pytest.mark.parametrize("window", [None, 5, 300])
+def test_queries_in_pieces_see_what_they_would_at_once(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(1)
+    op = model.PagedAttention("q", "out", 0, 0.25, window, softcap=3.0)
+    q, k, v = (rng.normal(size=(2, 70, width)).astype(np.float32) for width in (64, 32, 32))
+    whole = reference.attend(q, k, v, 16, op)
+    monkeypatch.setattr(reference, "QUERIES", 16)
+    assert np.abs(reference.attend(q, k, v, 16, op) - whole).max() < 1e-6

@@ -1,0 +1,163 @@
+"""Small random models of every shape that the executor must get right."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat
+from octavo.models import families
+from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+
+Floats = npt.NDArray[np.float64]
+
+
+EXPERTS = Experts(6, 2, 64, True)
+SPARSE = ("mixtral", "qwen3moe")
+
+
+def config(family: str = "llama", experts: Experts = EXPERTS, **changes: Any) -> ModelConfig:
+    """Two query heads a KV head, three layers; gemma3 has a window of 20 on two of them. Sparse
+    families have ``experts`` in all.
+    """
+    rope = Rope(theta=10000.0, dim=changes.get("head_dim", 16), interleaved=family == "llama")
+    values: dict[str, Any] = {
+        "family": family,
+        "vocab_size": 70,
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "context_length": 512,
+        "norm_eps": 1e-5,
+        "activation": Activation.SILU,
+        "attention_scale": values_scale(changes.get("head_dim", 16)),
+        "tied_embeddings": True,
+        "layers": (Layer(rope),) * 3,
+    }
+    if family in SPARSE:
+        values["layers"] = (Layer(rope, experts=experts),) * 3
+    if family == "gemma3":
+        far = Rope(theta=1e6, dim=rope.dim, interleaved=False, scale=0.125)
+        values |= {
+            "activation": Activation.GELU_TANH,
+            "embedding_scale": 8.0,
+            "layers": (Layer(rope, 20), Layer(rope, 20), Layer(far)),
+        }
+    return ModelConfig(**(values | changes))
+
+
+def values_scale(head_dim: int) -> float:
+    return float(head_dim**-0.5)
+
+
+def quantize(values: npt.NDArray[np.float32], format: WeightFormat) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as bytes of a GGUF format, rounded the plain way."""
+    match format:
+        case WeightFormat.F32:
+            return values.view(np.uint8).reshape(-1)
+        case WeightFormat.F16:
+            return values.astype(np.float16).view(np.uint8).reshape(-1)
+        case WeightFormat.BF16:
+            return (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8).reshape(-1)
+    blocks = values.reshape(-1, 32)
+    top = np.abs(blocks).max(axis=1, keepdims=True)
+    limit = {WeightFormat.Q8_0: 127, WeightFormat.Q4_0: 7}[format]
+    scale = (top / limit).astype(np.float16)
+    steps = np.rint(blocks / np.maximum(scale.astype(np.float32), 1e-8)).astype(np.int32)
+    if format is WeightFormat.Q8_0:
+        body = steps.astype(np.int8).view(np.uint8)
+    else:
+        nibbles = (steps + 8).astype(np.uint8)
+        body = nibbles[:, :16] | (nibbles[:, 16:] << 4)
+    return np.concatenate([scale.view(np.uint8), body], axis=1).reshape(-1)
+
+
+def quantize_grouped(
+    values: npt.NDArray[np.float32], format: WeightFormat, group: int
+) -> npt.NDArray[np.uint8]:
+    """[rows, columns] as bytes of a grouped format, asymmetric, the scales fp16's."""
+    bits = format - WeightFormat.I8 + 8
+    parts = np.split(values, range(group, values.shape[1], group), axis=1)
+    low = np.stack([np.minimum(part.min(axis=1), 0) for part in parts], axis=1)
+    high = np.stack([np.maximum(part.max(axis=1), 0) for part in parts], axis=1)
+    scales = ((high - low) / (2**bits - 1)).astype(np.float16).astype(np.float32)
+    zeros = np.rint(-low / scales).clip(0, 2**bits - 1).astype(np.uint8)
+    at = np.arange(values.shape[1]) // group
+    steps = np.rint(values / scales[:, at]) + zeros[:, at]
+    numbers = steps.clip(0, 2**bits - 1).astype(np.uint8)
+    stream = np.unpackbits(numbers[..., None], axis=2, bitorder="little", count=bits)
+    packed = np.packbits(stream.reshape(len(values), -1), axis=1, bitorder="little")
+    return np.concatenate([scales.view(np.uint8), zeros, packed], axis=1).reshape(-1)
+
+
+def dequantize_grouped(weight: Weight) -> Floats:
+    """The exact numbers, each at the place of the activation that it multiplies."""
+    rows, columns = weight.shape
+    bits, groups = weight.format - WeightFormat.I8 + 8, -(-columns // weight.group)
+    data = weight.data.reshape(rows, -1)
+    scales = data[:, : 4 * groups].copy().view(np.float32).astype(np.float64)
+    zeros = data[:, 4 * groups : 5 * groups].astype(np.float64)
+    stream = np.unpackbits(data[:, 5 * groups :], axis=1, bitorder="little")
+    numbers = stream.reshape(rows, columns, bits) @ (1 << np.arange(bits))
+    at = np.arange(columns) // weight.group
+    values: Floats = scales[:, at] * (numbers - zeros[:, at])
+    return values if weight.order is None else values[:, np.argsort(weight.order)]
+
+
+def dequantize(weight: Weight) -> Floats:
+    """The exact numbers that a weight's bytes stand for."""
+    if weight.format.grouped:
+        return dequantize_grouped(weight)
+    data = weight.data
+    match weight.format:
+        case WeightFormat.F32:
+            return data.view(np.float32).reshape(weight.shape).astype(np.float64)
+        case WeightFormat.F16:
+            return data.view(np.float16).reshape(weight.shape).astype(np.float64)
+        case WeightFormat.BF16:
+            wide = data.view(np.uint16).astype(np.uint32) << 16
+            return wide.view(np.float32).reshape(weight.shape).astype(np.float64)
+    size = {WeightFormat.Q8_0: 34, WeightFormat.Q4_0: 18}[weight.format]
+    blocks = data.reshape(-1, size)
+    scale = blocks[:, :2].copy().view(np.float16).astype(np.float64)
+    body = blocks[:, 2:]
+    if weight.format is WeightFormat.Q8_0:
+        steps = body.copy().view(np.int8).astype(np.float64)
+    else:
+        steps = np.concatenate([body & 15, body >> 4], axis=1).astype(np.float64) - 8
+    return (scale * steps).reshape(weight.shape)
+
+
+def checkpoint(
+    config: ModelConfig, format: WeightFormat = WeightFormat.F32, seed: int = 0
+) -> Checkpoint:
+    """Random weights that keep activations near one, matrices in ``format``.
+
+    Those of a grouped format have groups of 64 inputs, and their inputs are in an order: one for
+    all matrices of a width but V, and none for the embedding.
+    """
+    rng = np.random.default_rng(seed)
+    weights: dict[str, Weight] = {}
+    for role, shape in families.program(config).weights.items():
+        if len(shape) == 2 and format.grouped:
+            values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
+            data = quantize_grouped(values, format, 64)
+            order = np.random.default_rng(role.endswith("attn_v")).permutation(shape[1])
+            weights[role] = Weight(role, format, shape, data, group=64)
+            if role.startswith("layers."):
+                weights[role] = weights[role]._replace(order=order.astype(np.int32))
+            continue
+        if len(shape) == 2:
+            values = rng.normal(0.0, 1.5 * shape[1] ** -0.5, shape).astype(np.float32)
+            stored = format
+        else:
+            middle = 0.0 if role.endswith(".bias") else 1.0
+            values = rng.normal(middle, 0.2, shape).astype(np.float32)
+            stored = WeightFormat.F32
+        weights[role] = Weight(role, stored, shape, quantize(values, stored))
+    return Checkpoint(Path("tiny"), config, weights, cast(Tokenizer, None), None)

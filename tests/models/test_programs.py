@@ -1,0 +1,244 @@
+"""The families' Programs: every value defined before it is read, every shape consistent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
+from octavo.models.families import FAMILIES, program
+from octavo.models.program import (
+    Add,
+    Combine,
+    Embed,
+    ExpertLinear,
+    GatedActivation,
+    Linear,
+    Logits,
+    PagedAttention,
+    Program,
+    RmsNorm,
+    RopeAndStoreKv,
+    Route,
+)
+
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=100,
+    hidden_size=48,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=80,
+    context_length=256,
+    norm_eps=1e-5,
+    activation=Activation.SILU,
+    attention_scale=0.25,
+    tied_embeddings=True,
+    layers=(Layer(Rope(1e4, 16, interleaved=True)),) * 3,
+)
+GEMMA3 = replace(
+    LLAMA,
+    family="gemma3",
+    activation=Activation.GELU_TANH,
+    embedding_scale=48**0.5,
+    logits_softcap=30.0,
+    attention_softcap=50.0,
+    layers=(Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e6, 16, interleaved=False))),
+)
+WINDOWS = (Layer(Rope(1e4, 16, interleaved=False), 8), Layer(Rope(1e4, 16, interleaved=False)))
+SPARSE = tuple(
+    replace(LLAMA.layers[0], experts=experts)
+    for experts in (Experts(8, 2, 40, True), None, Experts(8, 2, 40, True))
+)
+CONFIGS = {
+    "llama": LLAMA,
+    "qwen2": replace(LLAMA, family="qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v"})),
+    "qwen3": replace(LLAMA, family="qwen3"),
+    "gemma2": replace(GEMMA3, family="gemma2", layers=WINDOWS),
+    "phi3": replace(LLAMA, family="phi3", layers=WINDOWS),
+    "granite": replace(
+        LLAMA, family="granite", embedding_scale=12.0, residual_scale=0.25, logits_scale=0.125
+    ),
+    "olmo2": replace(LLAMA, family="olmo2"),
+    "mixtral": replace(LLAMA, family="mixtral", layers=SPARSE[:1] * 3),
+    "qwen3moe": replace(LLAMA, family="qwen3moe", layers=SPARSE),
+    "llama untied": replace(LLAMA, tied_embeddings=False),
+    "llama with biases": replace(LLAMA, biases=frozenset({"attn_q", "attn_k", "ffn_down"})),
+    "gemma3": GEMMA3,
+    "gemma3 untied": replace(GEMMA3, tied_embeddings=False),
+}
+
+
+def check(compute: Program) -> None:
+    """Walks the ops as an executor would, on widths alone."""
+    config, widths, weights = compute.config, compute.widths, compute.weights
+    written: set[str] = set()
+    route: Route | None = None
+    used: set[str] = set()
+    stored: list[int] = []
+
+    def read(*names: str) -> None:
+        assert set(names) <= written
+
+    def weight(role: str, *shape: int) -> None:
+        assert weights[role] == shape
+        used.add(role)
+
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for op in compute.ops[:-1]:
+        match op:
+            case Embed():
+                weight(op.weight, config.vocab_size, widths[op.out])
+                assert op.scale == config.embedding_scale / config.residual_scale
+            case RmsNorm():
+                read(op.x)
+                weight(op.weight, op.group or widths[op.x])
+                assert widths[op.out] == widths[op.x]
+                assert widths[op.x] % (op.group or 1) == 0
+                assert op.eps == config.norm_eps / config.residual_scale**2
+                assert op.scale == (config.logits_scale if op.weight == "output_norm" else 1.0)
+            case Linear():
+                read(op.x)
+                weight(op.weight, widths[op.out], widths[op.x])
+                if op.bias is not None:
+                    weight(op.bias, widths[op.out])
+                assert op.x != op.out
+            case RopeAndStoreKv():
+                read(op.q, op.k, op.v)
+                assert (widths[op.q], widths[op.k], widths[op.v]) == (q_size, kv_size, kv_size)
+                assert op.rope == config.layers[op.layer].rope
+                stored.append(op.layer)
+                continue
+            case PagedAttention():
+                read(op.q)
+                assert op.layer == stored[-1]
+                assert (widths[op.q], widths[op.out]) == (q_size, q_size)
+                assert op.window == config.layers[op.layer].window
+                assert (op.scale, op.softcap) == (config.attention_scale, config.attention_softcap)
+            case GatedActivation():
+                read(op.gate, op.up)
+                assert widths[op.gate] == widths[op.up] == widths[op.out]
+                assert op.activation is config.activation
+            case Route():
+                read(op.logits)
+                assert (widths[op.logits], widths[op.out]) == (
+                    op.experts.count,
+                    2 * op.experts.chosen,
+                )
+                route = op
+            case ExpertLinear():
+                read(op.x, op.route)
+                assert route is not None
+                assert (op.route, op.experts) == (route.out, route.experts)
+                down = op.weight.endswith("down_exps")
+                sizes = (op.experts.intermediate_size, config.hidden_size)
+                assert widths[op.x] == (sizes[0] * op.experts.chosen if down else sizes[1])
+                assert widths[op.out] == sizes[down] * op.experts.chosen
+                for index in range(op.experts.count):
+                    weight(f"{op.weight}.{index}", *(sizes[::-1] if down else sizes))
+            case Combine():
+                read(op.x, op.route)
+                assert route is not None
+                assert (op.route, op.experts) == (route.out, route.experts)
+                assert widths[op.x] == widths[op.out] * op.experts.chosen
+            case Add():
+                read(op.x, op.y)
+                assert widths[op.x] == widths[op.y] == widths[op.out]
+            case _:
+                pytest.fail(f"{op} before the end")
+        written.add(op.out)
+    head = compute.ops[-1]
+    assert isinstance(head, Logits)
+    read(head.x)
+    weight(head.weight, config.vocab_size, widths[head.x])
+    assert head.softcap == config.logits_softcap
+    assert head.weight == ("token_embd" if config.tied_embeddings else "output")
+    assert stored == list(range(len(config.layers)))
+    assert used == set(weights)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_program_is_consistent(name: str) -> None:
+    check(program(CONFIGS[name]))
+
+
+def test_every_family_is_tested() -> None:
+    assert {config.family for config in CONFIGS.values()} == set(FAMILIES)
+
+
+def test_llama_layer_reads_as_the_paper_says() -> None:
+    ops = program(LLAMA).ops
+    kinds = [type(op).__name__ for op in ops]
+    layer = [
+        *("RmsNorm", "Linear", "Linear", "Linear", "RopeAndStoreKv", "PagedAttention", "Linear"),
+        *("Add", "RmsNorm", "Linear", "Linear", "GatedActivation", "Linear", "Add"),
+    ]
+    assert kinds == ["Embed", *layer * 3, "RmsNorm", "Logits"]
+
+
+def test_gemma3_norms_sit_on_both_sides() -> None:
+    roles = [op.weight for op in program(GEMMA3).ops if isinstance(op, RmsNorm)]
+    names = [role.removeprefix("layers.0.") for role in roles[:6]]
+    assert names == [
+        "attn_norm",
+        "attn_q_norm",
+        "attn_k_norm",
+        "post_attention_norm",
+        "ffn_norm",
+        "post_ffw_norm",
+    ]
+    groups = [op.group for op in program(GEMMA3).ops if isinstance(op, RmsNorm)]
+    assert groups[:6] == [0, 16, 16, 0, 0, 0]
+
+
+def test_biases_are_those_of_the_config() -> None:
+    biases = {
+        op.bias
+        for op in program(CONFIGS["llama with biases"]).ops
+        if isinstance(op, Linear) and op.bias
+    }
+    assert biases == {
+        f"layers.{i}.{name}.bias" for i in range(3) for name in ("attn_q", "attn_k", "ffn_down")
+    }
+
+
+def test_unknown_family_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="'mamba' is not supported; supported are llama, qwen2"):
+        program(replace(LLAMA, family="mamba"))
+
+
+def sparse(experts: Experts) -> tuple[Layer, ...]:
+    return (replace(LLAMA.layers[0], experts=experts),)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"num_heads": 0}, "num_heads is 0"),
+        ({"num_kv_heads": 4}, "not a multiple"),
+        ({"norm_eps": float("nan")}, "norm_eps is nan"),
+        ({"attention_scale": 0.0}, "attention_scale is 0"),
+        ({"embedding_scale": float("inf")}, "embedding_scale is inf"),
+        ({"logits_softcap": -1.0}, "logits_softcap is -1"),
+        ({"layers": ()}, "number of layers is 0"),
+        ({"layers": LLAMA.layers * 171}, "number of layers is 513"),
+        ({"layers": (Layer(Rope(1e4, 18, interleaved=True)),)}, "rope dim 18"),
+        ({"layers": (Layer(Rope(0.0, 16, interleaved=True)),)}, "rope theta 0"),
+        ({"layers": (Layer(Rope(1e4, 16, True, factors=(1.0,))),)}, "1 rope factors for 8 pairs"),
+        ({"layers": (Layer(Rope(1e4, 16, interleaved=True), window=0),)}, "window is 0"),
+        (
+            {"layers": SPARSE[:1] + sparse(Experts(8, 3, 40, True))},
+            "layers differ in their experts",
+        ),
+        ({"layers": sparse(Experts(4, 5, 8, True))}, "a token goes to 5 of 4 experts"),
+        ({"layers": sparse(Experts(4, 0, 8, True))}, "a token goes to 0 of 4 experts"),
+        ({"layers": sparse(Experts(1025, 2, 8, True))}, "layer 0: 1025 experts, outside 1"),
+        ({"layers": sparse(Experts(4, 2, 0, True))}, "experts' intermediate_size is 0"),
+    ],
+)
+def test_config_is_validated(change: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        replace(LLAMA, **change)  # type: ignore[arg-type]

@@ -1,0 +1,188 @@
+"""AWQ: what is folded is the same function, and what comes out loses less than rounding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from executor import tiny
+from octavo.executor import reference
+from octavo.loader.bind import ROUTER
+from octavo.models import families
+from octavo.models.config import ModelConfig
+from octavo.models.program import Program
+from octavo.tools.quantize.awq import awq, best_scale, fold
+from octavo.tools.quantize.blocks import dequantize
+from octavo.tools.quantize.calibrate import Moments
+from octavo.tools.quantize.gptq import relative_loss
+from octavo.tools.quantize.grid import Kind, Scheme, bf16, round_to_nearest
+from octavo.tools.quantize.layers import LayerOps, Maker, SharedInput, split
+
+Float32 = npt.NDArray[np.float32]
+SCHEME = Scheme(4, 32, Kind.ASYMMETRIC)
+MODELS = {
+    "llama": tiny.config(),  # two query heads on a KV head
+    "llama, every head its own": tiny.config(num_kv_heads=4),
+    "qwen2": tiny.config("qwen2", biases=frozenset({"attn_q", "attn_k", "attn_v", "ffn_up"})),
+    "gemma3": tiny.config("gemma3"),
+    "olmo2": tiny.config("olmo2"),
+    "biases": tiny.config(num_kv_heads=4, biases=frozenset({"attn_v", "attn_output", "ffn_up"})),
+}
+SPARSE = {name: tiny.config(name) for name in tiny.SPARSE}
+IDS = np.random.default_rng(8).integers(0, 70, (4, 24))
+
+
+def weights_of(config: ModelConfig) -> dict[str, Float32]:
+    """With a few inputs that are much larger than the others, as in real models."""
+    checkpoint = tiny.checkpoint(config)
+    weights = {role: np.array(dequantize(weight)) for role, weight in checkpoint.weights.items()}
+    for role, value in weights.items():
+        if role.endswith(("attn_norm", "ffn_norm")):
+            value[::17] *= 8.0
+    return weights
+
+
+def inputs_of(
+    program: Program, weights: dict[str, Float32]
+) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
+    """Each layer with its inputs' moments."""
+    before, layers = split(program)
+    values: reference.Values = {}
+    reference.run(before, program.config, weights, values, IDS)
+    found = []
+    for layer in layers:
+        done, inputs = 0, list[tuple[SharedInput, Moments | None]]()
+        for shared in layer.inputs:
+            reference.run(layer.ops[done : shared.first], program.config, weights, values)
+            done = shared.first
+            x = values[shared.x]
+            width = program.weights[shared.roles[0]][1]
+            if shared.expert is not None:
+                chosen, rows = reference.slots(x, values[shared.route], tiny.EXPERTS, width)
+                x = rows[chosen == shared.expert]
+            moments = Moments(width)
+            moments.add(x)
+            inputs.append((shared, moments if moments.count else None))
+        reference.run(layer.ops[done:], program.config, weights, values)
+        found.append((layer, inputs))
+    return found
+
+
+def plain(_: str, values: Float32) -> Float32:
+    return values
+
+
+def eighth_bits(_: str, values: Float32) -> Float32:
+    return bf16(values)
+
+
+@pytest.mark.parametrize("stored", [plain, eighth_bits])
+@pytest.mark.parametrize("name", MODELS | SPARSE)
+def test_the_folded_model_is_the_same_function(name: str, stored: Any) -> None:
+    config = (MODELS | SPARSE)[name]
+    program = families.program(config)
+    weights = weights_of(config)
+    expected = reference.logits(program, weights, IDS)
+    folded = dict(weights)
+    count = 0
+    for layer, inputs in inputs_of(program, weights):
+        own = {role: weights[role] for role in layer.weights}
+        changed, scales, _ = fold(SCHEME, own, inputs, stored)
+        folded |= changed
+        count += len(scales)
+        for role in layer.weights:
+            if role.endswith(("norm", ROUTER)) and changed[role] is not own[role]:
+                assert np.array_equal(stored(role, changed[role]), changed[role])
+    assert count >= 3  # otherwise nothing has been tried
+    got = reference.logits(program, folded, IDS)
+    error = np.abs(got - expected)
+    if name in SPARSE and stored is eighth_bits:  # a router in few bits: some tokens go elsewhere
+        assert np.median(error) < 5e-3 * expected.std()
+    else:
+        assert error.max() < 2e-4 * np.abs(expected).max()
+
+
+def test_what_may_be_scaled() -> None:
+    """The input of o only where every query head has values of its own; that of olmo2's q, k and v
+    is the residual stream."""
+    makers = {}
+    for name, config in MODELS.items():
+        (layer, *_) = split(families.program(config))[1]
+        makers[name] = [shared.maker for shared in layer.inputs]
+        assert [shared.roles[0].split(".")[2] for shared in layer.inputs] == [
+            "attn_q", "attn_output", "ffn_gate", "ffn_down",
+        ]  # fmt: skip
+        assert makers[name][3] == Maker("layers.0.ffn_up", bias_of(config, "ffn_up"), False)
+    norms = {name: [each and each.norm for each in found[:3]] for name, found in makers.items()}
+    assert norms["llama"] == [True, None, True]
+    assert norms["llama, every head its own"] == [True, False, True]
+    assert norms["olmo2"] == [None, None, None]
+    assert makers["biases"][1] == Maker("layers.0.attn_v", "layers.0.attn_v.bias", False)
+
+
+def bias_of(config: ModelConfig, name: str) -> str | None:
+    return f"layers.0.{name}.bias" if name in config.biases else None
+
+
+def test_what_may_be_scaled_of_experts() -> None:
+    """The norm before them, with the router and all of them; each one's down through its up."""
+    (layer, *_) = split(families.program(SPARSE["mixtral"]))[1]
+    router = next(shared for shared in layer.inputs if shared.router)
+    assert router.roles == ("layers.0.ffn_gate_inp",)
+    assert router.maker == Maker("layers.0.ffn_norm", None, norm=True)
+    parts = ("gate", "up")
+    assert router.along == tuple(f"layers.0.ffn_{p}_exps.{e}" for p in parts for e in range(6))
+    first = [shared for shared in layer.inputs if shared.expert == 3]
+    assert [(shared.roles, shared.maker) for shared in first] == [
+        (("layers.0.ffn_gate_exps.3", "layers.0.ffn_up_exps.3"), None),
+        (("layers.0.ffn_down_exps.3",), Maker("layers.0.ffn_up_exps.3", None, norm=False)),
+    ]
+    assert not any(role.endswith(ROUTER) for role in layer.matrices)
+    assert len(layer.matrices) == 4 + 3 * 6
+
+
+@pytest.mark.parametrize("name", MODELS | SPARSE)
+def test_outputs_lose_less_than_by_rounding(name: str) -> None:
+    config = (MODELS | SPARSE)[name]
+    program = families.program(config)
+    weights = weights_of(config)
+    ratios = []
+    for layer, inputs in inputs_of(program, weights):
+        own = {role: weights[role] for role in layer.weights}
+        found, others = awq(SCHEME, layer, own, inputs, plain)
+        folded, scales, _ = fold(SCHEME, own, inputs, plain)
+        for shared, moments in inputs:
+            if shared.router or moments is None:
+                continue
+            for role in shared.roles:
+                second = moments.second
+                if role in scales:
+                    second = second / np.outer(scales[role], scales[role])
+                ours = relative_loss(folded[role], found[role].values(), second)
+                nearest = round_to_nearest(SCHEME, own[role]).values()
+                ratios.append(ours / relative_loss(own[role], nearest, moments.second))
+        assert all(own[role].ndim == 1 or role.endswith(ROUTER) for role in others)
+    assert np.mean(ratios) < 0.9
+    assert name in SPARSE or max(ratios) < 1.2
+
+
+def test_nothing_is_scaled_for_nothing() -> None:
+    """Weights that are on their grids already."""
+    moments = Moments(64)
+    moments.add(np.eye(64, dtype=np.float32))
+    weights = np.tile(np.arange(-7, 9, dtype=np.float32) / 8, (8, 4))
+    assert np.array_equal(round_to_nearest(SCHEME, weights).values(), weights)
+    assert best_scale(SCHEME, weights, moments) is None
+
+
+def test_dead_inputs_get_a_scale_that_is_finite() -> None:
+    moments = Moments(64)
+    x = np.random.default_rng(1).normal(size=(50, 64)).astype(np.float32)
+    x[:, [3, 60]] = 0.0
+    moments.add(x)
+    weights = np.random.default_rng(2).normal(size=(20, 64)).astype(np.float32)
+    scale = best_scale(SCHEME, weights, moments)
+    assert scale is None or (np.isfinite(scale).all() and (scale > 0).all())

@@ -1,6 +1,6 @@
 """What smaller numbers in the KV cache hold, and what they cost in fidelity.
 
-    python benchmarks/kv_dtypes.py [--model NAME=PATH] [--tokens 8000] [--context 2048] [--json FILE]
+    python benchmarks/kv_dtypes.py [--model NAME=PATH] [--tokens 8000] [--context 2048] [--json F]
 
 For each model and KV dtype: bytes a token, tokens in the same memory relative to bf16, and how far
 the next-token distributions are from those of the engine with an fp16 cache, the most precise one,

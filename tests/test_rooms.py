@@ -30,7 +30,14 @@ ENGINE: dict[str, set[str]] = {
         *("machine", "_native"),
     },
     "server": {
-        *("tools.plan.calibration", "engine", "scheduler", "sampling", "kv_cache.tiers", "loader"),
+        *(
+            "tools.plan.calibration",
+            "engine",
+            "scheduler",
+            "sampling",
+            "kv_cache.connectors",
+            "loader",
+        ),
         "machine",
     },
 }

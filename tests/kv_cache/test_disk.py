@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.tiering import FaultyDisk
-from octavo.kv_cache import ledger
-from octavo.kv_cache.arena import Bytes
-from octavo.kv_cache.digest import Key, after, root
-from octavo.kv_cache.disk import HEADER_BYTES, Disk
+from engine.connecting import FaultyDisk
+from octavo.kv_cache.block_hash import Key, after, root
+from octavo.kv_cache.connectors import disk_index
+from octavo.kv_cache.connectors.base import Bytes
+from octavo.kv_cache.connectors.disk import HEADER_BYTES, Disk
 from patience import PATIENCE
 
 SIZE = 4096
@@ -149,7 +149,7 @@ def test_nothing_bad_is_served(
         found = content(disk, name(number))
         if number in (1, 2, 3):
             assert found is None
-            assert not disk.holds(name(number))
+            assert not disk.lookup(name(number))
         else:
             assert found is not None
             assert (found == block(number)).all()
@@ -176,9 +176,9 @@ def test_what_has_vanished_is_a_miss(tmp_path: Path) -> None:
     disk = opened(tmp_path)
     disk.write(name(1), block(1))
     path(disk, name(1)).unlink()
-    assert disk.holds(name(1))
+    assert disk.lookup(name(1))
     assert content(disk, name(1)) is None
-    assert not disk.holds(name(1))
+    assert not disk.lookup(name(1))
     assert not disk.corrupted
 
 
@@ -225,15 +225,15 @@ def test_the_budget_is_kept_and_the_least_recently_used_goes(tmp_path: Path) -> 
         disk.write(name(number), block(number))
         assert disk.used <= 10 * FILE
         assert sum(f.stat().st_size for f in tmp_path.rglob("*-0")) <= 10 * FILE
-    assert disk.holds(name(0))
-    assert not disk.holds(name(1))
+    assert disk.lookup(name(0))
+    assert not disk.lookup(name(1))
     assert content(disk, name(13)) is not None
 
 
 def test_a_block_larger_than_the_budget_is_not_written(tmp_path: Path) -> None:
     disk = opened(tmp_path, budget=FILE - 1)
     disk.write(name(1), block(1))
-    assert not disk.holds(name(1))
+    assert not disk.lookup(name(1))
     assert not [*tmp_path.rglob("*-0")]
 
 
@@ -272,7 +272,7 @@ for _ in range(300):
     else:
         found = content(disk, name(number))
         wrong += found is not None and not (found == block(number)).all()
-disk._ledger.check()
+disk._index.check()
 print(wrong, disk.corrupted, disk.failed_reads, disk.failed_writes, disk.bytes_written > 0)
 """
 
@@ -339,10 +339,10 @@ def test_what_others_write_and_remove_is_seen_without_a_restart(tmp_path: Path) 
     one, other = (opened(tmp_path, budget=64 * FILE) for _ in range(2))
     other.write(name(1), block(1))
     one.write(name(2), block(2))
-    assert one.holds(name(1))
+    assert one.lookup(name(1))
     path(one, name(1)).unlink()
     one.write(name(3), block(3))
-    assert not one.holds(name(1))
+    assert not one.lookup(name(1))
     assert one.used == 2 * FILE
 
 
@@ -364,8 +364,8 @@ def test_room_is_made_without_listing_all_files(
     for number in range(1000, 1020):
         before = len(looked)
         disk.write(name(number), block(number))
-        assert disk.holds(name(number))
-        assert len(looked) - before <= ledger._AT_ONCE
+        assert disk.lookup(name(number))
+        assert len(looked) - before <= disk_index._AT_ONCE
     assert len(looked) < 100
 
 
@@ -378,8 +378,8 @@ def test_a_smaller_budget_is_reached_in_parts(tmp_path: Path) -> None:
         smaller.write(name(number), block(number))
     assert files(tmp_path) <= 100
     assert smaller.used == files(tmp_path) * FILE
-    assert smaller.holds(name(309))
-    assert not smaller.holds(name(0))
+    assert smaller.lookup(name(309))
+    assert not smaller.lookup(name(0))
 
 
 def test_what_another_server_has_used_stays(tmp_path: Path) -> None:
@@ -391,8 +391,8 @@ def test_what_another_server_has_used_stays(tmp_path: Path) -> None:
     assert content(other, name(0)) is not None
     for number in range(18, 24):
         one.write(name(number), block(number))
-    assert one.holds(name(0))
-    assert not one.holds(name(1))
+    assert one.lookup(name(0))
+    assert not one.lookup(name(1))
 
 
 def test_a_full_disk_stops_writing_for_a_while(
@@ -419,7 +419,7 @@ def test_a_full_disk_stops_writing_for_a_while(
     assert len(attempts) == 3  # the rest of what did not fit was tried
     assert disk.failed_writes == 2
     assert "No space left on device; nothing is written for 60 seconds" in caplog.text
-    assert not disk.holds(name(2))
+    assert not disk.lookup(name(2))
     assert content(disk, name(1)) is not None  # reading goes on
     assert len([file for file in tmp_path.rglob("*") if file.is_file()]) == 1
     monkeypatch.undo()
@@ -432,12 +432,12 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """Under a limit on the size of files, which the kernel keeps."""
     code = (
         "import resource, signal, sys; sys.path.insert(0, sys.argv[2]);"
-        "from kv.test_disk import *;"
+        "from kv_cache.test_disk import *;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "disk.write(name(2), block(2));"
-        "print(disk.failed_writes, disk.holds(name(2)), content(disk, name(1)) is not None)"
+        "print(disk.failed_writes, disk.lookup(name(2)), content(disk, name(1)) is not None)"
     )
     tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
@@ -461,14 +461,14 @@ def test_an_error_while_reading_is_a_miss_and_costs_no_file(
         patched.setattr(os, "readv", broken)
         assert content(disk, name(1)) is None
     assert (disk.corrupted, disk.failed_reads) == (0, 1)
-    assert disk.holds(name(1)) == (number == errno.ENOMEM)  # a bad sector is written over
+    assert disk.lookup(name(1)) == (number == errno.ENOMEM)  # a bad sector is written over
     assert content(opened(tmp_path), name(1)) is not None
 
 
 def test_without_descriptors_nothing_is_read_and_nothing_lost(tmp_path: Path) -> None:
     code = (
         "import os, resource, sys; sys.path.insert(0, sys.argv[2]);"
-        "from kv.test_disk import *;"
+        "from kv_cache.test_disk import *;"
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "one, two = os.open('/', os.O_RDONLY), os.open('/', os.O_RDONLY);"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (two + 1, two + 2));"
@@ -516,7 +516,7 @@ def test_a_system_full_of_faults(tmp_path: Path, seed: int) -> None:
             found = content(disk, name(number))
             hits += found is not None
             assert found is None or (found == block(number)).all()
-        disk._ledger.check()
+        disk._index.check()
     assert hits > 100
     assert disk.corrupted
     assert disk.failed_reads
@@ -531,7 +531,7 @@ def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> N
     again = opened(tmp_path, budget=3 * FILE)
     assert len(again) == 1
     assert unfinished.exists()
-    old = time.time() - 2 * ledger._ABANDONED
+    old = time.time() - 2 * disk_index._ABANDONED
     os.utime(unfinished, (old, old))
     opened(tmp_path)
     assert not unfinished.exists()
@@ -562,7 +562,7 @@ def test_nor_once_a_folder_has_been_made_again(tmp_path: Path, level: int) -> No
         if again:
             shutil.rmtree(made[level])
             disk.write(name(2), block(2))
-            disk._index.pop(name(1), None)
+            disk._keys.discard(name(1))
             disk.write(name(1), block(1))
         for each in made:
             assert each.stat().st_mode & 0o077 == 0

@@ -140,8 +140,8 @@ class Engine:
         self._alone: RequestState | None = None  # who alone could make the step fail
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
-        if scheduler.kv.tiers is not None:
-            scheduler.kv.tiers.arena = executor
+        if scheduler.kv.connectors is not None:
+            scheduler.kv.connectors.register_kv_caches(executor)
 
     # Requests
 
@@ -355,18 +355,18 @@ class Engine:
             self._end(state, FinishReason.SHED, deltas, why)
         self._alone = alone = self.scheduler.alone
         scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
-        tiers, copying = self.scheduler.kv.tiers, 0.0
-        if tiers is not None:
+        connectors, copying = self.scheduler.kv.connectors, 0.0
+        if connectors is not None:
             before = self.clock.now()
             self._alone = None  # what cannot be copied is nobody's fault
-            tiers.transfer()
+            connectors.transfer()
             self._alone = alone
             copying = self.clock.now() - before
         if scheduled is None:
             # Nothing is computed where something is being loaded, either.
-            reading = None if self.scheduler.prefilling else self.scheduler.kv.reading
-            if self.scheduler.waiting.fetching and reading is not None:
-                reading.wait(_FETCHING_WAIT)
+            prefetcher = None if self.scheduler.prefilling else self.scheduler.kv.prefetcher
+            if self.scheduler.waiting.fetching and prefetcher is not None:
+                prefetcher.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and self.speculator is not None:
             scheduled.probabilities = self.speculator.probabilities(scheduled.decodes)
@@ -409,8 +409,8 @@ class Engine:
         self.scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         self._alone = None
-        if tiers is not None:
-            tiers.after_step()
+        if connectors is not None:
+            connectors.after_step()
         stats = self._stats
         ended = self.clock.now()
         stats.schedule_seconds += ready - started
@@ -672,8 +672,8 @@ class Engine:
         if self.speculator is not None:
             self.speculator.close()
         self.flush()
-        if (tiers := self.scheduler.kv.tiers) is not None:
-            tiers.close()
+        if (connectors := self.scheduler.kv.connectors) is not None:
+            connectors.shutdown()
         self.executor.close()
         gc.unfreeze()  # what was loaded (engine/load.py) circles, and may be collected now
 
@@ -681,8 +681,8 @@ class Engine:
         """Write what is cached to the tier on disk, if there is one; it takes a few seconds at
         most.
         """
-        if (tiers := self.scheduler.kv.tiers) is not None:
+        if (connectors := self.scheduler.kv.connectors) is not None:
             try:
-                tiers.flush(self.scheduler.kv.index)
+                connectors.flush(self.scheduler.kv.index)
             except Exception:
                 logger.exception("the prefix cache could not be written")

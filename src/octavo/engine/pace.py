@@ -1,5 +1,5 @@
 """How long a step will take: the one in the making, so that it can be made to end in time, and one
-that would compute what another tier of the cache holds (engine/recompute.py).
+that would compute what a KV connector holds (engine/recompute.py).
 
 The cost model says it, from rates that belong to this machine (a calibration's) or from guesses.
 What steps really take corrects both: a machine that others use, or that grows warm, is a fifth

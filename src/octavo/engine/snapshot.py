@@ -133,7 +133,7 @@ def _request(engine: Engine, state: RequestState, now: float) -> RequestSnapshot
             shown, done = "paused", record.prompt_tokens
         if seq.status is Status.PREFILLING:
             shown, done = "prefill", 0
-            if not kv.loading.num_blocks(seq.slot):
+            if not kv.num_to_load(seq.slot):
                 done = int(kv.num_tokens[seq.slot])
     return RequestSnapshot(
         id=record.request_id,

@@ -11,7 +11,7 @@ from itertools import chain, takewhile
 from typing import NamedTuple
 
 from octavo.kv_cache.cache import KvCache
-from octavo.kv_cache.finding import Hit
+from octavo.kv_cache.prefix_lookup import Hit
 from octavo.scheduler import admission
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.policies.base import Policy

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import islice, repeat
@@ -21,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from octavo.kv_cache.cache import Int32, KvCache
-from octavo.kv_cache.finding import NO_HIT, Hit
 from octavo.kv_cache.layout import KvLayout
-from octavo.kv_cache.prefix import Hash, chain_hash
+from octavo.kv_cache.prefix_index import Hash, chain_hash
+from octavo.kv_cache.prefix_lookup import NO_HIT, Hit
 from octavo.scheduler import admission
 from octavo.scheduler.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.scheduler.budget import Budget, Timing
@@ -77,8 +78,7 @@ class Scheduler:
         self.prompt_tokens = 0  # of requests that have begun
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self.prefix_hits_host = 0  # of these, from host memory,
-        self.prefix_hits_disk = 0  # and from disk
+        self.external_hits: Counter[str] = Counter()  # of these, loaded, by connector
         self.swapped_tokens = 0  # of preempted sequences, taken back from there
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
@@ -173,7 +173,7 @@ class Scheduler:
                     self.waiting.remove(seq)
                 else:
                     continue
-                self.waiting.end_ahead(seq)
+                self.waiting.end_prefetch(seq)
                 seq.status = Status.HELD
                 self.held.append(seq)
 
@@ -183,8 +183,8 @@ class Scheduler:
         if seq.slot >= 0:
             return self._missing(seq)
         cached = self._lookup(seq).num_tokens
-        if seq.status is Status.FETCHING and seq.ahead is not None:
-            cached = max(cached, seq.ahead.num_tokens)  # it is on its way
+        if seq.status is Status.FETCHING and seq.prefetch is not None:
+            cached = max(cached, seq.prefetch.num_tokens)  # it is on its way
         return len(seq.token_ids) - cached
 
     # A step
@@ -283,7 +283,7 @@ class Scheduler:
         """As many of the sequence's missing tokens as budget and blocks allow; none before all that
         is cached of it is in the pool.
         """
-        if self.kv.loading.num_blocks(seq.slot) and not self._load(seq, budget):
+        if self.kv.num_to_load(seq.slot) and not self._load(seq, budget):
             return None
         missing = self._missing(seq)
         start = len(seq.token_ids) - missing
@@ -295,7 +295,7 @@ class Scheduler:
             count = budget.fit(start, missing, scored=scored, half=True)
         if count < 1:
             return None
-        while (room := self.kv.room(seq.slot)) < 1 and (last := self._last()) is not seq:
+        while (room := self.kv.capacity(seq.slot)) < 1 and (last := self._last()) is not seq:
             self._preempt(last)
         count = min(count, room)
         if count < 1:
@@ -308,7 +308,7 @@ class Scheduler:
     def _load(self, seq: Sequence, budget: Budget) -> bool:
         """As many blocks of the sequence's hit as budget and pool allow. Whether that is all."""
         kv = self.kv
-        each, to_load = kv.seconds_to_load(seq.slot), kv.loading.num_blocks(seq.slot)
+        each, to_load = kv.seconds_to_load(seq.slot), kv.num_to_load(seq.slot)
         count = budget.blocks(to_load, each)
         while count and not kv.pool.num_free and (last := self._last()) is not seq:
             self._preempt(last)
@@ -323,7 +323,7 @@ class Scheduler:
         missing = len(seq.token_ids) - end
         if not missing or seq.owner.scores_prompt:
             return chunk
-        more = min(budget.fit(end, missing), self.kv.room(seq.slot) - count)
+        more = min(budget.fit(end, missing), self.kv.capacity(seq.slot) - count)
         if more < 1:
             return chunk
         self.kv.reserve(seq.slot, count + more)
@@ -377,7 +377,7 @@ class Scheduler:
         # Where steps have a target, what is in another tier is copied in as they have time for it.
         at_once = self.config.itl_target is None
         seq.slot = self.kv.open(hit, seq.owner.request.cache_salt, at_once=at_once)
-        self.waiting.end_ahead(seq)
+        self.waiting.end_prefetch(seq)
         seq.sought = True  # or will never be: what it has is in the pool from now on
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, len(seq.token_ids) + seq.num_to_come - 1)
@@ -540,7 +540,7 @@ class Scheduler:
             if self.config.memory == "paged":
                 for seq, draft in zip(decodes, drafts or (), strict=False):
                     if draft:
-                        kv.settle(seq.slot)
+                        kv.trim(seq.slot)
         for chunk in scheduled.chunks:
             seq, start, size = chunk
             if seq.slot < 0:
@@ -569,7 +569,7 @@ class Scheduler:
         if hit is None:
             return
         if owner.counted:
-            self.swapped_tokens += hit.num_host_tokens + hit.num_disk_tokens
+            self.swapped_tokens += sum(tokens for _, tokens in hit.external_tokens)
             return
         owner.counted = True
         owner.record.cached_tokens = hit.num_tokens
@@ -577,8 +577,7 @@ class Scheduler:
         if self.config.enable_prefix_caching and not owner.scores_prompt:
             self.prefix_queries += owner.num_prompt_tokens
             self.prefix_hits += hit.num_tokens
-            self.prefix_hits_host += hit.num_host_tokens
-            self.prefix_hits_disk += hit.num_disk_tokens
+            self.external_hits.update(dict(hit.external_tokens))
 
     # Many steps at once
 
@@ -588,11 +587,11 @@ class Scheduler:
         maximum, and blocks suffice. 0 where that is not certain.
         """
         quiet = self.decoding and not (self.prefilling or self._suspects or self.kv.shared_tails)
-        if not quiet or self.kv.tiers is not None or self._may_admit():
+        if not quiet or self.kv.connectors is not None or self._may_admit():
             return 0
         self._update_decode_slots()
         limit = min(seq.num_to_come for seq in self.decoding) - 1
-        return self.kv.steps_of_room(self._builder.decode_slots, limit)
+        return self.kv.max_steps(self._builder.decode_slots, limit)
 
     def _may_admit(self) -> bool:
         """Whether somebody may be let in, or be sent away, although nobody has left since the last
@@ -625,7 +624,7 @@ class Scheduler:
         self.policy.drew(self.decoding, repeat(tokens.shape[1]))
         for seq, run in zip(self.decoding, tokens, strict=True):
             seq.token_ids.frombytes(run.tobytes())
-        self.kv.go_on(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
+        self.kv.advance_steps(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
         self._builder.last_token[slots] = tokens[:, -1]
 
     def _begin_decoding(self, seq: Sequence) -> None:
@@ -653,7 +652,7 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq.status is Status.HELD:
             self.held.remove(seq)
-        self.waiting.end_ahead(seq)
+        self.waiting.end_prefetch(seq)
         self._served.discard(seq)
         seq.status = Status.FINISHED
         seq.owner.record.finish_reasons[seq.choice] = reason
@@ -714,7 +713,7 @@ class Scheduler:
             if any(seq.slot >= 0 for seq in state.sequences):
                 suspects.append(state)
             for seq in state.sequences:
-                seq.ahead = None  # the cache, as it was emptied, has let go of what was read
+                seq.prefetch = None  # the cache, as it was emptied, has unpinned what was loaded
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     seq.status = Status.WAITING
@@ -740,8 +739,8 @@ class Scheduler:
         kv = self.kv
         if kv.num_branches:
             raise RuntimeError("a branch has outlived its step")
-        if kv.tiers is not None and kv.tiers.memory.num_pinned:
-            raise RuntimeError("no request is left, but blocks of the host tier are pinned")
+        if kv.connectors is not None and kv.connectors.staging.num_pinned:
+            raise RuntimeError("no request is left, but blocks in host memory are pinned")
         if (
             self.has_work()
             or self.held
@@ -755,7 +754,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Cache, queue and running sequences agree; `RuntimeError` otherwise."""
-        self.kv.check()
+        self.kv.check(seq.prefetch for seq in self.waiting if seq.prefetch is not None)
         if self.kv.num_branches:
             raise RuntimeError("a branch has outlived its step")
         running = self.decoding + self.prefilling
@@ -770,6 +769,3 @@ class Scheduler:
             raise RuntimeError("slots are reserved for nobody")
         if self.waiting.tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")
-        if self.kv.tiers is not None:
-            pins = (seq.ahead for seq in self.waiting if seq.ahead is not None)
-            self.kv.tiers.check(pins, len(self.kv.loading))

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from octavo.kv_cache.finding import Hit
-from octavo.kv_cache.read_ahead import ReadAhead
+from octavo.kv_cache.connectors.prefetch import Prefetch
+from octavo.kv_cache.prefix_lookup import Hit
 from octavo.scheduler.request import Request, RequestRecord
 
 
@@ -37,7 +37,7 @@ class Sequence:
     num_scored: int = 0  # prompt positions whose logprobs have been delivered
     queued: float = 0.0  # clock seconds when it joined the queue last
     stood: float = 0.0  # seconds that it stood at the head of its line: the policy's
-    ahead: ReadAhead | None = None  # what is read for it, until it is let in
+    prefetch: Prefetch | None = None  # what is loaded for it, until it is admitted
     sought: bool = False  # on disk
     hit: Hit | None = None  # that it was let in with, until its first chunk has been computed
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules

@@ -44,4 +44,6 @@ def test_it_follows_the_pace() -> None:
 def test_a_guess_is_not_believed_to_be_too_slow() -> None:
     """Of a machine not known yet: it may be several times as fast as the guess."""
     known, unknown = Pace(COSTS, guessed(2)), Pace(COSTS, guessed(2), measured=False)
-    assert RecomputeCost(unknown, 100).seconds(0, 100) < RecomputeCost(known, 100).seconds(0, 100) / 5
+    assert (
+        RecomputeCost(unknown, 100).seconds(0, 100) < RecomputeCost(known, 100).seconds(0, 100) / 5
+    )

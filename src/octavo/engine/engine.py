@@ -333,6 +333,7 @@ class Engine:
             self._let_go()
         except Exception as error:
             self._start_over(error, deltas, guilty=self._alone)
+        self.scheduler.kv.events.deliver()
         return deltas
 
     def _let_go(self) -> None:

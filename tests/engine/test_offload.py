@@ -1,5 +1,5 @@
-"""Tiers of a loaded engine: the same bits from wherever they come, also in another process, and
-nothing from another model, tokenizer, rounding or build.
+"""Connectors of a loaded engine: the same bits wherever blocks come from, also in another process,
+and no block of another model, tokenizer, rounding or numerics version.
 """
 
 from __future__ import annotations
@@ -146,14 +146,11 @@ def test_one_weight_that_differs(tmp_path: Path) -> None:
     assert cached_by(tmp_path / "altered.gguf", folder) == 0
 
 
-def test_another_tokenizer_or_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
     assert cached_by(model, folder) == 0
     with monkeypatch.context() as changed:
         changed.setattr(offload, "_tokenizer_digest", lambda tokenizer: b"another")
-        assert cached_by(model, folder) == 0
-    with monkeypatch.context() as changed:
-        changed.setattr(offload, "build_digest", lambda: b"another")
         assert cached_by(model, folder) == 0
     assert cached_by(model, folder) == 96
 
@@ -199,27 +196,19 @@ def test_a_tokenizer_is_told_from_another() -> None:
     assert offload._tokenizer_digest(stop) != offload._tokenizer_digest(one)
 
 
-def test_a_build_is_told_from_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line of code or a byte of the kernels."""
-    package = tmp_path / "octavo"
-    for name in (
-        "__init__.py",
-        "executor/native/lower.py",
-        "models/rope.py",
-        "server/app.py",
-        "_native.so",
-    ):
-        file = package / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text("1")
-    monkeypatch.setattr(octavo, "__file__", str(package / "__init__.py"))
-    known = {offload.build_digest()}
-    for name in ("executor/native/lower.py", "models/rope.py", "_native.so"):
-        (package / name).write_text("2")
-        known.add(offload.build_digest())
-    assert len(known) == 4
-    (package / "server/app.py").write_text("2")
-    assert offload.build_digest() in known
+def test_the_digest_names_the_numerics_and_not_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache outlives a release that computes the same bits, whatever changes in its text."""
+    model, folder = ORACLES / "tiny-llama.gguf", tmp_path / "cache"
+    assert cached_by(model, folder) == 0
+    with monkeypatch.context() as changed:
+        changed.setattr(octavo, "__version__", "another")
+        changed.setattr(Path, "read_bytes", None)
+        assert cached_by(model, folder) == 96
+    with monkeypatch.context() as changed:
+        changed.setattr(offload, "NUMERICS_VERSION", offload.NUMERICS_VERSION + 1)
+        assert cached_by(model, folder) == 0
 
 
 # Settings

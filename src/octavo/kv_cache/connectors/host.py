@@ -123,7 +123,8 @@ class HostMemory(KvConnector):
 
     def row(self, key: Key) -> Bytes:
         """Return the block's bytes [block_bytes], in place."""
-        return self.data[self._slots[key]]
+        row: Bytes = self.data[self._slots[key]]
+        return row
 
     def origin(self, key: Key) -> str:
         """Return the connector that the block came from; this one once it has been used."""

@@ -48,6 +48,19 @@ def _of_all(figure: Figure) -> Callable[[EngineStats], float]:
     return lambda stats: sum(_by_connector(stats, figure).values())
 
 
+def _copied_bytes(name: str) -> _Readings:
+    """Return the readings of bytes that a connector other than host memory has copied."""
+    return _Readings(
+        f"kv_offload_{name}_bytes",
+        f"Bytes copied between host memory and {name}.",
+        "transfer",
+        lambda s: {
+            f"{NAMES[0]}_to_{name}": _by_connector(s, lambda c: c.saved_bytes)[name],
+            f"{name}_to_{NAMES[0]}": _by_connector(s, lambda c: c.loaded_bytes)[name],
+        },
+    )
+
+
 GAUGES = (
     _Reading("num_requests_running", "Sequences in the batch.", lambda s: s.running),
     _Reading("num_requests_waiting", "Sequences waiting, preempted ones too.", lambda s: s.waiting),
@@ -280,18 +293,7 @@ CONNECTOR_COUNTERS_BY = (
             f"{NAMES[0]}_to_device": _by_connector(s, lambda c: c.loaded_blocks)[NAMES[0]],
         },
     ),
-    *(
-        _Readings(
-            f"kv_offload_{name}_bytes",
-            f"Bytes copied between host memory and {name}.",
-            "transfer",
-            lambda s, name=name: {  # type: ignore[misc]
-                f"{NAMES[0]}_to_{name}": _by_connector(s, lambda c: c.saved_bytes)[name],
-                f"{name}_to_{NAMES[0]}": _by_connector(s, lambda c: c.loaded_bytes)[name],
-            },
-        )
-        for name in NAMES[1:]
-    ),
+    *map(_copied_bytes, NAMES[1:]),
     _Readings(
         "kv_offload_fetches",
         "Requests that waited for the disk, and got all of it in time or computed the rest (late).",

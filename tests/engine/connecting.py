@@ -17,7 +17,7 @@ from octavo.engine.clock import VirtualClock
 from octavo.kv_cache.block_hash import Key
 from octavo.kv_cache.connectors import disk as disk_module
 from octavo.kv_cache.connectors import disk_index, folders
-from octavo.kv_cache.connectors.base import Bytes, ConnectorStats, KvConnector
+from octavo.kv_cache.connectors.base import Bytes, KvConnector
 from octavo.kv_cache.connectors.disk import HEADER_BYTES, Disk
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.manager import ConnectorManager
@@ -55,8 +55,6 @@ class FakeDisk(Disk):
         self._now = time.monotonic
         self.budget = 1 << 30
         self.block_bytes = block_bytes
-        self.bytes_read = self.bytes_written = 0
-        self.corrupted = self.failed_reads = self.failed_writes = 0
         self.files: dict[Key, Bytes] = {}
         self._rng = random.Random(seed)
 
@@ -74,16 +72,16 @@ class FakeDisk(Disk):
         if self._rng.random() < 0.1 or key not in self.files:
             self.files.pop(key, None)
             into[:] = 255
-            self.corrupted += 1
+            self.counters.corrupted_blocks += 1
             return False
         into[:] = self.files[key]
-        self.bytes_read += self.block_bytes
+        self.counters.loaded_bytes += self.block_bytes
         return True
 
     def write(self, key: Key, data: Bytes) -> None:
         if self._rng.random() < 0.9:
             self.files[key] = data.copy()
-            self.bytes_written += self.block_bytes
+            self.counters.saved_bytes += self.block_bytes
 
 
 _MAY_FAIL = frozenset(
@@ -213,9 +211,6 @@ class Remote(KvConnector):
 
     def shutdown(self) -> None:
         self.deliver(True)
-
-    def stats(self) -> ConnectorStats:
-        return ConnectorStats(blocks=len(self.blocks))
 
 
 class Instant(Remote):

@@ -91,7 +91,7 @@ class Whole(FakeDisk):
         if key not in self.files:
             return False
         into[:] = self.files[key]
-        self.bytes_read += self.block_bytes
+        self.counters.loaded_bytes += self.block_bytes
         return True
 
     def write(self, key: Any, data: Any) -> None:

@@ -62,7 +62,7 @@ def test_written_read_and_found_again(tmp_path: Path) -> None:
         assert found is not None
         assert (found == block(number)).all()
         assert content(again, name(number, 7)) is None
-    assert not again.corrupted
+    assert not again.counters.corrupted_blocks
 
 
 def cut(file: Path, rng: random.Random) -> None:
@@ -153,7 +153,7 @@ def test_nothing_bad_is_served(
         else:
             assert found is not None
             assert (found == block(number)).all()
-    assert disk.corrupted == 3
+    assert disk.counters.corrupted_blocks == 3
     assert len([r for r in caplog.records if "is dropped" in r.message]) == 1
     # And its place is good for a right one again.
     disk.write(name(2), block(2))
@@ -169,7 +169,7 @@ def test_a_header_altered_anywhere_is_refused(tmp_path: Path) -> None:
         whole[place] ^= 0xFF
         file.write_bytes(whole)
         assert content(disk, name(place)) is None
-    assert disk.corrupted == HEADER_BYTES
+    assert disk.counters.corrupted_blocks == HEADER_BYTES
 
 
 def test_what_has_vanished_is_a_miss(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_what_has_vanished_is_a_miss(tmp_path: Path) -> None:
     assert disk.lookup(name(1))
     assert content(disk, name(1)) is None
     assert not disk.lookup(name(1))
-    assert not disk.corrupted
+    assert not disk.counters.corrupted_blocks
 
 
 def test_a_folder_removed_while_it_is_used(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_a_folder_removed_while_it_is_used(tmp_path: Path) -> None:
     disk.write(name(2), block(2))
     assert content(disk, name(1)) is None
     assert content(disk, name(2)) is not None
-    assert not disk.failed_writes
+    assert not disk.counters.failed_saves
 
 
 def test_names_that_are_not_ours_are_left_alone(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_another_engine_shares_nothing_but_the_budget(tmp_path: Path) -> None:
     found = content(one, name(3))
     assert found is not None
     assert (found == block(3)).all()
-    assert not one.corrupted
+    assert not one.counters.corrupted_blocks
 
 
 SERVE = """
@@ -273,7 +273,8 @@ for _ in range(300):
         found = content(disk, name(number))
         wrong += found is not None and not (found == block(number)).all()
 disk._index.check()
-print(wrong, disk.corrupted, disk.failed_reads, disk.failed_writes, disk.bytes_written > 0)
+c = disk.counters
+print(wrong, c.corrupted_blocks, c.failed_loads, c.failed_saves, c.saved_bytes > 0)
 """
 
 
@@ -328,7 +329,7 @@ def test_two_engines_of_one_process_write_the_same_block(tmp_path: Path) -> None
         thread.start()
     for thread in threads:
         thread.join()
-    assert not one.failed_writes + other.failed_writes
+    assert not one.counters.failed_saves + other.counters.failed_saves
     again = opened(tmp_path)
     assert len(again) == 100
     assert all(content(again, name(number)) is not None for number in range(100))
@@ -417,7 +418,7 @@ def test_a_full_disk_stops_writing_for_a_while(
     clock[0] = 61
     disk.write(name(2), block(2))
     assert len(attempts) == 3  # the rest of what did not fit was tried
-    assert disk.failed_writes == 2
+    assert disk.counters.failed_saves == 2
     assert "No space left on device; nothing is written for 60 seconds" in caplog.text
     assert not disk.lookup(name(2))
     assert content(disk, name(1)) is not None  # reading goes on
@@ -437,7 +438,8 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
         "disk.write(name(2), block(2));"
-        "print(disk.failed_writes, disk.lookup(name(2)), content(disk, name(1)) is not None)"
+        "print(disk.counters.failed_saves, disk.lookup(name(2)), "
+        "content(disk, name(1)) is not None)"
     )
     tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
@@ -460,7 +462,7 @@ def test_an_error_while_reading_is_a_miss_and_costs_no_file(
     with monkeypatch.context() as patched:
         patched.setattr(os, "readv", broken)
         assert content(disk, name(1)) is None
-    assert (disk.corrupted, disk.failed_reads) == (0, 1)
+    assert (disk.counters.corrupted_blocks, disk.counters.failed_loads) == (0, 1)
     assert disk.lookup(name(1)) == (number == errno.ENOMEM)  # a bad sector is written over
     assert content(opened(tmp_path), name(1)) is not None
 
@@ -474,7 +476,8 @@ def test_without_descriptors_nothing_is_read_and_nothing_lost(tmp_path: Path) ->
         "resource.setrlimit(resource.RLIMIT_NOFILE, (two + 1, two + 2));"
         "none = content(disk, name(1)) is None; os.close(one);"
         "none = none and content(disk, name(1)) is None; os.close(two);"
-        "print(none, disk.corrupted, disk.failed_reads, content(disk, name(1)) is not None)"
+        "print(none, disk.counters.corrupted_blocks, disk.counters.failed_loads, "
+        "content(disk, name(1)) is not None)"
     )
     tests = str(Path(__file__).parents[1])
     ran = subprocess.run(
@@ -499,7 +502,7 @@ def test_what_comes_in_pieces_is_put_together(
     found = content(disk, name(1))
     assert found is not None
     assert (found == block(1)).all()
-    assert not disk.failed_writes
+    assert not disk.counters.failed_saves
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -518,9 +521,9 @@ def test_a_system_full_of_faults(tmp_path: Path, seed: int) -> None:
             assert found is None or (found == block(number)).all()
         disk._index.check()
     assert hits > 100
-    assert disk.corrupted
-    assert disk.failed_reads
-    assert disk.failed_writes
+    assert disk.counters.corrupted_blocks
+    assert disk.counters.failed_loads
+    assert disk.counters.failed_saves
 
 
 def test_unfinished_files_are_nothing_and_go_when_abandoned(tmp_path: Path) -> None:

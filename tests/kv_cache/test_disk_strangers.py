@@ -54,7 +54,7 @@ def test_a_huge_file_with_holes_takes_nobodys_place(tmp_path: Path, reopened: bo
     assert good(disk, *range(13))
     assert not disk.lookup(name(50))
     assert not hole.exists()
-    assert (disk.corrupted, disk.used) == (1, 13 * FILE)
+    assert (disk.counters.corrupted_blocks, disk.used) == (1, 13 * FILE)
     disk.write(name(50), block(50))
     assert good(disk, 50)
 
@@ -154,7 +154,7 @@ def test_what_is_no_file(tmp_path: Path, put: Callable[[Path, Path], None], when
         disk.write(name(1), block(1))
     elif when == "running":
         assert content(disk, name(1)) is None
-        assert disk.corrupted == 1
+        assert disk.counters.corrupted_blocks == 1
     disk.write(name(1), block(1))  # its place is good for a block
     if not disk.lookup(name(1)):  # once a folder has been removed from it
         disk.write(name(1), block(1))
@@ -173,7 +173,7 @@ def test_a_folder_with_something_in_it_stays_and_stops_nothing_else(tmp_path: Pa
     assert not disk.lookup(name(5))
     assert good(disk, 0, 1, 6)
     assert (file / "notes").read_bytes() == b"mine"
-    assert disk.failed_writes == 1
+    assert disk.counters.failed_saves == 1
 
 
 @pytest.mark.parametrize("put", [pipe, sock, device, link, link_to_nothing, link_to_a_folder])
@@ -197,7 +197,7 @@ def test_what_is_no_folder_in_a_shards_place_stops_no_other(
             disk.write(name(number), block(number))
     assert not disk.lookup(name(5))
     assert good(disk, *(number for number in range(40) if number != 5))
-    assert (disk.failed_writes, disk.corrupted) == (3, 0)
+    assert (disk.counters.failed_saves, disk.counters.corrupted_blocks) == (3, 0)
     [warning] = caplog.records
     assert f"{path(disk, name(5))}: cannot be written: Not a directory" in warning.message
     assert [each.name for each in outside.iterdir()] == ["file"]
@@ -220,7 +220,7 @@ def test_nor_does_a_shard_that_may_not_be_entered(
     monkeypatch.setattr(os, "open", refused)
     for each in range(10):
         disk.write(name(each), block(each))
-    assert disk.failed_writes == 1
+    assert disk.counters.failed_saves == 1
     assert good(disk, *(each for each in range(10) if each != 5))
 
 
@@ -312,7 +312,7 @@ def test_a_file_that_may_not_be_read_is_written_anew(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refused)
         assert content(disk, name(1)) is None
-    assert (disk.corrupted, disk.failed_reads) == (0, 1)
+    assert (disk.counters.corrupted_blocks, disk.counters.failed_loads) == (0, 1)
     assert path(disk, name(1)).exists()
     disk.write(name(1), block(1))
     assert good(disk, 0, 1)
@@ -365,7 +365,7 @@ def test_a_folder_that_vanishes_and_a_file_in_its_place(tmp_path: Path, level: i
         disk.write(name(number), block(number))
     assert gone.read_bytes() == b"mine"
     assert not disk.lookup(name(2))
-    assert disk.failed_writes == (1 if level == 3 else 1 + len(more))
+    assert disk.counters.failed_saves == (1 if level == 3 else 1 + len(more))
     if level == 3:
         assert good(disk, *more)
     gone.unlink()
@@ -394,7 +394,11 @@ def test_the_smaller_of_two_budgets_holds_while_it_writes(tmp_path: Path) -> Non
         large.write(name(number), block(number))
     assert good(large, *range(2000, 2100))
     for disk in (small, large):
-        assert not disk.corrupted + disk.failed_reads + disk.failed_writes
+        assert (
+            not disk.counters.corrupted_blocks
+            + disk.counters.failed_loads
+            + disk.counters.failed_saves
+        )
         disk._index.check()
 
 

@@ -227,7 +227,7 @@ class KvCache:
                 self._to_load[slot] = to_load
                 if at_once:
                     self.load(slot, len(to_load))
-            self.connectors.cost.skipped_hits += hit.skipped
+            self.connectors.staging.counters.skipped_hits += hit.skipped
         return slot
 
     def _nodes(self, hit: Hit, salt: str | None) -> list[Node]:
@@ -511,7 +511,7 @@ class KvCache:
                 if block >= 0:
                     index.put(node, group, block)
                     if saves is not None:
-                        saves.add(node, group, block)
+                        saves.queue.append((node, group, block))
             last = node
         else:
             self._tip[slot] = last

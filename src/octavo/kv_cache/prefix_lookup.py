@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from octavo.kv_cache.block_hash import Key, after
@@ -62,7 +62,7 @@ class PrefixLookup:
         connectors, size = self.connectors, self.block_size
         if connectors is None or hit.num_blocks == len(tokens) // size or connectors.paused:
             return hit
-        longer = self._longest(tokens, salt, connectors.find_staged)
+        longer = self._longest(tokens, salt, connectors.all[:1])
         more = longer.num_tokens - hit.num_tokens
         if more <= 0:
             return hit
@@ -88,7 +88,7 @@ class PrefixLookup:
         connectors = self.connectors
         if connectors is None or connectors.prefetcher is None or connectors.paused:
             return None
-        found = self._longest(tokens, salt, connectors.find)
+        found = self._longest(tokens, salt, connectors.all)
         near = self.lookup(tokens, salt).num_tokens
         blocks = [(key, who) for _, key, who in found.missing if who is not connectors.staging]
         if not blocks or found.num_tokens <= near:
@@ -99,16 +99,16 @@ class PrefixLookup:
         self,
         tokens: array[int],
         salt: str | None,
-        find: Callable[[Key], KvConnector | None] | None = None,
+        among: Sequence[KvConnector] = (),
     ) -> Hit:
-        """Return the longest prefix that every group can use. ``find`` returns who has a block that
-        the pool does not hold; None: such blocks are not used.
+        """Return the longest prefix that every group can use, of blocks in the pool and, by the
+        first that has them, blocks of the connectors ``among``.
         """
         index, size = self.index, self.block_size
         root = (salt or "").encode()
         node = index.find(None, root)
         hashes, key = None, 0
-        if find is not None and self.connectors is not None:
+        if among and self.connectors is not None:
             hashes, key = self.connectors.hashes, index.child_key(0, root)
             digest, keys = hashes.root(root), {key}
         if node is None and (hashes is None or index.has_key(key)):
@@ -141,12 +141,15 @@ class PrefixLookup:
             for group, window in enumerate(self._windows):
                 if node is not None and node.blocks[group] >= 0:
                     runs[group] += 1
-                elif find is not None and (who := find((digest, group))) is not None:
-                    runs[group] += 1
-                    missing.append((at, (digest, group), who))
-                    held = True
                 else:
-                    runs[group] = 0
+                    for who in among:
+                        if who.lookup((digest, group)):
+                            runs[group] += 1
+                            missing.append((at, (digest, group), who))
+                            held = True
+                            break
+                    else:
+                        runs[group] = 0
                 first = 0 if window is None else max(0, position - window + 1) // size
                 usable = usable and runs[group] > at - first
             if usable:

@@ -63,7 +63,6 @@ class TransferCost:
         # A block loaded in the last step that did, with the one saved before it is overwritten: a
         # mean is slow to follow when it takes longer.
         self._last_step = Measured(block_bytes / _SLOW_BANDWIDTH, now, recent=1.0)
-        self.skipped_hits = 0  # because computing was predicted to take less time
         self._tokens_per_block = tokens_per_block
         self._compute_seconds = compute_seconds
         self._step_tokens = step_tokens

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ class BlockTransfer(Protocol):
     def import_blocks(self, blocks: Int32, data: Bytes) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ConnectorStats:
     """Sizes now, and counters since the start, of one connector. Bytes and blocks are of KV."""
 
@@ -76,6 +76,7 @@ class KvConnector(ABC):
     def __init__(self) -> None:
         self.events = EventQueue()  # the manager replaces it by the engine's
         self.arrived = threading.Event()  # set when a load is over
+        self.counters = ConnectorStats()  # those that `stats` completes with sizes
         # Loads and saves that are over. Any thread appends, the engine's removes.
         self._loaded: deque[Loaded] = deque()
         self._saved: deque[Key] = deque()
@@ -112,5 +113,6 @@ class KvConnector(ABC):
     def shutdown(self) -> None:  # noqa: B027
         """Stop threads and close connections."""
 
-    @abstractmethod
-    def stats(self) -> ConnectorStats: ...
+    def stats(self) -> ConnectorStats:
+        """Return the counters and the sizes now."""
+        return replace(self.counters)

@@ -31,6 +31,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,11 +77,6 @@ class Disk(KvConnector):
         super().__init__()
         self.budget = budget
         self.block_bytes = block_bytes
-        self.bytes_read = 0
-        self.bytes_written = 0
-        self.corrupted = 0  # files that did not have the content that their name says
-        self.failed_reads = 0  # files that could not be read, whatever they are
-        self.failed_writes = 0
         self._engine = engine.ljust(DIGEST_BYTES, b"\0")[:DIGEST_BYTES]
         self._root = str(folder / FORMAT)
         self._folder = self._engine.hex()[:16]
@@ -145,15 +141,11 @@ class Disk(KvConnector):
         self._writer.close(1.0)
 
     def stats(self) -> ConnectorStats:
-        return ConnectorStats(
+        return replace(
+            self.counters,
             blocks=len(self),
             used_bytes=self.used,
             capacity_bytes=self.budget,
-            saved_bytes=self.bytes_written,
-            loaded_bytes=self.bytes_read,
-            corrupted_blocks=self.corrupted,
-            failed_loads=self.failed_reads,
-            failed_saves=self.failed_writes,
         )
 
     # In the threads
@@ -176,7 +168,7 @@ class Disk(KvConnector):
             self._index.gone(path)
             return False
         self._index.use(path)
-        self.bytes_read += self.block_bytes
+        self.counters.loaded_bytes += self.block_bytes
         return True
 
     def write(self, key: Key, data: Bytes) -> None:
@@ -193,7 +185,7 @@ class Disk(KvConnector):
             self._count_unwritten(path, error)
             return
         self._index.add(path, size)
-        self.bytes_written += self.block_bytes
+        self.counters.saved_bytes += self.block_bytes
         self._add(key)
 
     def _add(self, key: Key) -> None:
@@ -258,8 +250,8 @@ class Disk(KvConnector):
 
     def _discard(self, path: str, why: str) -> bool:
         """Count a file and remove it; return whether it could be removed."""
-        self.corrupted += 1
-        if self.corrupted == 1:
+        self.counters.corrupted_blocks += 1
+        if self.counters.corrupted_blocks == 1:
             self._warn(path, f"{why}; it is dropped")
         folder, name = os.path.split(path)
         try:
@@ -270,7 +262,7 @@ class Disk(KvConnector):
         return True
 
     def _count_unwritten(self, path: str, error: OSError) -> None:
-        self.failed_writes += 1
+        self.counters.failed_saves += 1
         if isinstance(error, IsADirectoryError):
             self._discard(path, "a folder in its place")
         elif error.errno not in _ONE_FOLDER:
@@ -282,8 +274,8 @@ class Disk(KvConnector):
             self._warn(path, f"cannot be written: {error.strerror or error}")
 
     def _count_unread(self, key: Key, path: str, error: OSError) -> None:
-        self.failed_reads += 1
-        if self.failed_reads == 1:
+        self.counters.failed_loads += 1
+        if self.counters.failed_loads == 1:
             self._warn(path, f"cannot be read: {error.strerror or error}")
         if error.errno not in _TEMPORARY:  # then it is written again once it has been computed
             self._remove(key)

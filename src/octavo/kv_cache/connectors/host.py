@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -56,11 +57,9 @@ class HostMemory(KvConnector):
         self._saved.append(key)
 
     def stats(self) -> ConnectorStats:
-        size = self.data.shape[1]
-        return ConnectorStats(
-            blocks=len(self),
-            used_bytes=len(self) * size,
-            capacity_bytes=self.data.nbytes,
+        used = len(self) * self.data.shape[1]
+        return replace(
+            self.counters, blocks=len(self), used_bytes=used, capacity_bytes=self.data.nbytes
         )
 
     # Slots

@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from itertools import chain
 
 import numpy as np
@@ -62,8 +61,6 @@ class ConnectorManager:
         self._transfer: BlockTransfer | None = None
         self._now = now
         self._paused_until = -float("inf")  # clock seconds
-        self._saved = self._loaded = 0
-        self._loading_seconds = 0.0
         # For the next step, in order: blocks to be copied to host memory, and blocks to be filled
         # with what host memory has or with another block's content.
         self._to_save: list[tuple[int, Key]] = []
@@ -83,17 +80,6 @@ class ConnectorManager:
     def paused(self) -> bool:
         """Whether nothing is loaded now, because copying into the pool has failed lately."""
         return self._now() < self._paused_until
-
-    def find(self, key: Key) -> KvConnector | None:
-        """Return the first connector that has the block."""
-        for connector in self.all:
-            if connector.lookup(key):
-                return connector
-        return None
-
-    def find_staged(self, key: Key) -> KvConnector | None:
-        """Return the connector from which the pool can load the block in the next step."""
-        return self.staging if self.staging.lookup(key) else None
 
     # Decided by the cache while a step is planned
 
@@ -129,7 +115,7 @@ class ConnectorManager:
         self._to_load.clear()
         self._filling.clear()
         if self.saves is not None:
-            self.saves.forget()
+            self.saves.queue.clear()
         self.staging.reset(set() if self.prefetcher is None else self.prefetcher.forget())
 
     # The engine's step
@@ -159,8 +145,8 @@ class ConnectorManager:
                 self.staging.unpin(key)
             self._to_load.clear()
             self._filling.clear()
-            self._loaded += loaded
-            self._loading_seconds += ended - began
+            self.staging.counters.loaded_blocks += loaded
+            self.staging.counters.loading_seconds += ended - began
         self.cost.copied(saved, began - started, loaded, ended - began)
 
     def _loads(self) -> list[Key]:
@@ -193,7 +179,7 @@ class ConnectorManager:
                 count = len(blocks) - done
                 logger.exception("kv offload: %d blocks could not be copied out", count)
                 return
-            self._saved += 1
+            self.staging.counters.saved_blocks += 1
             if slot is not None:
                 self.staging.put(key, slot)
             if self.saves is not None:
@@ -220,22 +206,7 @@ class ConnectorManager:
 
     def stats(self) -> dict[str, ConnectorStats]:
         """Return the figures of each connector, by its name."""
-        found = {each.name: each.stats() for each in self.all}
-        if self.prefetcher is not None:
-            for name, stats in found.items():
-                found[name] = replace(
-                    stats,
-                    loads_in_time=self.prefetcher.in_time[name],
-                    loads_late=self.prefetcher.late[name],
-                )
-        found[self.staging.name] = replace(
-            found[self.staging.name],
-            saved_blocks=self._saved,
-            loaded_blocks=self._loaded,
-            loading_seconds=self._loading_seconds,
-            skipped_hits=self.cost.skipped_hits,
-        )
-        return found
+        return {each.name: each.stats() for each in self.all}
 
     def check(self, prefetches: Iterable[Prefetch], to_load: int = 0) -> None:
         """Raise `RuntimeError` unless slots and pins add up. ``to_load``: blocks that are pinned

@@ -42,8 +42,6 @@ class Prefetcher:
         now: Callable[[], float],
     ) -> None:
         block_bytes = staging.data.shape[1]
-        self.in_time: Counter[str] = Counter()  # requests that waited and got all, by connector
-        self.late: Counter[str] = Counter()  # requests that did not, and computed the rest
         self._connectors = connectors
         self._staging = staging
         self._cost = cost
@@ -89,7 +87,7 @@ class Prefetcher:
         waiting = sum(count * self._seconds[name].seconds for name, count in queued.items())
         patience = self._cost.seconds_saved(len(chosen), start, num_tokens)
         if waiting >= patience:
-            self._cost.skipped_hits += 1
+            self._staging.counters.skipped_hits += 1
             return None
         prefetch = Prefetch(chosen[0][1], now + patience, len(chosen), start + num_tokens)
         try:
@@ -138,8 +136,10 @@ class Prefetcher:
 
     def count(self, prefetch: Prefetch) -> None:
         """Count a request that stops waiting."""
-        counter = self.late if prefetch.remaining else self.in_time
-        counter[prefetch.connector.name] += 1
+        if prefetch.remaining:
+            prefetch.connector.counters.loads_late += 1
+        else:
+            prefetch.connector.counters.loads_in_time += 1
 
     def end(self, prefetch: Prefetch) -> None:
         """Unpin its blocks: the request has been admitted or has ended."""

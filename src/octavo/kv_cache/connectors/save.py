@@ -32,21 +32,13 @@ class SaveQueue:
         self._connectors = connectors
         self._block_bytes = block_bytes
         self._hashes = hashes
-        # (node, group, block) of blocks entered into the prefix index.
-        self._queue: deque[tuple[Node, int, int]] = deque(maxlen=_MOST_QUEUED)
+        # (node, group, block) of blocks that have been entered into the prefix index.
+        self.queue: deque[tuple[Node, int, int]] = deque(maxlen=_MOST_QUEUED)
         self._saving: Counter[str] = Counter()  # blocks that a connector has not saved yet
-
-    def add(self, node: Node, group: int, block: int) -> None:
-        """Save the block, which now holds a full node's content, after one of the next steps."""
-        self._queue.append((node, group, block))
-
-    def forget(self) -> None:
-        """The pool has been emptied: drop the queue."""
-        self._queue.clear()
 
     def save_some(self, transfer: BlockTransfer) -> None:
         """Copy out blocks of the queue, a limited number after each step, and save the copies."""
-        if not self._queue:
+        if not self.queue:
             return
         self._count_saved()
         size = self._block_bytes
@@ -59,8 +51,8 @@ class SaveQueue:
 
     def _take(self, most: int) -> list[tuple[Key, int]]:
         chosen: list[tuple[Key, int]] = []
-        while self._queue and len(chosen) < most:
-            node, group, block = self._queue.popleft()
+        while self.queue and len(chosen) < most:
+            node, group, block = self.queue.popleft()
             if node.blocks[group] == block:
                 key = self._hashes.of(node), group
                 if self._missing(key):

@@ -93,7 +93,8 @@ def test_nobody_listens_and_nothing_is_built() -> None:
 
 def test_a_subscriber_that_raises_gets_no_more(caplog: pytest.LogCaptureFixture) -> None:
     world = World(Setting())
-    kv, seen = world.engine.scheduler.kv, []
+    kv = world.engine.scheduler.kv
+    seen: list[Event] = []
 
     def broken(event: Event) -> None:
         raise ValueError(event)

@@ -51,7 +51,7 @@ def packed_slowly(layout: KvLayout, data: Bytes) -> Bytes:
                         half = -(-dim // 8) * 4 if kind == 0 else dim // 2
                         wide = np.zeros((TILE, 2 * half), np.uint8)
                         wide[:, :dim] = numbers
-                        rows = wide[:, :half] | wide[:, half:] << 4
+                        rows = (wide[:, :half] | wide[:, half:] << 4).astype(np.uint8)
                     elif kind == 0:
                         rows = np.pad(rows, ((0, 0), (0, -code_bytes % 4)))
                     if kind == 0:  # words of one token's bytes, a token after another
@@ -116,7 +116,8 @@ def dequantized(layout: KvLayout, data: Bytes) -> npt.NDArray[np.float32]:
 
 
 def bf16(codes: npt.NDArray[np.uint16]) -> npt.NDArray[np.float32]:
-    return (codes.astype(np.uint32) << 16).view(np.float32)
+    wide = codes.astype(np.uint32) << 16
+    return wide.view(np.float32)
 
 
 @pytest.mark.parametrize("dtype", SERVED)

@@ -283,7 +283,7 @@ CONNECTOR_GAUGES_BY = (
     ),
 )
 
-CONNECTOR_COUNTERS_BY = (
+CONNECTOR_COUNTERS_BY: tuple[_Readings, ...] = (
     _Readings(
         "kv_offload_blocks",
         "Blocks copied between the pool (device) and host memory.",

@@ -16,7 +16,7 @@ from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.pace import Pace, guessed
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
@@ -48,7 +48,7 @@ TINY = ModelConfig(
 )
 
 
-class PacedExecutor(CostExecutor):
+class PacedExecutor(SimulatedExecutor):
     """Each step takes ``pause`` seconds at least."""
 
     pause = 0.0

@@ -93,7 +93,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def instruction_set(text: str) -> str:
     """The name of a tier that runs here."""
-    from octavo.executor.native.executor import check_isa
+    from octavo.executor.native.packing import check_isa
 
     try:
         check_isa(text)

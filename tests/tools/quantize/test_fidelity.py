@@ -18,7 +18,7 @@ import strict_json
 from executor.reference import run as plain_run
 from octavo.cli import app
 from octavo.engine.config import SettingsError
-from octavo.executor.native.executor import held_bytes
+from octavo.executor.native.packing import held_bytes
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer

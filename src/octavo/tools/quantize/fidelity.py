@@ -29,8 +29,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.executor.base import Batch
-from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.base import Batch, Executor
 from octavo.executor.reference import evaluate
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer, Weight
 from octavo.loader.dequantize import dequantize
@@ -149,7 +148,7 @@ class Served:
     """
 
     def __init__(
-        self, executor: NativeExecutor, vocab_size: int, tables: tuple[int, int, int], name: str
+        self, executor: Executor, vocab_size: int, tables: tuple[int, int, int], name: str
     ) -> None:
         self.name = name
         self.executor = executor

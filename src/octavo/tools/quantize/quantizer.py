@@ -38,7 +38,7 @@ from octavo.tools.quantize.nearest import nearest
 from octavo.tools.quantize.state import LayerResult, QuantizeError, State
 
 VERSION = 1  # of what the settings mean: raise it when results change
-INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (executor/native/executor.py)
+INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (executor/native/packing.py)
 # Rows that an expert must have seen, for each input of a matrix: of fewer, its second moments are
 # mostly of what it has not seen.
 SEEN = 0.25

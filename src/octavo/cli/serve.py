@@ -145,7 +145,7 @@ QUEUE_OPTIONS = [
     ),
     option(
         "executor", str | None, None, "For developers: native, reference or simulated.", "Engine",
-        hidden=True,
+        show_default="native", hidden=True,
     ),
 ]  # fmt: skip
 

@@ -17,10 +17,11 @@ imports   public names, their parameters, and the imports that the documentation
 cache     the layout of the prefix cache's files; the files themselves are left in OUT.cache
 wording   help texts, descriptions and log lines, which may be rewritten without breaking anybody
 
-Ids, timestamps, durations, ports, temporary paths and sizes of free memory are replaced by "…"
-(`_behaviour/http.py` has the rule for answers). `compare` prints each difference and exits 1 if
-there is one. `read-cache` opens the cache of another recording with this tree, in a copy, and says
-whether its blocks are used, ignored or misread; it exits 1 if they are misread.
+`record` replaces sections in OUT.json and leaves the others as they are. Ids, timestamps,
+durations, ports, temporary paths and sizes of free memory are replaced by "…" (`_behaviour/http.py`
+has the rule for answers). `compare` prints each difference and exits 1 if there is one. `read-
+cache` opens the cache of another recording with this tree, in a copy, and says whether its blocks
+are used, ignored or misread; it exits 1 if they are misread.
 """
 
 from __future__ import annotations
@@ -53,9 +54,11 @@ WORDING = "wording"  # the part of a section's record that is under this key goe
 _LONGEST = 160  # characters of a value that are shown
 
 
-def record(names: list[str], share: float, out: Path) -> Record:
-    found: Record = {"machine": f"{platform.machine()}, Python {platform.python_version()}"}
-    wording: Record = {}
+def record(names: list[str], share: float, out: Path) -> None:
+    """Record sections; those that ``out`` has already are replaced, the others stay."""
+    found: Record = json.loads(out.read_text("utf-8")) if out.exists() else {}
+    found["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
+    wording = found.setdefault(WORDING, {})
     for name in names:
         began = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
@@ -64,9 +67,10 @@ def record(names: list[str], share: float, out: Path) -> Record:
                 kept = out.with_suffix(".cache")
                 shutil.rmtree(kept, ignore_errors=True)
                 shutil.copytree(made, kept)
-        wording |= {name: texts} if (texts := found[name].pop(WORDING, None)) else {}
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    return found | ({WORDING: wording} if wording else {})
+        wording[name] = found[name].pop(WORDING, {})
+        out.write_text(json.dumps(found, ensure_ascii=False, indent=0) + "\n", "utf-8")
+        seconds = time.monotonic() - began
+        print(f"{name}: {len(found[name])} entries, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
 def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
@@ -147,10 +151,7 @@ def main() -> int:
     if given.command == "read-cache":
         with tempfile.TemporaryDirectory() as folder:
             return cache.read(given.paths[0], Path(folder))
-    out = given.paths[0]
-    found = record([name for name in names if name in SECTIONS], given.share, out)
-    out.write_text(json.dumps(found, ensure_ascii=False, indent=0) + "\n", "utf-8")
-    print(f"{out}: {', '.join(f'{len(found[name])} in {name}' for name in names if name in found)}")
+    record([name for name in names if name in SECTIONS], given.share, given.paths[0])
     return 0
 
 

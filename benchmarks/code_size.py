@@ -2,8 +2,8 @@
 
     python benchmarks/code_size.py [TREE] [OTHER] [--json]
 
-A tree is a checkout; without one it is this one. Code lines are those that are not blank, a comment
-or a docstring. A room is a folder of src/octavo.
+A tree is a checkout, this one by default; a room is a folder of its src/octavo. Lines are those of
+code: not blank, no comment, no docstring.
 """
 
 import argparse
@@ -23,9 +23,8 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 def size(path: Path) -> Counter[str]:
     text, lines = path.read_text("utf-8"), set[int]()
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if tokenize.tok_name[token.type] not in _BLANK:
-            lines |= set(range(token.start[0], token.end[0] + 1))
+    for kind, _, begin, end, _ in tokenize.generate_tokens(io.StringIO(text).readline):
+        lines |= set() if tokenize.tok_name[kind] in _BLANK else {*range(begin[0], end[0] + 1)}
     found = Counter(files=1)
     for node in ast.walk(ast.parse(text)):
         found["classes"] += isinstance(node, ast.ClassDef)
@@ -49,9 +48,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     given = parser.parse_args()
     trees = {str(tree): rooms(tree) for tree in given.trees}
-    names = dict.fromkeys(room for found in trees.values() for room in found)
     table = "".join(f"{name:>11}" for _ in trees for name in WHAT)
-    for room in names:
+    for room in dict.fromkeys(room for found in trees.values() for room in found):
         rows = [found.get(room, Counter()) for found in trees.values()]
         table += f"\n{room:<14}" + "".join(f"{row[name]:>11,}" for row in rows for name in WHAT)
     print(json.dumps(trees) if given.json else f"{'room':<14}{table}")

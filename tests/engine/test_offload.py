@@ -25,6 +25,7 @@ from octavo.engine import offload
 from octavo.engine.cache_plan import plan_cache
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.load import load_engine
+from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
@@ -166,7 +167,8 @@ from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 checkpoint = load(Path(sys.argv[1]))
 config = replace(checkpoint.config, biases=frozenset({"attn_q", "attn_k", "attn_v"}))
-executor = SimpleNamespace(layout=KvLayout.of(config), weights_digest=b"weights", isa="generic")
+able = SimpleNamespace(name="native", tier="generic", numerics=1)
+executor = SimpleNamespace(layout=KvLayout.of(config), digest=b"weights", capabilities=able)
 print(offload.engine_digest(executor, program(config), checkpoint.tokenizer, None).hex())
 """
 
@@ -207,7 +209,9 @@ def test_the_digest_names_the_numerics_and_not_the_source(
         changed.setattr(Path, "read_bytes", None)
         assert cached_by(model, folder) == 96
     with monkeypatch.context() as changed:
-        changed.setattr(offload, "NUMERICS_VERSION", offload.NUMERICS_VERSION + 1)
+        able = NativeExecutor.capabilities
+        raised = replace(able, numerics=able.numerics + 1)
+        changed.setattr(NativeExecutor, "capabilities", raised)
         assert cached_by(model, folder) == 0
 
 
@@ -374,7 +378,6 @@ def test_the_start_report_says_what_there_is(tmp_path: Path) -> None:
 
 def test_formats_are_named_in_the_digest() -> None:
     """Equal bytes in another format are other weights."""
-    from octavo.executor.native.executor import NativeExecutor
 
     def digest(format: WeightFormat) -> bytes:
         checkpoint = tiny.checkpoint(tiny.config(), format)
@@ -390,7 +393,7 @@ def test_formats_are_named_in_the_digest() -> None:
             threads=1,
             digest=True,
         )
-        found = executor.weights_digest
+        found = executor.digest
         executor.close()
         return found
 

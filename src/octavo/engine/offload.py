@@ -9,25 +9,21 @@ import time
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from octavo.engine.pace import Pace
 from octavo.engine.recompute import RecomputeCost
-from octavo.executor.native.numerics import NUMERICS_VERSION
+from octavo.executor.base import Executor
 from octavo.kv_cache.connectors.base import KvConnector
 from octavo.kv_cache.connectors.disk import FORMAT, HEADER_BYTES, Disk
 from octavo.kv_cache.connectors.folders import check_folder
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.manager import ConnectorManager
-from octavo.kv_cache.layout import KvLayout
 from octavo.kv_cache.transfer_cost import TransferCost
 from octavo.loader.base import Tokenizer
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.machine.memory import as_size
 from octavo.models.program import Program
-
-if TYPE_CHECKING:
-    from octavo.executor.native.executor import NativeExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +53,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 
 def make_connectors(
-    executor: NativeExecutor,
+    executor: Executor,
     pace: Pace,
     program: Program,
     tokenizer: Tokenizer,
@@ -124,22 +120,22 @@ def _disk(folder: str, engine: bytes, block_bytes: int, budget: int | None) -> D
 
 
 def engine_digest(
-    executor: NativeExecutor, program: Program, tokenizer: Tokenizer, quantization: str | None
+    executor: Executor, program: Program, tokenizer: Tokenizer, quantization: str | None
 ) -> bytes:
     """Return the digest of what the bytes of a block mean, besides its tokens: weights as loaded,
-    the computation, layout and number format of the cache, the instruction-set tier and the version
-    of its numerics, the format of blocks; and of what the tokens mean.
+    the computation, layout and number format of the cache, the executor, its instruction-set tier
+    and the version of its numerics, the format of files; and of what the tokens mean.
 
     It does not depend on source code: with a new release, blocks stay usable unless
-    `NUMERICS_VERSION` was raised.
+    `Capabilities.numerics` was raised.
     """
-    layout: KvLayout = executor.layout
+    layout, able = executor.layout, executor.capabilities
     digest = sha256()
     for part in (
-        executor.weights_digest,
-        canonical((program.config, program.ops, layout, executor.isa, quantization)).encode(),
+        executor.digest,
+        canonical((program.config, program.ops, layout, quantization)).encode(),
         _tokenizer_digest(tokenizer),
-        f"{FORMAT}, numerics {NUMERICS_VERSION}".encode(),
+        f"{FORMAT}, {able.name}, {able.tier}, numerics {able.numerics}".encode(),
     ):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)

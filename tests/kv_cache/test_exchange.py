@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from executor import tiny
 from executor.driving import Driver
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
+from octavo.executor.reference.reference import ReferenceExecutor
 from octavo.kv_cache.exchange import Bytes, exchange_bytes, from_exchange, to_exchange
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.models import families
@@ -134,12 +135,35 @@ def test_native_blocks_have_the_keys_and_values_of_the_reference_executor(dtype:
     assert (from_exchange(layout, exchanged) == packed).all()
     found = np.concatenate([dequantized(layout, block) for block in exchanged], 2)
     weights = {role: tiny.dequantize(weight) for role, weight in checkpoint.weights.items()}
-    values: reference.Values = {}
+    values: evaluate.Values = {}
     allowed = {KvDtype.BF16: 0.02, KvDtype.FP16: 0.01, KvDtype.INT8: 0.03, KvDtype.INT4: 0.3}
     ops = families.program(config).ops
     store = next(op for op in ops if isinstance(op, RopeAndStoreKv))
     first = ops[: ops.index(store) + 1]
-    reference.run(first, config, weights, values, np.array([tokens]))
+    evaluate.run(first, config, weights, values, np.array([tokens]))
     for kind, name in enumerate((store.k, store.v)):
         wanted = values[name][0].reshape(32, layout.num_kv_heads, layout.head_dim)
         assert np.abs(found[store.layer, kind] - wanted).max() < allowed[dtype] * wanted.std()
+
+
+@pytest.mark.parametrize("dtype", [KvDtype.BF16, KvDtype.FP16])
+def test_the_reference_executor_holds_the_exchange_form(dtype: KvDtype) -> None:
+    """So its blocks and the native executor's are exchanged without loss."""
+    config = tiny.config()
+    checkpoint = tiny.checkpoint(config)
+    driver = Driver(checkpoint, kv_dtype=dtype)
+    layout = driver.layout
+    sizes = {"num_blocks": 400, "max_tokens": 640, "max_logits_rows": 640}
+    reference = ReferenceExecutor(checkpoint, families.program(config), layout, **sizes)
+    tokens = np.random.default_rng(1).integers(0, config.vocab_size, 40).tolist()
+    sequence = driver.start(tokens)
+    driver.step([(sequence, 32)])
+    blocks = driver.tables[0, sequence.slot, :2].copy()
+    exchanged = to_exchange(layout, driver.executor.export_blocks(blocks))
+    reference.import_blocks(blocks, exchanged)
+    result = reference.execute(driver.batch([(sequence, 8)]))
+    driver.step([(sequence, 8)])
+    assert result.logits is not None
+    expected = np.array(sequence.logits[-8:])
+    assert np.abs(result.logits - expected).max() < 0.05 * expected.std()
+    assert (reference.export_blocks(blocks) == exchanged).all()

@@ -283,7 +283,7 @@ CONNECTOR_GAUGES_BY = (
     ),
 )
 
-CONNECTOR_COUNTERS_BY: tuple[_Readings, ...] = (
+CONNECTOR_COUNTERS_BY = (
     _Readings(
         "kv_offload_blocks",
         "Blocks copied between the pool (device) and host memory.",
@@ -307,8 +307,13 @@ CONNECTOR_COUNTERS_BY: tuple[_Readings, ...] = (
 
 
 # At every server, whatever it was asked to do: a dashboard finds each name, and a zero.
-ALL_GAUGES = (*GAUGES, *GAUGES_BY, *PACE_GAUGES, *CONNECTOR_GAUGES_BY)
-ALL_COUNTERS = (
+ALL_GAUGES: tuple[_Reading | _Readings, ...] = (
+    *GAUGES,
+    *GAUGES_BY,
+    *PACE_GAUGES,
+    *CONNECTOR_GAUGES_BY,
+)
+ALL_COUNTERS: tuple[_Reading | _Readings, ...] = (
     *COUNTERS,
     *COUNTERS_BY,
     *PACE_COUNTERS,

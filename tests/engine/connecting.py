@@ -126,7 +126,7 @@ class FaultyOs:
 
 
 class FaultyDisk(Disk):
-    """The tier on a real disk, with a system that has faults: for one thread."""
+    """The connector on a real disk, with a system that has faults: for one thread."""
 
     def __init__(self, block_bytes: int, files: int, now: Callable[[], float]) -> None:
         self._own = tempfile.TemporaryDirectory()

@@ -1,8 +1,8 @@
 """Same request, same bits: logits and tokens of a request in any load equal those of it alone.
 
 Each case is drawn from a seed: a model and weight format, an engine (threads, chunk sizes, block
-size, pool down to the smallest that admits the requests, prefix cache on or off, with a tier in
-host memory and one on disk behind it, speculation by one of several drafters), and a load of 1 to
+size, pool down to the smallest that admits the requests, prefix cache on or off, with KV connectors
+in host memory, on disk and elsewhere, speculation by one of several drafters), and a load of 1 to
 32 requests with every sampling option that arrive and are aborted at drawn moments, on a cache that
 is warm or cold. Some of the requests are then run alone, on one thread, in one chunk, without a
 cache or drafts, and every logits row is compared byte for byte.

@@ -1,4 +1,4 @@
-"""The tier on disk: what is written comes back, and nothing else does, whatever lies there."""
+"""The connector on disk: what is written comes back, and nothing else, whatever lies there."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The tier on disk in a folder where others put things, take them away, and set clocks: nothing
-waits, nothing is raised, links lead nowhere, and what is not a block stays.
+"""The connector on disk in a folder where others add and remove things and set clocks: nothing
+waits, nothing is raised, links are not followed, and what is not a block stays.
 """
 
 from __future__ import annotations

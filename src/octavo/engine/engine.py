@@ -679,7 +679,7 @@ class Engine:
         gc.unfreeze()  # what was loaded (engine/load.py) circles, and may be collected now
 
     def flush(self) -> None:
-        """Write what is cached to the tier on disk, if there is one; it takes a few seconds at
+        """Save what is cached to connectors that outlive the process; it takes a few seconds at
         most.
         """
         if (connectors := self.scheduler.kv.connectors) is not None:

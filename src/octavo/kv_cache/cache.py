@@ -22,14 +22,7 @@ from octavo.kv_cache.block_hash import BlockHashes
 from octavo.kv_cache.block_pool import BlockPool
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.prefetch import Prefetch, Prefetcher
-from octavo.kv_cache.events import (
-    DEVICE,
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventQueue,
-    Subscriber,
-)
+from octavo.kv_cache.events import DEVICE, EventQueue, Subscriber
 from octavo.kv_cache.layout import KvLayout
 from octavo.kv_cache.prefix_index import Hash, Node, PrefixIndex, chain_hash
 from octavo.kv_cache.prefix_lookup import NO_HIT, Hit, PrefixLookup
@@ -104,6 +97,7 @@ class KvCache:
         self.num_blocks.fill(0)
         self.pool = BlockPool(self._num_blocks)
         self.index = PrefixIndex(self._num_blocks, num_groups, self._hasher)
+        self.index.on_change = self._publish if self.events.subscribers else None
         self._prefixes = PrefixLookup(self.index, self.layout, self.connectors)
         self.copies: list[tuple[int, int]] = []
         self.shared_tails: set[int] = set()  # slots whose next write may fall into a shared block
@@ -120,9 +114,7 @@ class KvCache:
         self._to_load: dict[int, deque[tuple[int, Node, int]]] = {}
         if self.connectors is not None:
             self.connectors.forget()
-        if self.events.active:
-            self.events.put(AllBlocksCleared(DEVICE))
-            self.index.on_change = self._publish
+        self.events.cleared(DEVICE)
 
     def attach(self, connectors: ConnectorManager) -> None:
         """Keep blocks for which the pool has no space in ``connectors``. Raise `ValueError`."""
@@ -139,13 +131,13 @@ class KvCache:
 
     def _publish(self, node: Node, group: int, stored: bool) -> None:
         """Put the event that a block of the pool begins or ceases to hold a node's content."""
-        digest, parent = self._hashes.of(node), node.parent
+        key, parent = (self._hashes.of(node), group), node.parent
         if not stored:
-            self.events.put(BlockRemoved(digest, group, DEVICE))
+            self.events.removed(key, DEVICE)
             return
         above = None if parent is None or parent.parent is None else self._hashes.of(parent)
         tokens = tuple(array("i", node.tokens))
-        self.events.put(BlockStored(digest, group, above, tokens, self.block_size, DEVICE))
+        self.events.stored(key, DEVICE, above, tokens, self.block_size)
 
     # Sizes
 

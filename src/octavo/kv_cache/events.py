@@ -52,42 +52,44 @@ Subscriber = Callable[[Event], None]
 
 
 class EventQueue:
-    """Events until they are delivered. Any thread may `put`; the engine's subscribes and delivers.
-
-    Whoever puts an event first asks ``active``, so that it costs nothing where nobody listens.
+    """Events until they are delivered. Any thread may report what was stored or removed; the
+    engine's subscribes and delivers.
     """
 
     def __init__(self) -> None:
-        self._subscribers: list[Subscriber] = []
+        self.subscribers: list[Subscriber] = []
         self._events: deque[Event] = deque()
-
-    @property
-    def active(self) -> bool:
-        return bool(self._subscribers)
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Deliver all later events to ``subscriber``, in the engine's thread."""
-        self._subscribers.append(subscriber)
+        self.subscribers.append(subscriber)
 
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-
-    def stored(self, key: Key, medium: str) -> None:
-        """A connector now holds the block."""
-        if self._subscribers:
-            self.put(BlockStored(*key, None, (), 0, medium))
+    def stored(
+        self,
+        key: Key,
+        medium: str,
+        parent: bytes | None = None,
+        token_ids: tuple[int, ...] = (),
+        block_size: int = 0,
+    ) -> None:
+        if self.subscribers:
+            self._events.append(BlockStored(*key, parent, token_ids, block_size, medium))
 
     def removed(self, key: Key, medium: str) -> None:
-        if self._subscribers:
-            self.put(BlockRemoved(*key, medium))
+        if self.subscribers:
+            self._events.append(BlockRemoved(*key, medium))
+
+    def cleared(self, medium: str) -> None:
+        if self.subscribers:
+            self._events.append(AllBlocksCleared(medium))
 
     def deliver(self) -> None:
         """Give the events to all subscribers. One that raises is not asked again."""
         while self._events:
             event = self._events.popleft()
-            for subscriber in self._subscribers[:]:
+            for subscriber in self.subscribers[:]:
                 try:
                     subscriber(event)
                 except Exception:
                     logger.exception("a subscriber to KV events failed; it gets no more of them")
-                    self._subscribers.remove(subscriber)
+                    self.subscribers.remove(subscriber)

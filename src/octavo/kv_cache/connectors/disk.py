@@ -57,7 +57,7 @@ _ONE_FOLDER = frozenset(  # a folder is another user's, or something else is in 
 class Disk(KvConnector):
     """Blocks of ``block_bytes`` of one engine, as files. One thread may `read`, one `write`, and a
     third `lookup`, at the same time. Only the constructor raises (`OSError`), when the folder
-    cannot be made or written to. ``reader`` and ``writer``: the threads.
+    cannot be made or written to.
     """
 
     name = "disk"
@@ -71,8 +71,6 @@ class Disk(KvConnector):
         budget: int,
         *,
         now: Callable[[], float] = time.monotonic,
-        reader: ThreadWorker | None = None,
-        writer: ThreadWorker | None = None,
     ) -> None:
         super().__init__()
         self.budget = budget
@@ -84,8 +82,8 @@ class Disk(KvConnector):
         self._now = now
         self._paused_until = -float("inf")
         self._warned = False  # about a folder that could not be written to
-        self._reader = reader or ThreadWorker("octavo-kv-read")
-        self._writer = writer or ThreadWorker("octavo-kv-write", patient=True)
+        self._reader = ThreadWorker("octavo-kv-read")
+        self._writer = ThreadWorker("octavo-kv-write", patient=True)
         for own in (folder / FORMAT, folder / FORMAT / self._folder):
             if own.is_symlink():
                 raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")

@@ -63,12 +63,9 @@ class DiskIndex:
         self._unlisted = self._list()  # folders still to be listed in this round
         self._round = len(self._unlisted)
         self._due = 0.0  # folders to be listed by now
-        there: list[tuple[int, int, str]] = []
         for folder in self._unlisted:
-            with suppress(OSError), opened(self._root, folder) as where:
-                there += self._read(_paths(where, folder), where)
-        for used, size, path in sorted(there):
-            self._enter(path, size, used)
+            self._compare(folder)
+        self._files = OrderedDict(sorted(self._files.items(), key=lambda file: file[1][1]))
 
     def use(self, path: str) -> None:
         """Make the file the most recently used, for all servers."""

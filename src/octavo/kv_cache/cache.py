@@ -301,9 +301,7 @@ class KvCache:
             self.connectors.staging.unpin((self._hashes.of(node), group))
         count = int(self.num_blocks[slot])
         for group, first in enumerate(self._first):
-            for block in self.tables[group, slot, first[slot] : count][::-1].tolist():
-                if block >= 0:  # -1: it has not been loaded yet
-                    self.pool.release(block, keep=self.index.holds(block))
+            self._release(self.tables[group, slot, first[slot] : count][::-1])
             first[slot] = 0
         self.tables[:, slot, :count] = -1
         self.num_blocks[slot] = 0
@@ -423,11 +421,9 @@ class KvCache:
         """
         start = int(self.num_tokens[slot])
         held = -(-start // self.block_size)
-        for position in range(int(self.num_blocks[slot]) - 1, held - 1, -1):
-            for group in range(len(self._windows)):
-                block = int(self.tables[group, slot, position])
-                self.tables[group, slot, position] = -1
-                self.pool.release(block, keep=self.index.holds(block))
+        rejected = self.tables[:, slot, held : int(self.num_blocks[slot])]
+        self._release(rejected.T[::-1])
+        rejected.fill(-1)
         self.num_blocks[slot] = held
         self._leave_window(slot, start)
 
@@ -459,9 +455,7 @@ class KvCache:
     def adopt(self, row: int) -> None:
         """Replace the slot's own blocks by the branch's, and give the branch's row back."""
         slot, first, end = self._branches.pop(row)
-        for group in range(len(self._windows)):
-            for block in self.tables[group, slot, first : int(self.num_blocks[slot])].tolist():
-                self.pool.release(block, keep=self.index.holds(block))
+        self._release(self.tables[:, slot, first : int(self.num_blocks[slot])])
         self.tables[:, slot, first:] = self.tables[:, row, first:]
         self.num_blocks[slot] = end
         self._free_row(row, end)
@@ -473,8 +467,7 @@ class KvCache:
 
     def _drop(self, row: int) -> None:
         _, first, end = self._branches.pop(row)
-        for block in self.tables[:, row, first:end].ravel().tolist():
-            self.pool.release(block, keep=False)
+        self._release(self.tables[:, row, first:end])
         self._free_row(row, end)
 
     def _free_row(self, row: int, end: int) -> None:
@@ -516,15 +509,21 @@ class KvCache:
 
     # Inside
 
+    def _release(self, blocks: Int32) -> None:
+        """Give back blocks, in this order; -1 is a block that has not been loaded."""
+        for block in blocks.ravel().tolist():
+            if block >= 0:
+                self.pool.release(block, keep=self.index.holds(block))
+
     def _leave_window(self, slot: int, start: int) -> None:
         """Give back the blocks that a query at ``start`` no longer sees in its window."""
         for group, window in self._sliding:
             first = self._first[group]
-            while first[slot] < self._keep_from(slot, start, window):
-                block = int(self.tables[group, slot, first[slot]])
-                self.tables[group, slot, first[slot]] = -1
-                self.pool.release(block, keep=self.index.holds(block))
-                first[slot] += 1
+            if (end := self._keep_from(slot, start, window)) > first[slot]:
+                left = self.tables[group, slot, first[slot] : end]
+                self._release(left)
+                left.fill(-1)
+                first[slot] = end
 
     def _keep_from(self, slot: int, start: int, window: int) -> int:
         """Return the first block to keep: the window's first, at most the end of the allocated."""

@@ -278,7 +278,7 @@ def test_a_link_in_the_place_of_all_is_refused(tmp_path: Path) -> None:
     assert good(opened(tmp_path / "link"), 0)
 
 
-def test_folders_that_are_not_of_the_tier_are_left_alone(tmp_path: Path) -> None:
+def test_folders_that_are_not_of_the_connector_are_left_alone(tmp_path: Path) -> None:
     disk = filled(tmp_path, 1, budget=4 * FILE)
     file = path(disk, name(0))
     strangers = [

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -40,7 +41,6 @@ from octavo.server.logs import set_up_logging
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel, public_name, utf8
 from octavo.server.niceness import give_way
-from octavo.tools.plan.calibration import Calibration
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracer

@@ -16,6 +16,7 @@ import strict_json
 from executor.test_limits import made_up
 from octavo.cli import app
 from octavo.cli.calibrate import as_text, disturbance
+from octavo.engine.calibration import Calibration, CalibrationKey, KindError, Moment, Prediction
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
 from octavo.executor.base import Batch, StepResult
@@ -27,12 +28,12 @@ from octavo.models.config import Activation, Experts, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request, RequestRecord
+from octavo.tools.plan import calibrating
 from octavo.tools.plan import subject as planned
-from octavo.tools.plan.calibration import Calibration, CalibrationKey, Moment
-from octavo.tools.plan.fitting import KindError, Observation, fit, kind_of, slowness
+from octavo.tools.plan.calibrating import misfit
+from octavo.tools.plan.fitting import Observation, fit, kind_of, slowness
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.observing import Unobservable, observe, probe
-from octavo.tools.plan.prediction import Prediction
 from octavo.tools.plan.quantization import Stored
 from octavo.tools.plan.simulation import Setup, simulated_engine
 
@@ -313,11 +314,11 @@ def test_a_calibration_of_before_others_were_counted_is_read() -> None:
 
 def test_a_calibration_that_no_longer_fits_the_machine_says_so() -> None:
     stored = calibration(key())
-    assert stored.misfit(stored.limits) == ""
-    assert stored.misfit(stored.limits.slowed(1.2)) == ""
-    assert "reading memory is 0.50 times as fast here" in stored.misfit(stored.limits.slowed(2, 1))
-    assert "arithmetic is 2.00 times as fast here" in stored.misfit(stored.limits.slowed(1, 0.5))
-    assert "octavo calibrate again" in stored.misfit(stored.limits.slowed(2))
+    assert misfit(stored, stored.limits) == ""
+    assert misfit(stored, stored.limits.slowed(1.2)) == ""
+    assert "reading memory is 0.50 times as fast here" in misfit(stored, stored.limits.slowed(2, 1))
+    assert "arithmetic is 2.00 times as fast here" in misfit(stored, stored.limits.slowed(1, 0.5))
+    assert "octavo calibrate again" in misfit(stored, stored.limits.slowed(2))
 
 
 def test_no_progress_counts_below_zero() -> None:
@@ -583,7 +584,7 @@ def test_a_refresh_keeps_the_calibration() -> None:
     loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     try:
         stored = calibration(CalibrationKey.loaded(loaded))
-        fresh = stored.refreshed(loaded, seconds=0.1)
+        fresh = calibrating.refreshed(stored, loaded, seconds=0.1)
         assert fresh.moment is not None
         assert fresh.moment.steps >= 20
         assert replace(fresh, moment=None) == stored
@@ -598,7 +599,7 @@ def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch
     """And is compared with what is predicted for that speed; the search's own figures stay."""
     pytest.importorskip("octavo._native")
     moment = Moment(40.0, 40.0, "2026-05-06T07:08:09+00:00", 99)
-    monkeypatch.setattr(Calibration, "refreshed", lambda self, _: replace(self, moment=moment))
+    monkeypatch.setattr(calibrating, "refreshed", lambda self, _: replace(self, moment=moment))
     model = Path(__file__).parents[2] / "oracle" / "tiny-llama.gguf"
     loaded = load_engine(model, EngineConfig(threads=1, kv_cache_memory_bytes=8 << 20))
     stored = calibration(CalibrationKey.loaded(loaded))
@@ -624,7 +625,7 @@ def test_confirming_sees_how_fast_the_machine_is(monkeypatch: pytest.MonkeyPatch
 def test_the_command_refreshes_what_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("octavo._native")
     monkeypatch.setattr(
-        Calibration,
+        calibrating,
         "refreshed",
         lambda self, _: replace(self, moment=Moment(1.3, 0.95, "2026-05-06T07:08:09+00:00", 99)),
     )
@@ -698,7 +699,7 @@ def test_what_cannot_be_observed_is_refused_in_a_line(monkeypatch: pytest.Monkey
     monkeypatch.setattr(loaded.engine.executor, "execute", broken)
     try:
         with pytest.raises(SettingsError, match=r"cannot run the load: .*no arithmetic today"):
-            Calibration.measure(loaded, seconds=1.0)
+            calibrating.measure(loaded, seconds=1.0)
     finally:
         loaded.engine.close()
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from octavo.engine.cache_plan import CachePlan, plan_cache
+from octavo.engine.calibration import Calibration, CalibrationKey
 from octavo.engine.clock import VirtualClock
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
@@ -23,7 +24,7 @@ from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.config import SpeculativeConfig
 from octavo.spec_decode.scripted import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.calibration import Calibration, CalibrationKey
+from octavo.tools.plan.calibrating import misfit
 from octavo.tools.plan.gpu import RUNTIME_BYTES
 from octavo.tools.plan.hardware import Device
 from octavo.tools.plan.quantization import Stored, arithmetic, as_asked, as_rounded, for_gpus, held
@@ -122,7 +123,7 @@ class Setup:
             return "calibrated with other settings, whose rates are taken for these"
         if stored is None:
             return "not calibrated: the machine's limits only; run octavo calibrate MODEL"
-        unfit = stored.misfit(self.device.rates(self.stored.bytes))
+        unfit = misfit(stored, self.device.rates(self.stored.bytes))
         return f"{stored.standing}; {unfit}" if unfit else stored.standing
 
 

@@ -1,8 +1,8 @@
-"""What this machine takes for a model's steps, measured once and kept beside its limits.
+"""A stored calibration: how long this machine takes for a model's steps.
 
-A calibration belongs to a model's shape and formats (not to its numbers, which take no time), to
-the cache's number format, to a machine, a number of threads, a tier and a build of the kernels; for
-anything else there is none.
+`octavo calibrate` measures it (tools/plan/calibrating.py). A calibration belongs to a model's shape
+and formats (not to its numbers, which take no time), to the cache's number format, to a machine, a
+number of threads, a tier and a build of the kernels; for anything else there is none.
 """
 
 from __future__ import annotations
@@ -11,37 +11,34 @@ import hashlib
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from octavo.engine.config import EngineConfig, SettingsError
+from octavo.engine.config import EngineConfig
+from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine
-from octavo.executor.cost import KNEES, Rates
+from octavo.executor.cost import KNEES, CostModel, Rates
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.loader.pull import cache_dir
 from octavo.loader.rounding import rounded
 from octavo.machine.cpu import usable_cpus
-from octavo.machine.limits import Limits, cpu_model, kernel_build, store
-from octavo.machine.others import MUCH, Others
+from octavo.machine.limits import cpu_model, kernel_build, store
+from octavo.machine.others import MUCH
 from octavo.models.families import program
 from octavo.models.program import Program
-from octavo.tools.plan.fitting import KindError, Observation, Slowness, fit, slowness
-from octavo.tools.plan.observing import PROBE_SECONDS, SECONDS, Unobservable, observe, probe
-from octavo.tools.plan.prediction import Prediction
+from octavo.scheduler.request import RequestRecord
 
 logger = logging.getLogger(__name__)
 
 _MOST_BYTES = 1 << 20  # of a stored file
+_GAIN = 0.02  # of a step, in the running figures
 _MEDIAN = 0.6745  # of the distances from the mean, in standard deviations, of a normal distribution
-NOISY = 0.08  # median error of a step, above which others have been at work
-OTHER = 1.4  # times as fast, or as slow: another machine than that of a calibration
 OTHER_FORM = "it is of another version's cost model; run octavo calibrate again"
 
 
@@ -115,6 +112,24 @@ class CalibrationKey(NamedTuple):
         return cache_dir() / "calibrations" / f"{digest}.json"
 
 
+class Slowness(NamedTuple):
+    """How many times as long a machine takes as when it was calibrated (`Rates.slowed`)."""
+
+    memory: float
+    processor: float
+
+
+@dataclass(frozen=True, slots=True)
+class KindError:
+    """How well steps of a kind are predicted by a fit that has not seen them."""
+
+    kind: str
+    steps: int
+    seconds: float  # the median
+    bias: float  # median of predicted ÷ observed, less 1
+    error: float  # median of its distance from 1
+
+
 @dataclass(frozen=True, slots=True)
 class Moment:
     """How fast the machine has been since, for a few seconds."""
@@ -171,90 +186,6 @@ class Calibration:
             f"{measured}; at the machine's speed of {self.moment.date}: memory took "
             f"{self.moment.memory:.2f} and the processor {self.moment.processor:.2f} times as long"
         )
-
-    @property
-    def disturbed(self) -> str:
-        """What speaks against it: that others used the machine meanwhile; "": nothing."""
-        found = []
-        if self.others > MUCH:
-            found.append(f"others took {self.others:.0%} of the processor meanwhile")
-        if self.error > NOISY:
-            found.append(f"a step's median error is {self.error:.0%}, on a quiet machine 1 to 3 %")
-        return ", and ".join(found)
-
-    def misfit(self, limits: Rates) -> str:
-        """Why it no longer fits a machine of these limits; "": it does."""
-        changes = {
-            "reading memory": limits.bytes_per_second / self.limits.bytes_per_second,
-            "arithmetic": limits.ops_per_second / self.limits.ops_per_second,
-        }
-        for what, change in changes.items():
-            if not 1 / OTHER < change < OTHER:
-                return (
-                    f"{what} is {change:.2f} times as fast here as when it was calibrated: run "
-                    "octavo calibrate again"
-                )
-        return ""
-
-    @classmethod
-    def measure(
-        cls,
-        loaded: LoadedEngine,
-        *,
-        seconds: float = SECONDS,
-        seed: int = 0,
-        progress: Callable[[str], None] = lambda _: None,
-    ) -> Self:
-        """Run a scripted load on an idle engine and fit to its steps; under a minute.
-
-        Raises `SettingsError` for an engine that speculates or has no prefix cache, and for one
-        that cannot run the load or shows too little of itself.
-        """
-        check_settings(loaded.config)
-        executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
-        start, others = time.perf_counter(), Others()
-        progress("measuring the machine's limits")
-        limits = Limits.measure(quick=True, pool=executor.pool)
-        roof = limits.rates(executor.threads, loaded.weight_bytes)
-        observations = _observed(
-            lambda: observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
-        )
-        progress("fitting")
-        try:
-            fitted = fit(executor.costs, observations, roof, executor.threads)
-        except ValueError as error:
-            raise SettingsError(f"cannot be calibrated: {error}") from None
-        return cls(
-            loaded.checkpoint.config.name or loaded.checkpoint.path.name,
-            CalibrationKey.loaded(loaded),
-            executor.isa,
-            datetime.now(UTC).isoformat(timespec="seconds"),
-            len(observations),
-            time.perf_counter() - start,
-            fitted.rates,
-            fitted.held_up,
-            fitted.deviations,
-            roof,
-            fitted.errors,
-            fitted.error,
-            others=_share(others),
-        )
-
-    def refreshed(
-        self, loaded: LoadedEngine, *, seconds: float = PROBE_SECONDS, seed: int = 0
-    ) -> Self:
-        """The same with how fast the machine is now, from some seconds of a light load on the idle
-        engine that it is of. Raises as `measure`.
-        """
-        check_settings(loaded.config)
-        executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
-        others = Others()
-        steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
-        slow = slowness(executor.costs, steps, self.rates, self.held_up)
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        return replace(self, moment=Moment(*slow, date, len(steps), _share(others)))
 
     @classmethod
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
@@ -315,26 +246,6 @@ class Calibration:
             logger.warning("the stored calibration is unreadable: %s: %s", path, error)
             return None
         return calibration if calibration.key == key else None
-
-
-def _share(others: Others) -> float:
-    taken = others.taken()
-    return 0.0 if taken is None else taken.share
-
-
-def check_settings(config: EngineConfig) -> None:
-    """Raises `SettingsError` for an engine that cannot be calibrated."""
-    if config.speculation is not None:
-        raise SettingsError("speculation changes what a step is: calibrate without it")
-    if not config.enable_prefix_caching:
-        raise SettingsError("steps are timed from cached prompts: prefix caching must be on")
-
-
-def _observed(observing: Callable[[], list[Observation]]) -> list[Observation]:
-    try:
-        return observing()
-    except Unobservable as error:
-        raise SettingsError(f"the engine cannot run the load: {error}") from None
 
 
 _MOST = 1e6  # seconds, steps' shares of each other
@@ -408,3 +319,47 @@ def _rates(values: Any) -> Rates:
             if value is not None and name.endswith(end):
                 _check_figure(name, value, least, most)
     return Rates(**values)
+
+
+class Prediction:
+    """Observes an engine. Figures are of the steps before the last: a step's time is known when it
+    has been delivered. ``tell`` gets each step's seconds, predicted and actual.
+    """
+
+    tell: Callable[[float, float], None] = staticmethod(lambda predicted, actual: None)
+
+    def __init__(
+        self,
+        engine: Engine,
+        costs: CostModel,
+        rates: Rates,
+    ) -> None:
+        self.predicted_seconds = 0.0
+        self.actual_seconds = 0.0
+        self.ratio = 1.0  # of actual to predicted, of late
+        self.error = 0.0  # mean distance of predicted ÷ actual from 1, of late
+        self.steps = 0
+        self._engine, self._costs, self._rates = engine, costs, rates
+        self._pending: float | None = None
+        self._before = engine.step_seconds
+
+    def on_step(self, step: Step) -> None:
+        self._settle()
+        self._pending = self._costs.seconds(step.scheduled.batch, self._rates)
+
+    def on_end(self, record: RequestRecord) -> None:
+        pass
+
+    def _settle(self) -> None:
+        before = self._engine.step_seconds
+        predicted, actual = self._pending, before - self._before
+        self._before = before
+        if predicted is None or actual <= 0.0:  # none before, or it failed
+            return
+        self.predicted_seconds += predicted
+        self.actual_seconds += actual
+        self.steps += 1
+        gain = max(_GAIN, 1 / self.steps)
+        self.ratio += gain * (actual / predicted - self.ratio)
+        self.error += gain * (abs(predicted / actual - 1) - self.error)
+        self.tell(predicted, actual)

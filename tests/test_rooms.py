@@ -136,8 +136,17 @@ XFAIL_CLASSES = {
     *("Counts", "Draft", "Embed", "Figures", "Forecast", "Gate", "Guess", "Input"),
     *("Inspection", "Kind", "KvCache", "Latency", "Layer", "Layout", "Limits", "Load"),
     *("Logits", "Outcome", "Phase", "Place", "Plan", "Recipe", "Route", "Sample"),
-    *("Saturation", "Scheme", "Slo", "Source", "Spread", "State", "Step", "StepTimes"),
+    *(
+        "Saturation",
+        "Scheme",
+        "Slo",
+        "Source",
+        "Spread",
+        "State",
+        "Step",
+    ),
     *("Stored", "Target", "Tensor", "TensorInfo", "Text", "Trial", "Waiting", "Watch"),
+    "Worker",
     *("Worker"),
 }
 

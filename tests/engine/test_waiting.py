@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.waiting import LONGEST, Forecast, StepTimes, Waiting
+from octavo.engine.waiting import LONGEST, Forecast, Waiting
 from octavo.executor.cost import CostExecutor, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
@@ -190,44 +188,6 @@ def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
     assert late.value.retry_after is not None
     simulated.run(late.value.retry_after)  # who comes back then is let in
     check(simulated, LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(asks(100)))
-
-
-def test_step_times_are_fitted() -> None:
-    times = StepTimes()
-    rng = random.Random(1)
-    for _ in range(500):
-        decoding, prompt = rng.randrange(0, 32), rng.choice((0, 0, 100, 512))
-        noise = rng.uniform(0.9, 1.1)
-        times.learn(decoding, prompt, noise * (2e-3 + 5e-4 * decoding + 1e-4 * prompt))
-    assert times.fitted == pytest.approx((2e-3, 5e-4, 1e-4), rel=0.3)
-
-
-def test_a_slow_first_step_is_soon_forgotten_and_a_stall_counts_little() -> None:
-    times = StepTimes()
-    times.learn(1, 100, 5.0)
-    for _ in range(100):
-        times.learn(4, 0, 0.01)
-        times.learn(4, 100, 0.02)
-    assert sum(times.fitted) < 0.05
-    before = times.fitted
-    times.learn(4, 0, 60.0)
-    each, sequence, _ = times.fitted
-    assert each + 4 * sequence < 1.5 * (before[0] + 4 * before[1])
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 256), st.integers(0, 512), st.floats(0, 100, allow_subnormal=False)
-        ),
-        max_size=50,
-    )
-)
-def test_whatever_steps_take_no_part_is_negative(steps: list[tuple[int, int, float]]) -> None:
-    times = StepTimes()
-    for step in steps:
-        times.learn(*step)
-    assert all(0 <= part <= 100 for part in times.fitted)
 
 
 def test_predictions_are_bounded() -> None:

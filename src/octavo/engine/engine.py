@@ -17,9 +17,9 @@ from octavo.engine.clock import Clock
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
-from octavo.engine.pace import Pace
 from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
+from octavo.engine.step_time import StepTimePredictor
 from octavo.engine.text import NoText, Text, TextFactory
 from octavo.executor.base import Executor, StepResult
 from octavo.sampling.params import InvalidParameter, SamplingParams
@@ -112,13 +112,14 @@ class Engine:
         max_logprobs: int = 20,
         seed: int | None = None,
         speculator: Speculator | None = None,
-        pace: Pace | None = None,
+        step_times: StepTimePredictor | None = None,
     ) -> None:
-        """``pace`` learns from the steps; it must be there where they have a target
+        """``step_times`` must predict single steps where they have a target
         (`SchedulerConfig.itl_target`).
         """
         target = scheduler.config.itl_target
-        if pace is None and target is not None:
+        self.step_times = step_times or StepTimePredictor()
+        if target is not None and not self.step_times.predicts_steps:
             raise ValueError("a target for steps takes predictions of them")
         self.executor = executor
         self.scheduler = scheduler
@@ -128,7 +129,6 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
         self.speculator = speculator
-        self.pace = pace
         self.places = Places(scheduler)
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
@@ -349,12 +349,13 @@ class Engine:
 
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
-        if self.pace is not None:
-            self.pace.settle(started)
+        step_times = self.step_times if self.step_times.predicts_steps else None
+        if step_times is not None:
+            step_times.on_begin(started)
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
         self._alone = alone = self.scheduler.alone
-        scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
+        scheduled = self.scheduler.schedule(started, self.speculator, step_times)
         tiers, copying = self.scheduler.kv.tiers, 0.0
         if tiers is not None:
             before = self.clock.now()
@@ -417,11 +418,12 @@ class Engine:
         stats.sample_seconds += sampled - computed
         stats.deliver_seconds += ended - now
         stats.add_step(len(scheduled.decodes), scheduled.batch.num_tokens, ended - started)
-        if self.pace is not None:
+        if step_times is not None:
             if scheduled.chunks and stats.itl_target is not None:
-                predicted = self.pace.predict(scheduled.batch)
-                stats.add_paced(ended - began, predicted, self.pace.spread)
-            self.pace.ran(scheduled.batch, began, None if self.has_work() else self.clock.now())
+                predicted = step_times.predict(scheduled.batch)
+                stats.add_paced(ended - began, predicted, step_times.spread)
+            last = None if self.has_work() else self.clock.now()
+            step_times.on_batch(scheduled.batch, began, last)
 
     def leap(self, until: float) -> Leap | None:
         """Take all steps at once that begin before ``until`` and of which is known before that the

@@ -15,7 +15,7 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint, CheckpointError
@@ -222,9 +222,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
     )
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if config.itl_target is not None or config.kv_offload_bytes:
-        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
+        pace = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
     if config.kv_offload_bytes:
         assert pace is not None
         try:
@@ -280,7 +280,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )
     # What was loaded stays: the collector need not walk it between steps. Garbage would stay, too.
     gc.collect()

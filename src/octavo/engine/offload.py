@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import octavo
-from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
+from octavo.engine.step_time import StepTimePredictor
 from octavo.kv_cache.disk import HEADER_BYTES, Disk
 from octavo.kv_cache.folders import check_folder
 from octavo.kv_cache.host_memory import HostMemory
@@ -65,7 +65,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 def make_tiers(
     executor: NativeExecutor,
-    pace: Pace,
+    pace: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
     *,

@@ -14,79 +14,15 @@ from collections import Counter
 from itertools import islice
 from typing import NamedTuple
 
-import numpy as np
-
 from octavo.engine.engine import Engine, Step
 from octavo.scheduler.policies.deadline import Deadline
 from octavo.scheduler.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
 from octavo.scheduler.sequence import Sequence
 
-_KEEP = 0.99  # what a step keeps of its weight at the next
-_KEEP_AT_FIRST = 0.9  # the first ones touch memory and caches for the first time
-_AT_FIRST = 50  # steps
-_FAR = 4.0  # times as long as predicted; what takes longer, a stall, counts as if it took so
-_EVERY = 32  # steps, after which the parts are fitted anew by which a stall is known
-_RIDGE = 1e-6  # in steps: keeps what the steps so far do not tell apart from running away
 _OUTPUT, _OUTPUT_WEIGHT = 256.0, 1.0  # tokens of an answer before any has ended, and in answers
 _REMEMBERED = 64  # answers
 _WITHIN = 0.8  # of a target that a prediction may take, for it is no more than that
 LONGEST = 3600.0  # seconds; no prediction is longer
-
-
-class StepTimes:
-    """Seconds of a step as a + b × decoding sequences + c × prompt tokens, none of them below 0."""
-
-    def __init__(self) -> None:
-        # Sums over steps of products of 1, decoding and prompt tokens with each other, and with
-        # seconds. No arrays: these are nine numbers, and it is done for every step.
-        self._sums = [0.0] * 9
-        self._fitted: tuple[float, float, float] | None = None
-        self._usual = 0.0, 0.0, 0.0
-        self._steps = 0
-
-    def learn(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
-        if self._steps >= _AT_FIRST:
-            if self._steps % _EVERY == _AT_FIRST % _EVERY:
-                self._usual = self.fitted
-            each, sequence, token = self._usual
-            predicted = each + sequence * decoding + token * prompt_tokens
-            if predicted > 0:
-                seconds = min(seconds, _FAR * predicted)
-        d, p, keep = decoding, prompt_tokens, _KEEP if self._steps >= _AT_FIRST else _KEEP_AT_FIRST
-        products = (1, d, p, d * d, d * p, p * p, seconds, d * seconds, p * seconds)
-        self._sums = [keep * old + new for old, new in zip(self._sums, products, strict=True)]
-        self._steps += 1
-        self._fitted = None
-
-    @property
-    def fitted(self) -> tuple[float, float, float]:
-        """(a, b, c): seconds a step, a decoding sequence and a prompt token; 0 where nothing is
-        known yet.
-        """
-        found = self._fitted
-        if found is None:
-            found = self._fitted = self._fit(self._sums)
-        return found
-
-    @staticmethod
-    def _fit(sums: list[float]) -> tuple[float, float, float]:
-        """Least squares; what comes out below 0 is 0, and the others are fitted without it."""
-        one, d, p, dd, dp, pp, *seconds = sums
-        products = np.array([[one, d, p], [d, dd, dp], [p, dp, pp]])
-        targets = np.array(seconds)
-        kept = [index for index in range(3) if products[index, index] > 0]
-        while kept:
-            scale = np.sqrt(products.diagonal()[kept])
-            matrix = products[np.ix_(kept, kept)] / np.outer(scale, scale)
-            values = np.linalg.solve(
-                matrix + _RIDGE * np.eye(len(kept)), targets[kept] / scale
-            ) / scale  # fmt: skip
-            worst = int(values.argmin())
-            if values[worst] >= 0:
-                found = dict(zip(kept, values.tolist(), strict=True))
-                return found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)
-            del kept[worst]
-        return 0.0, 0.0, 0.0
 
 
 class Forecast(NamedTuple):
@@ -117,7 +53,7 @@ class Waiting:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self.times = StepTimes()
+        self._times = engine.step_times
         self._engine = engine
         self._policy = engine.scheduler.config.policy
         self._outputs = _OUTPUT * _OUTPUT_WEIGHT  # tokens, of `_ends` answers
@@ -133,7 +69,7 @@ class Waiting:
         scheduled = step.scheduled
         decoding = len(scheduled.decodes)
         prompt = sum(chunk.size for chunk in scheduled.chunks)
-        self.times.learn(decoding, prompt, step.ended - step.started)
+        self._times.on_step(decoding, prompt, step.ended - step.started)
         self._steps += 1
         if decoding:
             drawn = sum(map(len, islice(step.drawn.runs, decoding)))
@@ -181,7 +117,7 @@ class Waiting:
         ttft = self._seconds(steps, crowd, tokens + (asks.prompt_tokens if asks else 0))
         beside = min(seats - 1, running + waiting)
         # As many prompts are read as answers end: their tokens are in the steps of all others.
-        each, sequence, token = self.times.fitted
+        each, sequence, token = self._times.linear
         read = beside * self.prompt_tokens / max(expected, 1.0)
         step = each + (beside + 1) * sequence + read * token
         return Forecast(
@@ -268,7 +204,7 @@ class Waiting:
 
     def _seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
         """Of ``steps`` steps, or of as many as it takes to read so many prompt tokens."""
-        each, sequence, token = self.times.fitted
+        each, sequence, token = self._times.linear
         reading = prompt_tokens / self._engine.scheduler.config.max_num_batched_tokens
         return max(steps, reading) * (each + sequence * decoding) + token * prompt_tokens
 

@@ -98,8 +98,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.checkpoint, serve.generation_config, serve.override_generation_config
         )
         calibration = Calibration.of_engine(loaded)
-        if calibration is not None and loaded.engine.pace is not None:
-            loaded.engine.pace.calibrate(calibration.current, calibration.noise)
+        if calibration is not None:
+            loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         if said := defaults.report():

@@ -11,7 +11,7 @@ from octavo.engine.calibration import Calibration, CalibrationKey
 from octavo.engine.clock import VirtualClock
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.cost import Arithmetic, CostExecutor, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
@@ -209,11 +209,11 @@ def simulated_engine(setup: Setup) -> Engine:
         arithmetic=arithmetic(setup.stored, setup.device, setup.quantized),
         attention=setup.device.attention(layout.dtype, setup.quantized),
     )
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn
         stored = setup.calibration()
         noise = None if stored is None else stored.noise
-        pace = Pace(executor.costs, executor.rates, noise=noise, learns=False)
+        pace = StepTimePredictor(executor.costs, executor.rates, noise=noise, learns=False)
     vocab_size = compute.config.vocab_size
     sampler, clock = ScriptedSampler(vocab_size, stop_rate=1.0), VirtualClock()
     speculator, speculation = None, config.speculation
@@ -234,7 +234,7 @@ def simulated_engine(setup: Setup) -> Engine:
         vocab_size=vocab_size,
         seed=config.seed or 0,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )
 
 

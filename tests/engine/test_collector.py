@@ -84,7 +84,7 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
     engine = build()
     engine.add_request(request("a", [1], max_tokens=3))
     (state,) = engine._requests.values()
-    lets_go, faults = engine._let_go, [MemoryError()]
+    lets_go, faults = engine._release, [MemoryError()]
 
     def nothing_runs(_: object) -> None:
         engine._alone = state
@@ -96,7 +96,7 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_step", nothing_runs)
-        patched.setattr(engine, "_let_go", fails)
+        patched.setattr(engine, "_release", fails)
         assert engine.step() == []
     run(engine)
     assert state.record.outcome is Outcome.FINISHED
@@ -174,7 +174,7 @@ def test_so_many_objects_grow_old_until_there_is_a_full_pass(
             made.append([])
     finally:
         gc.callbacks.remove(note)
-        collector.let_go()
+        collector.release()
         gc.set_threshold(*before)
         gc.unfreeze()
     assert 0.8 * most < len(made) < 1.02 * most
@@ -187,7 +187,7 @@ def test_where_there_are_no_full_passes_nothing_is_held_back(
     before = gc.get_threshold()
     collector.hold_back()
     assert gc.get_threshold() == before
-    collector.let_go()
+    collector.release()
     assert gc.get_threshold() == before
 
 

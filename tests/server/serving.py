@@ -12,7 +12,6 @@ from serve_fakes import VOCAB, ByteTokenizer, served_model
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
@@ -77,7 +76,7 @@ def real_engine(
         step_times=StepTimePredictor(executor.costs, guessed(1), measured=False)
         if "itl_target" in limits
         else None,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        tokenizer=tokenizer,
     )
     return AsyncEngine(engine, hang_timeout=hang_timeout), executor
 

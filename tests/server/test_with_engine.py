@@ -205,7 +205,7 @@ async def test_a_request_that_waits_never_runs_when_its_client_leaves() -> None:
         waiting = asyncio.create_task(complete(client, prompt="second"))
         await until(lambda: engine.stats().waiting)
         waiting.cancel()
-        await until(lambda: engine._aborts)
+        await until(lambda: engine._calls)
         steps.let()
         await until(lambda: not engine.stats().waiting)
         steps.let_all()

@@ -6,22 +6,24 @@ import gc
 import logging
 import random
 from array import array
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from octavo.engine.clock import Clock
+from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_time import StepTimePredictor
-from octavo.engine.text import NoText, Text, TextFactory
 from octavo.executor.base import Executor, StepResult
+from octavo.loader.base import Tokenizer
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.sampling.sampler import Sampler, SamplerState, TokenLogprobs
 from octavo.scheduler.batching import Scheduled
@@ -87,7 +89,7 @@ class _Output:
     """What the engine keeps of a sequence."""
 
     sampler: SamplerState
-    text: Text
+    text: IncrementalDetokenizer
     max_tokens: int
     wants_logprobs: bool
     num_tokens: int = 0  # delivered
@@ -108,14 +110,14 @@ class Engine:
         *,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
-        text: TextFactory = NoText,
+        tokenizer: Tokenizer | None = None,
         max_logprobs: int = 20,
         seed: int | None = None,
         speculator: Speculator | None = None,
         step_times: StepTimePredictor | None = None,
     ) -> None:
-        """``step_times`` must predict single steps where they have a target
-        (`SchedulerConfig.itl_target`).
+        """``tokenizer``: None in simulations, whose tokens are no text. ``step_times`` must predict
+        single steps where they have a target (`SchedulerConfig.itl_target`).
         """
         target = scheduler.config.itl_target
         self.step_times = step_times or StepTimePredictor()
@@ -132,7 +134,9 @@ class Engine:
         self.places = Places(scheduler)
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
-        self._text = text
+        self.new_text: Callable[[SamplingParams, frozenset[int]], IncrementalDetokenizer]
+        self.new_text = partial(IncrementalDetokenizer, tokenizer)
+        self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
         self._gone: list[RequestState] = []  # of them, and of those that ended in this step
@@ -253,7 +257,7 @@ class Engine:
         outputs = [
             _Output(
                 self.sampler.new_state(params, request.prompt_token_ids, ending_ids, choice),
-                self._text(params, ending_ids),
+                self.new_text(params, ending_ids),
                 max_tokens,
                 params.logprobs is not None,
             )
@@ -432,7 +436,7 @@ class Engine:
 
         None if the next step may be another, and always where numbers are computed.
         """
-        if self._text is not NoText or self.speculator is not None or self._ended:
+        if self._tokenizer is not None or self.speculator is not None or self._ended:
             return None
         observers = [observer for observer in self.observers if takes_leaps(observer)]
         if len(observers) < len(self.observers):
@@ -631,7 +635,7 @@ class Engine:
             self._accused.add(id(observer))
             logger.exception("%r must not raise; it is told of what comes", observer)
 
-    def give_up(self, error: str) -> None:
+    def fail_all(self, error: str) -> None:
         """Nothing will run any more, whatever state it is in: everybody's one outcome."""
         for state in self._requests.values():
             if state.record.outcome is None:

@@ -12,7 +12,6 @@ import octavo.loader
 from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
 from octavo.engine.step_time import StepTimePredictor, guessed
@@ -276,7 +275,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,

@@ -84,7 +84,7 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
     engine = build()
     engine.add_request(request("a", [1], max_tokens=3))
     (state,) = engine._requests.values()
-    lets_go, faults = engine._release, [MemoryError()]
+    lets_go, faults = engine._let_go, [MemoryError()]
 
     def nothing_runs(_: object) -> None:
         engine._alone = state
@@ -96,7 +96,7 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "_step", nothing_runs)
-        patched.setattr(engine, "_release", fails)
+        patched.setattr(engine, "_let_go", fails)
         assert engine.step() == []
     run(engine)
     assert state.record.outcome is Outcome.FINISHED

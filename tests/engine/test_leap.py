@@ -174,7 +174,7 @@ def state(engine: Engine) -> dict[str, Any]:
     """All that decides what comes next, and all that is reported."""
     scheduler = engine.scheduler
     kv = scheduler.kv
-    requests = engine._requests.values()
+    requests = engine.requests.values()
     return {
         "now": engine.clock.now(),
         "stats": replace(engine.stats()),

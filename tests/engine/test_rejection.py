@@ -285,7 +285,7 @@ def live(engine: Engine, count: int) -> tuple[Counter[tuple[int, ...]], list[Req
             )
             waiting.append(request(f"other {index}", prompt, other))
     while waiting or engine.has_work():
-        while waiting and len(engine._requests) < 40:
+        while waiting and len(engine.requests) < 40:
             engine.add_request(waiting.pop())
         for delta in engine.step():
             life = lives.setdefault((delta.request_id, delta.choice), Life())

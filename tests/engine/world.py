@@ -328,7 +328,7 @@ class World:
         unfinished = [
             seq
             for life in self.lives.values()
-            if (state := self.engine._requests.get(life.record.request_id))
+            if (state := self.engine.requests.get(life.record.request_id))
             for seq in state.sequences
             if seq.status not in (Status.FORKING, Status.FETCHING, Status.HELD, Status.FINISHED)
         ]

@@ -69,7 +69,7 @@ class Seen:
     def on_step(self, step: Step) -> None:
         scheduled = step.scheduled
         counts = np.diff(scheduled.batch.seq_offsets).tolist()
-        names = [seq.owner.request.request_id for seq in scheduled.sequences]
+        names = [seq.owner.request_id for seq in scheduled.sequences]
         self.tokens.append(dict(zip(names, counts, strict=False)))
         self.seconds.append(step.ended - step.started)
         self.decoded.append(bool(scheduled.decodes))

@@ -18,7 +18,6 @@ from octavo.engine.draw import Drawn, draw
 from octavo.engine.leap import Leap, leap, takes_leaps
 from octavo.engine.outputs import Delta
 from octavo.engine.pace import Pace
-from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
 from octavo.engine.text import NoText, Text, TextFactory
 from octavo.executor.base import Executor, StepResult
@@ -33,7 +32,7 @@ from octavo.scheduler.request import (
     RequestRecord,
 )
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.sequence import RequestState, Sequence, Status
+from octavo.scheduler.sequence import Sequence, Status
 from octavo.spec_decode.speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -129,15 +128,14 @@ class Engine:
         self.max_logprobs = max_logprobs
         self.speculator = speculator
         self.pace = pace
-        self.places = Places(scheduler)
         self._seeds = random.Random(seed)  # for requests that bring none
         self.observers: list[Observer] = []
         self._text = text
-        self._requests: dict[str, RequestState] = {}
+        self._requests: dict[str, RequestRecord] = {}
         self._ended: list[Delta] = []  # last deltas of requests that ended between steps
-        self._gone: list[RequestState] = []  # of them, and of those that ended in this step
+        self._gone: list[RequestRecord] = []  # of them, and of those that ended in this step
         self._starts = 0  # how often all was started over
-        self._alone: RequestState | None = None  # who alone could make the step fail
+        self._alone: RequestRecord | None = None  # who alone could make the step fail
         self._accused: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
         if scheduler.kv.tiers is not None:
@@ -152,16 +150,17 @@ class Engine:
 
         Reads only what does not change, so any thread may call it.
         """
-        policy = self.scheduler.config.policy.scheduling_policy
-        if request.priority != 0 and policy != "priority":
+        policy = self.scheduler.policy
+        if request.priority != 0 and "priority" not in policy.request_fields:
             raise InvalidParameter(
-                "priority", f"priority {request.priority} has no effect under the policy {policy}"
+                "priority",
+                f"priority {request.priority} has no effect under the policy {policy.name}",
             )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
-        self._check_minimum(params, self.scheduler.check(request))
+        self._check_minimum(params, self.scheduler.admission.check(request))
         # Numbers and not objects: the collector need not look at each token of all who wait.
         prompt = request.prompt_token_ids
         numbers = isinstance(prompt, array) and prompt.typecode == "i"
@@ -206,7 +205,7 @@ class Engine:
         record = self.new_record(request, arrival)
         try:
             request = self.check(request)
-            replaced = self.places.check([record])
+            replaced = self.scheduler.admission.find_places([record])
             self.admit(request, record)
         except ValueError as error:
             self.reject(record, error)
@@ -214,8 +213,7 @@ class Engine:
         except Exception as error:
             self.refuse(record, error)
             raise
-        self.places.take(replaced)
-        self.places.enter(record)
+        self.scheduler.admission.enter([record], replaced)
         for other in replaced:
             self.replace(other.request_id)
         return record
@@ -231,6 +229,8 @@ class Engine:
             priority=request.priority,
             weight=request.weight,
             target=request.target,
+            cache_salt=request.cache_salt,
+            params=request.params,
         )
 
     def reject(self, record: RequestRecord, error: Exception) -> None:
@@ -248,7 +248,7 @@ class Engine:
         if request.request_id in self._requests:
             raise AdmissionError(f"request id {request.request_id!r} is in use", "request_id")
         params = request.params
-        max_tokens = self.scheduler.check(request)
+        max_tokens = self.scheduler.admission.check(request)
         ending_ids = params.ending_ids(self.eos_token_ids)
         outputs = [
             _Output(
@@ -263,11 +263,11 @@ class Engine:
             output.text.begin(request.begun)
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
-        record.max_tokens = max_tokens
-        state = self.scheduler.new_state(request, record, max_tokens, outputs)
-        self._requests[request.request_id] = state  # first: nobody runs whom we do not know
+        self._requests[request.request_id] = record  # first: nobody runs whom we do not know
         try:
-            self.scheduler.add(state, self.clock.now())
+            self.scheduler.add(
+                record, request.prompt_token_ids, max_tokens, self.clock.now(), outputs
+            )
         except BaseException:
             del self._requests[request.request_id]
             raise
@@ -285,12 +285,12 @@ class Engine:
     def replace(self, request_id: str) -> None:
         """End a request whose place in the queue another has taken, unless it has begun to run."""
         state = self._requests.get(request_id)
-        if state is not None and state.record.scheduled is None:
+        if state is not None and state.scheduled is None:
             why = "the queue is full, and a more urgent request has taken its place"
             self._end_between_steps(state, FinishReason.REPLACED, why)
 
     def _end_between_steps(
-        self, state: RequestState, reason: FinishReason, why: str | None = None
+        self, state: RequestRecord, reason: FinishReason, why: str | None = None
     ) -> None:
         try:
             self._end(state, reason, self._ended, why)
@@ -304,7 +304,7 @@ class Engine:
         """
         if (state := self._requests.get(request_id)) is not None:
             self.scheduler.pause(state)
-            state.record.pauses += 1
+            state.pauses += 1
 
     def resume(self, request_id: str) -> None:
         """It goes on from where it was. No-op if unknown."""
@@ -343,9 +343,9 @@ class Engine:
             state.sequences.clear()
         self._gone.clear()
 
-    def _drop(self, state: RequestState) -> None:
+    def _drop(self, state: RequestRecord) -> None:
         """The request has ended. Until the step ends, it may still refer to it."""
-        self._gone.append(self._requests.pop(state.request.request_id))
+        self._gone.append(self._requests.pop(state.request_id))
 
     def _step(self, deltas: list[Delta]) -> None:
         started, starts = self.clock.now(), self._starts
@@ -353,7 +353,7 @@ class Engine:
             self.pace.settle(started)
         for state, why in self.scheduler.shedding.due(started):
             self._end(state, FinishReason.SHED, deltas, why)
-        self._alone = alone = self.scheduler.alone
+        self._alone = alone = self.scheduler.isolated
         scheduled = self.scheduler.schedule(started, self.speculator, self.pace)
         tiers, copying = self.scheduler.kv.tiers, 0.0
         if tiers is not None:
@@ -405,7 +405,7 @@ class Engine:
             self._end(seq.owner, FinishReason.ERROR, deltas, why)
         if self.speculator is not None:
             self.speculator.learn(scheduled, result, drawn.runs, now - began)
-        self.scheduler.took(scheduled, now - began)
+        self.scheduler.on_step(scheduled, now - began)
         self.scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         self._alone = None
@@ -445,7 +445,7 @@ class Engine:
     def _recover(self, scheduled: Scheduled, error: Exception, deltas: list[Delta]) -> None:
         """After a failed step: its requests run again, each alone; one that fails alone ends."""
         self._rewind(scheduled.sequences + scheduled.samples)
-        if not self.scheduler.retry_alone(scheduled):
+        if not self.scheduler.isolate(scheduled):
             for seq in scheduled.sequences:
                 self._end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
 
@@ -456,7 +456,7 @@ class Engine:
             output.sampler.rewind(output.sampler.num_generated - output.num_tokens)
 
     def _start_over(
-        self, error: Exception, deltas: list[Delta], *, guilty: RequestState | None
+        self, error: Exception, deltas: list[Delta], *, guilty: RequestRecord | None
     ) -> None:
         """After a failure outside of the step's computation, which may have left anything half
         done (memory can run out anywhere): what was delivered counts and nothing else. The cache
@@ -472,13 +472,13 @@ class Engine:
                 output: _Output = seq.output
                 if output.reason is not None:
                     self._forget(seq)
-                    state.record.finish_reasons[seq.choice] = output.reason
+                    state.finish_reasons[seq.choice] = output.reason
                     seq.status = Status.FINISHED
                     if _OUTCOMES[output.reason] is not Outcome.FINISHED:
                         cut_off[request_id] = output.reason
                     continue
                 self._rewind([seq])
-                del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
+                del seq.token_ids[state.prompt_tokens + output.num_tokens :]
                 self._forget(seq)
                 if output.prompt_logprobs is not None:
                     seq.num_scored = len(output.prompt_logprobs) - 1
@@ -487,13 +487,13 @@ class Engine:
         self.scheduler.start_over(self._requests.values())
         for request_id, state in [*self._requests.items()]:
             if state.num_unfinished == 0:
-                if state.record.outcome is None:
-                    self._close(state.record, _OUTCOMES[_last_reason(state.record)])
+                if state.outcome is None:
+                    self._close(state, _OUTCOMES[_last_reason(state)])
                 self._drop(state)
             elif state is guilty or request_id in cut_off:
                 reason = cut_off.get(request_id, FinishReason.ERROR)
                 why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
-                self._end(state, reason, deltas, state.record.error or why)
+                self._end(state, reason, deltas, state.error or why)
 
     def _deliver(self, scheduled: Scheduled, drawn: Drawn, now: float, deltas: list[Delta]) -> None:
         """One Delta for every run of tokens, cut where a stop ends it; who is done leaves."""
@@ -504,7 +504,7 @@ class Engine:
             if output.reason is not None:
                 continue
             owner = seq.owner
-            record = owner.record
+            record = owner
             reason: FinishReason | None = None
             output.num_pushed += len(run)
             try:
@@ -525,7 +525,7 @@ class Engine:
             last = reason is not None and owner.num_unfinished == 1
             deltas.append(
                 Delta(
-                    owner.request.request_id,
+                    owner.request_id,
                     seq.choice,
                     text,
                     run,
@@ -570,13 +570,13 @@ class Engine:
 
     def _end(
         self,
-        state: RequestState,
+        state: RequestRecord,
         reason: FinishReason,
         deltas: list[Delta],
         error: str | None = None,
     ) -> None:
         """End what is left of a request, with a last delta for each unfinished sequence."""
-        record = state.record
+        record = state
         if record.outcome is not None:
             return
         record.error = error
@@ -608,7 +608,7 @@ class Engine:
         try:
             return output.text.finish()
         except Exception:
-            logger.exception("request %r: no text", seq.owner.record.request_id)
+            logger.exception("request %r: no text", seq.owner.request_id)
             return ""
 
     def _close(self, record: RequestRecord, outcome: Outcome, now: float | None = None) -> None:
@@ -632,9 +632,9 @@ class Engine:
     def give_up(self, error: str) -> None:
         """Nothing will run any more, whatever state it is in: everybody's one outcome."""
         for state in self._requests.values():
-            if state.record.outcome is None:
-                state.record.error = error
-                self._close(state.record, Outcome.FAILED)
+            if state.outcome is None:
+                state.error = error
+                self._close(state, Outcome.FAILED)
         self._requests.clear()
         self.scheduler.waiting.clear()
 

@@ -119,7 +119,7 @@ def leap(
     scheduler.leap(sampler.sample_ahead(states, steps))
     for seq in decodes:
         seq.output.num_tokens += steps
-        record = seq.owner.record
+        record = seq.owner
         record.completion_tokens += steps
         record.last_token = ended
     return taken

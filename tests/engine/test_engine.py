@@ -265,7 +265,7 @@ def three_suspects(engine: Engine) -> list[RequestRecord]:
     engine.step()
     engine.executor.crashes.append("half")
     engine.step()
-    assert engine.scheduler.alone is not None
+    assert engine.scheduler.isolated is not None
     return records
 
 

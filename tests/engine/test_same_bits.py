@@ -229,7 +229,7 @@ class Recorder(NativeSampler):
         for index, (seq, run) in enumerate(
             zip(step.scheduled.samples, step.drawn.runs, strict=True)
         ):
-            trace = self.of(seq.owner.request.request_id)
+            trace = self.of(seq.owner.request_id)
             state = seq.output.sampler
             places = range(state.num_generated - len(run), state.num_generated)
             rows = [self.drawn_from[id(state), place] for place in places]

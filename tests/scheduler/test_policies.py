@@ -51,7 +51,7 @@ def made(policy: str, **limits: Any) -> Engine:
 
 def running(engine: Engine) -> set[str]:
     scheduler = engine.scheduler
-    return {seq.owner.request.request_id for seq in scheduler.decoding + scheduler.prefilling}
+    return {seq.owner.request_id for seq in scheduler.decoding + scheduler.prefilling}
 
 
 class Sees:
@@ -62,7 +62,7 @@ class Sees:
         engine.observers.append(self)
 
     def on_step(self, step: Step) -> None:
-        self.steps.append({seq.owner.request.request_id for seq in step.scheduled.sequences})
+        self.steps.append({seq.owner.request_id for seq in step.scheduled.sequences})
 
     def on_end(self, record: RequestRecord) -> None:
         pass
@@ -473,10 +473,7 @@ def test_weights_are_shares() -> None:
     assert isinstance(policy, Fair)
     assert policy.served("one") == pytest.approx(policy.served("three"), rel=0.15)
     ended = [
-        name
-        for name in ("one", "three")
-        for i in range(100)
-        if f"{name}{i}" not in engine.requests
+        name for name in ("one", "three") for i in range(100) if f"{name}{i}" not in engine.requests
     ]
     assert ended.count("three") == pytest.approx(3 * ended.count("one"), rel=0.25)
 
@@ -571,7 +568,7 @@ def check_backlogged(
     class Counts:
         def on_step(self, step: Step) -> None:
             for seq, drawn in zip(step.scheduled.samples, step.drawn.runs, strict=True):
-                outputs[int(seq.owner.request.client)] += len(drawn)
+                outputs[int(seq.owner.client)] += len(drawn)
 
         def on_end(self, record: RequestRecord) -> None:
             pass
@@ -581,7 +578,7 @@ def check_backlogged(
     count = 0
     extremes: dict[tuple[int, int], tuple[float, float]] = {}
     for _ in range(steps):
-        queued = Counter(int(seq.owner.request.client) for seq in engine.scheduler.waiting)
+        queued = Counter(int(seq.owner.client) for seq in engine.scheduler.waiting)
         for client, (prompt, answer) in enumerate(kinds):
             for _ in range(queued[client], max_num_seqs + 1):
                 count += 1
@@ -808,9 +805,9 @@ def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: in
     for seq in told:
         assert queue.head() is seq
         queue.remove(seq)
-        if seq.owner.record.scheduled is None:
+        if seq.owner.scheduled is None:
             queue.begins(seq.owner, len(seq.owner.request.prompt_token_ids))
-            seq.owner.record.scheduled = queue.now
+            seq.owner.scheduled = queue.now
     assert queue.head() is None
 
 

@@ -25,7 +25,7 @@ class Sees:
         self.ended: list[RequestRecord] = []
 
     def on_step(self, step: Step) -> None:
-        there = [seq.owner.request.priority for seq in step.scheduled.sequences]
+        there = [seq.owner.priority for seq in step.scheduled.sequences]
         self.steps.append((step.started, there))
 
     def on_end(self, record: RequestRecord) -> None:

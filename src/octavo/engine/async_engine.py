@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from octavo.engine import collector
-from octavo.engine.admission import Admission
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
-from octavo.engine.waiting import Forecast
+from octavo.engine.waiting import Waiting
+from octavo.scheduler.admission import Forecast
 from octavo.scheduler.request import AdmissionError, Request, RequestRecord
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,10 @@ class AsyncEngine:
         """
         self.engine = engine
         self.hang_timeout = hang_timeout
-        self.admission = Admission(engine, within_target=admit_within_target)
+        self.admission = engine.scheduler.admission
+        self.admission.within_target = admit_within_target
+        self.admission.forecaster = self.forecaster = Waiting(engine)
+        engine.observers.append(self.forecaster)
         self._condition = threading.Condition()
         # Guarded by the condition:
         self._inbox: deque[tuple[Request, RequestRecord]] = deque()
@@ -110,9 +113,7 @@ class AsyncEngine:
                     name = request.request_id
                     if name in self._streams or name in (r.request_id for r in requests[:index]):
                         raise AdmissionError(f"request id {name!r} is in use", "request_id")
-                places = self.engine.places
                 replaced = self.admission.check_queue(records, len(self._inbox), self._inbox_tokens)
-                places.take(replaced)
                 self._calls += [partial(Engine.replace, request_id=r.request_id) for r in replaced]
                 mailbox = self._mailbox(asyncio.get_running_loop())
                 streams = [Stream(record, mailbox, self.abort, self.pause) for record in records]
@@ -120,7 +121,7 @@ class AsyncEngine:
                     self._streams[request.request_id] = stream
                     self._inbox.append((request, stream.record))
                     self._inbox_tokens += stream.record.prompt_tokens
-                    places.enter(stream.record)
+                self.admission.enter(records, replaced)
                 self._condition.notify()
         except (ValueError, EngineDead) as error:
             for record in records:
@@ -143,7 +144,7 @@ class AsyncEngine:
         try:
             self.admission.check_queue(asking, queued, tokens)
         except AdmissionError as error:
-            if not (pending and error.retryable and self.engine.places.outranks(asks)):
+            if not (pending and error.retryable and self.admission.would_replace(asks)):
                 raise
         self.admission.check_forecast(asking, queued, tokens)
 
@@ -163,14 +164,15 @@ class AsyncEngine:
     @property
     def fair_queue(self) -> int | None:
         """How many requests may wait, if clients have fair shares; else None."""
-        return self.admission.fair_queue
+        scheduler = self.engine.scheduler
+        return scheduler.config.max_num_queued_reqs if scheduler.policy.by_client else None
 
     def forecast(self, asks: RequestRecord | None = None, pending: int = 0) -> Forecast:
         """How a request that came now would fare (engine/waiting.py), with ``pending`` others on
         their way to the queue; None: one that is behind all others.
         """
         queued = len(self._inbox) + pending
-        return self.admission.waiting.forecast(asks, queued, self._inbox_tokens)
+        return self.forecaster.forecast(asks, queued, self._inbox_tokens)
 
     def abort(self, request_id: str) -> None:
         """Ask the engine to end a request; return at once. Ignore unknown and ended ones."""

@@ -19,7 +19,6 @@ from octavo.engine.draw import Drawn, draw
 from octavo.engine.fault_isolation import OUTCOMES, retry_alone, rewind, start_over
 from octavo.engine.leap import Leap, foresees, leap
 from octavo.engine.outputs import Delta, SequenceOutput
-from octavo.engine.places import Places
 from octavo.engine.stats import EngineStats
 from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor, StepResult
@@ -35,7 +34,7 @@ from octavo.scheduler.request import (
     RequestRecord,
 )
 from octavo.scheduler.scheduler import Scheduler
-from octavo.scheduler.sequence import RequestState, Sequence
+from octavo.scheduler.sequence import Sequence
 from octavo.spec_decode.speculator import Speculator
 
 logger = logging.getLogger(__name__)
@@ -92,6 +91,7 @@ class Engine:
         self.step_times = step_times or StepTimePredictor()
         if target is not None and not self.step_times.predicts_steps:
             raise ValueError("a target for steps takes predictions of them")
+        scheduler.set_rates(self.step_times)
         self.executor = executor
         self.scheduler = scheduler
         self.sampler = sampler
@@ -100,17 +100,16 @@ class Engine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_logprobs = max_logprobs
         self.speculator = speculator
-        self.places = Places(scheduler)
         self.observers: list[Observer] = []
-        self.requests: dict[str, RequestState] = {}
-        self.culprit: RequestState | None = None  # the one request that can make the step fail
+        self.requests: dict[str, RequestRecord] = {}
+        self.culprit: RequestRecord | None = None  # the one request that can make the step fail
         self.num_starts = 0  # how often the engine has started over
         self.new_text: Callable[[SamplingParams, frozenset[int]], IncrementalDetokenizer]
         self.new_text = partial(IncrementalDetokenizer, tokenizer)
         self._has_text = tokenizer is not None
         self._seeds = random.Random(seed)  # for requests that bring none
         self._undelivered: list[Delta] = []  # last deltas of requests that ended between steps
-        self._ended: list[RequestState] = []  # since the last step
+        self._ended: list[RequestRecord] = []  # since the last step
         self._logged: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
         if scheduler.kv.tiers is not None:
@@ -125,16 +124,17 @@ class Engine:
 
         This reads only what does not change, so any thread may call it.
         """
-        policy = self.scheduler.config.policy.scheduling_policy
-        if request.priority != 0 and policy != "priority":
+        policy = self.scheduler.policy
+        if request.priority != 0 and "priority" not in policy.request_fields:
             raise InvalidParameter(
-                "priority", f"priority {request.priority} has no effect under the policy {policy}"
+                "priority",
+                f"priority {request.priority} has no effect under the policy {policy.name}",
             )
         params = request.params.validated(self.vocab_size, self.max_logprobs)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))
         request = replace(request, params=params)
-        self._check_minimum(params, self.scheduler.check(request))
+        self._check_minimum(params, self.scheduler.admission.check(request))
         # Numbers and not objects: the collector need not look at each token of waiting requests.
         prompt = request.prompt_token_ids
         if not (isinstance(prompt, array) and prompt.typecode == "i"):
@@ -179,7 +179,7 @@ class Engine:
         record = self.new_record(request, arrival)
         try:
             request = self.check(request)
-            replaced = self.places.check([record])
+            replaced = self.scheduler.admission.find_places([record])
             self.admit(request, record)
         except ValueError as error:
             self.reject(record, error)
@@ -187,8 +187,7 @@ class Engine:
         except Exception as error:
             self.refuse(record, error)
             raise
-        self.places.take(replaced)
-        self.places.enter(record)
+        self.scheduler.admission.enter([record], replaced)
         for other in replaced:
             self.replace(other.request_id)
         return record
@@ -204,6 +203,8 @@ class Engine:
             priority=request.priority,
             weight=request.weight,
             target=request.target,
+            cache_salt=request.cache_salt,
+            params=request.params,
         )
 
     def reject(self, record: RequestRecord, error: Exception) -> None:
@@ -222,7 +223,7 @@ class Engine:
         if request.request_id in self.requests:
             raise AdmissionError(f"request id {request.request_id!r} is in use", "request_id")
         params = request.params
-        max_tokens = self.scheduler.check(request)
+        max_tokens = self.scheduler.admission.check(request)
         ending_ids = params.ending_ids(self.eos_token_ids)
         outputs = []
         for choice in range(params.n):
@@ -231,13 +232,12 @@ class Engine:
             outputs[-1].text.begin(request.begun)
         if params.prompt_logprobs is not None:
             outputs[0].prompt_logprobs = [None]
-        record.max_tokens = max_tokens
-        state = self.scheduler.new_state(request, record, max_tokens, outputs)
-        self.requests[request.request_id] = state  # first: no request runs that is not known here
+        self.requests[record.request_id] = record  # first: no request runs that is not known here
         try:
-            self.scheduler.add(state, self.clock.now())
+            prompt = request.prompt_token_ids
+            self.scheduler.add(record, prompt, max_tokens, self.clock.now(), outputs)
         except BaseException:
-            del self.requests[request.request_id]
+            del self.requests[record.request_id]
             raise
         self._stats.admitted += 1
 
@@ -246,41 +246,41 @@ class Engine:
         (finish_reason ABORT, with the record) comes out of the next `step`. Return False if it is
         unknown.
         """
-        if (state := self.requests.get(request_id)) is None:
+        if (record := self.requests.get(request_id)) is None:
             return False
-        self._end_between_steps(state, FinishReason.ABORT)
+        self._end_between_steps(record, FinishReason.ABORT)
         return True
 
     def replace(self, request_id: str) -> None:
         """End a request whose place in the queue another has taken, unless it has begun to run."""
-        state = self.requests.get(request_id)
-        if state is not None and state.record.scheduled is None:
+        record = self.requests.get(request_id)
+        if record is not None and record.scheduled is None:
             why = "the queue is full, and a more urgent request has taken its place"
-            self._end_between_steps(state, FinishReason.REPLACED, why)
+            self._end_between_steps(record, FinishReason.REPLACED, why)
 
     def _end_between_steps(
-        self, state: RequestState, reason: FinishReason, why: str | None = None
+        self, record: RequestRecord, reason: FinishReason, why: str | None = None
     ) -> None:
         try:
-            self.end(state, reason, self._undelivered, why)
+            self.end(record, reason, self._undelivered, why)
         except Exception as error:
             start_over(self, error, self._undelivered)
-            self.end(state, reason, self._undelivered, why)
+            self.end(record, reason, self._undelivered, why)
 
     def pause(self, request_id: str) -> None:
         """Keep a request from generating more until `resume`; its blocks go to others meanwhile.
         Its output does not change. Do nothing if it is unknown.
         """
-        if (state := self.requests.get(request_id)) is not None:
-            self.scheduler.pause(state)
-            state.record.pauses += 1
+        if (record := self.requests.get(request_id)) is not None:
+            self.scheduler.pause(record)
+            record.pauses += 1
 
     def resume(self, request_id: str) -> None:
         """Let a paused request go on. Do nothing if it is unknown."""
-        if (state := self.requests.get(request_id)) is None:
+        if (record := self.requests.get(request_id)) is None:
             return
         try:
-            self.scheduler.resume(state, self.clock.now())
+            self.scheduler.resume(record, self.clock.now())
         except Exception as error:
             start_over(self, error, self._undelivered)
 
@@ -312,16 +312,16 @@ class Engine:
             step_times.on_begin(started)
 
         # Schedule
-        for state, why in scheduler.shedding.due(started):
-            self.end(state, FinishReason.SHED, deltas, why)
-        self.culprit = alone = scheduler.alone
+        for record, why in scheduler.shedding.due(started):
+            self.end(record, FinishReason.SHED, deltas, why)
+        self.culprit = isolated = scheduler.isolated
         scheduled = scheduler.schedule(started, speculator, step_times)
         tiers, copying = scheduler.kv.tiers, 0.0
         if tiers is not None:
             before = clock.now()
             self.culprit = None  # no request makes copying fail
             tiers.transfer()
-            self.culprit = alone
+            self.culprit = isolated
             copying = clock.now() - before
         if scheduled is None:
             # There is nothing to compute while a prompt's blocks are being loaded, either.
@@ -367,7 +367,7 @@ class Engine:
                 span.seq.output.prompt_logprobs += score
         if speculator is not None:
             speculator.learn(scheduled, result, drawn.runs, now - began)
-        scheduler.took(scheduled, now - began)
+        scheduler.on_step(scheduled, now - began)
         scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         self.culprit = None
@@ -391,8 +391,7 @@ class Engine:
         logprobs, drafts = drawn.logprobs, scheduled.drafts or ()
         generated = 0
         for index, (seq, run) in enumerate(zip(scheduled.samples, drawn.runs, strict=True)):
-            owner = seq.owner
-            record = owner.record
+            record = seq.owner
             if record.finish_reasons[seq.choice] is not None:
                 continue
             output: SequenceOutput = seq.output
@@ -403,18 +402,18 @@ class Engine:
                 num_tokens = output.num_tokens + count
                 if finished:
                     reason = FinishReason.STOP
-                elif num_tokens >= owner.max_tokens:
+                elif num_tokens >= record.max_tokens:  # type: ignore[operator]
                     text += output.text.finish()
                     reason = FinishReason.LENGTH
             except Exception as error:
                 logger.exception("request %r: no text", record.request_id)
-                self.end(owner, FinishReason.ERROR, deltas, f"its tokens are no text: {error!r}")
+                self.end(record, FinishReason.ERROR, deltas, f"its tokens are no text: {error!r}")
                 continue
             beyond = len(run) - count
             if beyond:
                 run = run[:count]
-            last = reason is not None and owner.num_unfinished == 1
-            wants_logprobs = owner.request.params.logprobs is not None
+            last = reason is not None and record.num_unfinished == 1
+            wants_logprobs = record.params.logprobs is not None
             deltas.append(
                 Delta(
                     record.request_id,
@@ -448,7 +447,7 @@ class Engine:
                 self.scheduler.finish(seq, reason)
                 if last:
                     self.close_record(record, Outcome.FINISHED, now)
-                    self.drop(owner)
+                    self.drop(record)
         self._stats.generation_tokens += generated
 
     def leap(self, until: float) -> Leap | None:
@@ -475,17 +474,16 @@ class Engine:
 
     def end(
         self,
-        state: RequestState,
+        record: RequestRecord,
         reason: FinishReason,
         deltas: list[Delta],
         error: str | None = None,
     ) -> None:
         """End what is left of a request, with a last delta for each unfinished sequence."""
-        record = state.record
         if record.outcome is not None:
             return
         record.error = error
-        unfinished = [seq for seq in state.sequences if record.finish_reasons[seq.choice] is None]
+        unfinished = [seq for seq in record.sequences if record.finish_reasons[seq.choice] is None]
         for seq in unfinished:
             deltas.append(
                 Delta(
@@ -498,12 +496,12 @@ class Engine:
                 )
             )
             record.finish_reasons[seq.choice] = reason
-        self.scheduler.end(state, reason)
+        self.scheduler.end(record, reason)
         if self.speculator is not None:
             for seq in unfinished:
                 self.speculator.end(seq)
         self.close_record(record, OUTCOMES[reason])
-        self.drop(state)
+        self.drop(record)
 
     def _held_back(self, seq: Sequence) -> str:
         """Return the text that was held back; "" if it may contain what was not delivered."""
@@ -514,7 +512,7 @@ class Engine:
         try:
             return output.text.finish()
         except Exception:
-            logger.exception("request %r: no text", seq.owner.record.request_id)
+            logger.exception("request %r: no text", seq.owner.request_id)
             return ""
 
     def close_record(
@@ -537,24 +535,24 @@ class Engine:
             self._logged.add(id(observer))
             logger.exception("%r must not raise; it is told of what comes", observer)
 
-    def drop(self, state: RequestState) -> None:
+    def drop(self, record: RequestRecord) -> None:
         """Forget a request that has ended. Until the step ends, it may still be referred to."""
-        self._ended.append(self.requests.pop(state.request.request_id))
+        self._ended.append(self.requests.pop(record.request_id))
 
     def _release(self) -> None:
         """Break the reference cycles of requests that have ended, so that they are freed at once
         and not when the garbage collector comes.
         """
-        for state in self._ended:
-            state.sequences.clear()
+        for record in self._ended:
+            record.sequences.clear()
         self._ended.clear()
 
     def fail_all(self, error: str) -> None:
         """End all requests, whatever state the engine is in: nothing will run any more."""
-        for state in self.requests.values():
-            if state.record.outcome is None:
-                state.record.error = error
-                self.close_record(state.record, Outcome.FAILED)
+        for record in self.requests.values():
+            if record.outcome is None:
+                record.error = error
+                self.close_record(record, Outcome.FAILED)
         self.requests.clear()
         self.scheduler.waiting.clear()
 
@@ -586,8 +584,8 @@ class Engine:
 
     def close(self) -> None:
         """End every request and give the executor's memory back."""
-        for state in list(self.requests.values()):
-            self.end(state, FinishReason.ABORT, self._undelivered)
+        for record in list(self.requests.values()):
+            self.end(record, FinishReason.ABORT, self._undelivered)
         self._release()
         if self.speculator is not None:
             self.speculator.close()

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 from octavo.engine.outputs import Delta, SequenceOutput
 from octavo.scheduler.batching import Scheduled
-from octavo.scheduler.request import FinishReason, Outcome
-from octavo.scheduler.sequence import RequestState, Sequence, Status
+from octavo.scheduler.request import FinishReason, Outcome, RequestRecord
+from octavo.scheduler.sequence import Sequence, Status
 
 if TYPE_CHECKING:
     from octavo.engine.engine import Engine
@@ -40,7 +40,7 @@ def retry_alone(
     """Run the requests of a failed step again, each alone; end the one that failed alone."""
     logger.exception("a step of %d tokens failed", scheduled.batch.num_tokens, exc_info=error)
     rewind(scheduled.sequences + scheduled.samples)
-    if not engine.scheduler.retry_alone(scheduled):
+    if not engine.scheduler.isolate(scheduled):
         for seq in scheduled.sequences:
             engine.end(seq.owner, FinishReason.ERROR, deltas, f"the step failed: {error}")
 
@@ -53,7 +53,7 @@ def rewind(sequences: Iterable[Sequence]) -> None:
 
 
 def start_over(
-    engine: Engine, error: Exception, deltas: list[Delta], culprit: RequestState | None = None
+    engine: Engine, error: Exception, deltas: list[Delta], culprit: RequestRecord | None = None
 ) -> None:
     """Keep only what was delivered, and compute the rest again. The requests that end with an error
     are the ``culprit``, which was alone in the step that failed, and those of which it is not
@@ -62,31 +62,30 @@ def start_over(
     logger.exception("the engine starts over", exc_info=error)
     engine.num_starts += 1
     cut_off: dict[str, FinishReason] = {}
-    for request_id, state in engine.requests.items():
-        for seq in state.sequences:
+    for request_id, record in engine.requests.items():
+        for seq in record.sequences:
             output: SequenceOutput = seq.output
             if engine.speculator is not None:
                 engine.speculator.forget(seq)
-            if (reason := state.record.finish_reasons[seq.choice]) is not None:
+            if (reason := record.finish_reasons[seq.choice]) is not None:
                 seq.status = Status.FINISHED
                 if OUTCOMES[reason] is not Outcome.FINISHED:
                     cut_off[request_id] = reason
                 continue
             rewind([seq])
-            del seq.token_ids[state.num_prompt_tokens + output.num_tokens :]
+            del seq.token_ids[record.prompt_tokens + output.num_tokens :]
             if output.prompt_logprobs is not None:
                 seq.num_scored = len(output.prompt_logprobs) - 1
             if output.in_doubt:
                 cut_off.setdefault(request_id, FinishReason.ERROR)
     engine.scheduler.start_over(engine.requests.values())
-    for request_id, state in [*engine.requests.items()]:
-        record = state.record
-        if state.num_unfinished == 0:
+    for request_id, record in [*engine.requests.items()]:
+        if record.num_unfinished == 0:
             if record.outcome is None:
                 reason = cut_off.get(request_id, FinishReason.STOP)
                 engine.close_record(record, OUTCOMES[reason])
-            engine.drop(state)
-        elif state is culprit or request_id in cut_off:
+            engine.drop(record)
+        elif record is culprit or request_id in cut_off:
             reason = cut_off.get(request_id, FinishReason.ERROR)
             why = f"the step failed: {error!r}" if reason is FinishReason.ERROR else None
-            engine.end(state, reason, deltas, record.error or why)
+            engine.end(record, reason, deltas, record.error or why)

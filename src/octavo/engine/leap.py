@@ -65,7 +65,7 @@ def leap(
         return None
     limit = scheduler.steady_steps()
     decodes = scheduler.decoding[:]
-    if not limit or any(seq.owner.request.params.logprobs is not None for seq in decodes):
+    if not limit or any(seq.owner.params.logprobs is not None for seq in decodes):
         return None
     states = [seq.output.sampler for seq in decodes]
     limit = min(limit, *map(sampler.draws_to_go, states))
@@ -84,7 +84,7 @@ def leap(
     scheduler.leap(sampler.sample_ahead(states, steps))
     for seq in decodes:
         seq.output.num_tokens += steps
-        record = seq.owner.record
+        record = seq.owner
         record.completion_tokens += steps
         record.last_token = ended
     return taken

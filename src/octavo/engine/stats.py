@@ -112,7 +112,7 @@ class EngineStats:
             waiting=len(scheduler.waiting),
             waiting_deferred=len(scheduler.waiting.fetching),
             waiting_tokens=scheduler.waiting.tokens,
-            paused=len(scheduler.held),
+            paused=len(scheduler.paused),
             kv_blocks_used=pool.num_used,
             kv_blocks_cached=pool.num_cached,
             kv_evictions=pool.evictions,

@@ -37,6 +37,7 @@ import numpy as np
 
 from octavo.executor.base import Batch, Int32
 from octavo.executor.cost import CostModel, Rates, StepSize
+from octavo.scheduler.prompt_rates import PromptRates
 
 # The linear fit:
 _KEEP = 0.99  # what a step keeps of its weight at the next
@@ -66,9 +67,9 @@ _EVERY = 8  # steps without prompts, of which one is looked at: they are many an
 _USUAL = [0.1, 0.8, 0.05, 0.05]  # what a step with prompts is spent on, until one has run
 
 
-class StepTimePredictor:
-    """Learns from each step (`on_step`, on the engine's thread). `linear` may be read from any
-    thread.
+class StepTimePredictor(PromptRates):
+    """Learns on the engine's thread: `on_step`, `on_prompts`, `on_batch`. `linear` may be read
+    from any thread.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StepTimePredictor:
         if known. ``learns``: false where steps take what the rates say; then the margin is that of
         one that has learned the rates, with steps of such noise.
         """
+        super().__init__()
         # Sums over steps of products of 1, decoding and prompt tokens with each other, and with
         # seconds. No arrays: these are nine numbers, and it is done for every step.
         self._sums = [0.0] * 9

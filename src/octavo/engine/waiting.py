@@ -10,29 +10,18 @@ knows: as long as those that have ended lately were, and no longer than each was
 
 from __future__ import annotations
 
-from collections import Counter
+from contextlib import suppress
 from itertools import islice
 from typing import NamedTuple
 
 from octavo.engine.engine import Engine, Step
-from octavo.scheduler.policies.deadline import Deadline
-from octavo.scheduler.request import AdmissionError, LatencyTarget, Outcome, RequestRecord
+from octavo.scheduler.admission import Forecast
+from octavo.scheduler.request import Outcome, RequestRecord
 from octavo.scheduler.sequence import Sequence
 
 _OUTPUT, _OUTPUT_WEIGHT = 256.0, 1.0  # tokens of an answer before any has ended, and in answers
 _REMEMBERED = 64  # answers
-_WITHIN = 0.8  # of a target that a prediction may take, for it is no more than that
 LONGEST = 3600.0  # seconds; no prediction is longer
-
-
-class Forecast(NamedTuple):
-    """Of a request, in seconds; no figure is above `LONGEST`. Nothing is known before the first
-    step: ``wait`` is None then, and the others are 0, for which nobody is refused.
-    """
-
-    wait: float | None  # until it is let in
-    ttft: float  # until its first token
-    tpot: float  # per token after it, of its own and of all who run beside it
 
 
 class _Running(NamedTuple):
@@ -55,7 +44,6 @@ class Waiting:
     def __init__(self, engine: Engine) -> None:
         self._times = engine.step_times
         self._engine = engine
-        self._policy = engine.scheduler.config.policy
         self._outputs = _OUTPUT * _OUTPUT_WEIGHT  # tokens, of `_ends` answers
         self._ends = _OUTPUT_WEIGHT
         self.prompt_tokens = 0.0  # computed for an answer, as of late
@@ -130,10 +118,10 @@ class Waiting:
         scheduler = self._engine.scheduler
         decoding, prefilling = list(scheduler.decoding), list(scheduler.prefilling)
         now = self._steps, len(decoding), len(prefilling)
-        if asks is not None and self._policy.scheduling_policy == "priority":
+        if asks is not None and "priority" in scheduler.policy.request_fields:
             # Who runs and is less urgent gives way.
-            decoding = [seq for seq in decoding if seq.owner.request.priority <= asks.priority]
-            prefilling = [seq for seq in prefilling if seq.owner.request.priority <= asks.priority]
+            decoding = [seq for seq in decoding if seq.owner.priority <= asks.priority]
+            prefilling = [seq for seq in prefilling if seq.owner.priority <= asks.priority]
         elif (seen := self._seen) is not None and seen[:3] == now:
             return seen
         read = scheduler.kv.num_tokens
@@ -149,58 +137,12 @@ class Waiting:
     def _ahead(self, asks: RequestRecord) -> tuple[int, int]:
         """Sequences that wait and come before a request, by the policy, and their tokens."""
         scheduler = self._engine.scheduler
-        behind_all = len(scheduler.waiting), scheduler.waiting.tokens
-        if self._policy.scheduling_policy == "fcfs":
-            return behind_all
-        try:
-            before = self._before(asks)
-        except (RuntimeError, IndexError):  # the queue has changed under our eyes
-            return behind_all
+        before = None
+        with suppress(RuntimeError, IndexError):  # the queue may change meanwhile
+            before = scheduler.policy.ahead_of(asks)
+        if before is None:
+            return len(scheduler.waiting), scheduler.waiting.tokens
         return len(before), sum(len(seq.token_ids) for seq in before)
-
-    def _before(self, asks: RequestRecord) -> list[Sequence]:
-        policy = self._engine.scheduler.policy
-        if isinstance(policy, Deadline):
-            return policy.ahead_of(asks)
-        queue = list(policy)
-        if self._policy.scheduling_policy == "priority":
-            return [seq for seq in queue if seq.owner.request.priority <= asks.priority]
-        # Clients take turns, so that of each as many come before as of its own wait.
-        counts = Counter(seq.owner.request.client for seq in queue)
-        turn = counts[asks.client] + 1
-        before = []
-        for seq in queue:
-            counts[seq.owner.request.client] -= 1
-            if counts[seq.owner.request.client] < turn:
-                before.append(seq)
-        return before
-
-    def check(self, asks: RequestRecord, forecast: Forecast, *, target: bool) -> None:
-        """Refuse for now (`AdmissionError`, retryable) what would have to wait for longer than
-        anybody may or, with ``target``, would miss its own.
-        """
-        most = self._policy.max_queue_time
-        if most is not None and forecast.wait is not None and forecast.wait > most:
-            raise AdmissionError(
-                f"it would wait {forecast.wait:.3g} s by prediction, and {most:g} s is the most",
-                retryable=True,
-                retry_after=forecast.wait - most,
-            )
-        if target and asks.target is not None:
-            self._check_target(asks.target, forecast)
-
-    def _check_target(self, target: LatencyTarget, forecast: Forecast) -> None:
-        for name, limit, predicted, wait in (
-            ("first token", target.ttft, forecast.ttft, forecast.ttft),
-            ("token", target.tpot, forecast.tpot, self.expected_output * forecast.tpot),
-        ):
-            if limit is not None and predicted > limit * _WITHIN:
-                raise AdmissionError(
-                    f"too much to do: the {name} would take {1000 * predicted:.0f} ms by "
-                    f"prediction, and {1000 * limit:.0f} ms are promised",
-                    retryable=True,
-                    retry_after=max(wait - limit * _WITHIN, 0.0),
-                )
 
     def _seconds(self, steps: float, decoding: int, prompt_tokens: float) -> float:
         """Of ``steps`` steps, or of as many as it takes to read so many prompt tokens."""
@@ -221,5 +163,5 @@ class Waiting:
     @staticmethod
     def _to_come(seq: Sequence, expected: float) -> float:
         """Tokens until it ends. One that has outrun what was expected goes on for a while."""
-        drawn = len(seq.token_ids) - seq.owner.num_prompt_tokens
+        drawn = len(seq.token_ids) - seq.owner.prompt_tokens
         return min(seq.num_to_come, max(expected - drawn, expected / 4))

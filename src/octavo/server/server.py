@@ -32,6 +32,7 @@ from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
 from octavo.extras import install_command
 from octavo.loader.base import ChatTemplate
 from octavo.loader.chat_template import problem
+from octavo.scheduler.policies.config import POLICIES
 from octavo.server.app import App, create_app
 from octavo.server.clients import Clients, raise_file_limit
 from octavo.server.config import ServeConfig
@@ -50,7 +51,7 @@ log = logging.getLogger("octavo.server")
 _QUEUED = 4  # requests that may wait, for each sequence that may run
 _QUEUED_TOKENS = 1 << 20  # prompt tokens that may wait: some 40 MB
 ONE_CLIENT = (
-    "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
+    "scheduling_policy %s is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
 OWN_CACHE = (
@@ -106,8 +107,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             log.info("%s", said)
         if serve.named_keys and engine.enable_prefix_caching:
             log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
-        if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
-            log.warning("%s", ONE_CLIENT)
+        if POLICIES[engine.scheduling_policy].by_client and len(serve.keys) < 2:
+            log.warning(ONE_CLIENT, engine.scheduling_policy)
         clients = Clients.of_files(files)
         return uvloop.run(
             _serve(loaded, model, defaults, serve, listener, clients, calibration, tracer)

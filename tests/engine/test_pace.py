@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from octavo.scheduler.budget import ALONE, LEAST
 
 from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock
@@ -20,7 +21,6 @@ from octavo.executor.cost import CostExecutor, Rates
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
-from octavo.scheduler.budget import ALONE, LEAST
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler

@@ -301,7 +301,7 @@ async def test_an_idle_server_takes_whom_it_predicts_no_good_for() -> None:
     async with serving(config) as (client, engine, executor):
         in_its_own_time(engine, executor)
         engine.admission.within_target = True
-        engine.admission.waiting.times.learn(1, 5, 100.0)
+        engine.forecaster.times.learn(1, 5, 100.0)
         assert engine.forecast().tpot > 1.0
         for _ in range(3):
             assert (await ask(client, max_tokens=60)).status_code == 200

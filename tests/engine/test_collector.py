@@ -18,7 +18,7 @@ from octavo.engine import collector
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
 from octavo.scheduler.request import Outcome
-from octavo.scheduler.sequence import RequestState, Sequence
+from octavo.scheduler.sequence import Sequence
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +54,7 @@ def test_of_requests_that_have_ended_nothing_stays_without_a_collector(
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     with no_collector():
-        before = alive(RequestState, Sequence)
+        before = alive(Sequence)
         for index in range(20):
             engine.add_request(request(f"{index}", [index] * 30, max_tokens=5, n=1 + index % 3))
         engine.step()
@@ -64,7 +64,7 @@ def test_of_requests_that_have_ended_nothing_stays_without_a_collector(
         engine.add_request(request("last", [1], max_tokens=1))  # its step was one with a prompt
         run(engine)
         executor._prefixes.clear()
-        assert alive(RequestState, Sequence) == before
+        assert alive(Sequence) == before
 
 
 def test_a_prompt_is_one_object_for_the_collector() -> None:
@@ -99,7 +99,7 @@ def test_nobody_is_guilty_of_what_fails_behind_the_step(monkeypatch: pytest.Monk
         patched.setattr(engine, "_release", fails)
         assert engine.step() == []
     run(engine)
-    assert state.record.outcome is Outcome.FINISHED
+    assert state.outcome is Outcome.FINISHED
 
 
 def test_a_closed_engine_keeps_nobody() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import repeat
 from math import inf
 from typing import Any
@@ -134,7 +134,7 @@ class Times:
     """An observer of steps: their beginnings and ends, and whom they decoded."""
 
     steps: list[tuple[float, float, list[tuple[int, int]]]] = field(default_factory=list)
-    outcomes: list[RequestRecord] = field(default_factory=list)
+    outcomes: list[list[Any]] = field(default_factory=list)
 
     def on_step(self, step: Step) -> None:
         decodes = [seq.order for seq in step.scheduled.decodes]
@@ -148,7 +148,7 @@ class Times:
         ]
 
     def on_end(self, record: RequestRecord) -> None:
-        self.outcomes.append(record)
+        self.outcomes.append(told(record))
 
 
 def build(load: Load) -> Engine:
@@ -170,6 +170,11 @@ def build(load: Load) -> Engine:
     )
 
 
+def told(record: RequestRecord) -> list[Any]:
+    """All that a record says, but for its sequences."""
+    return [getattr(record, each.name) for each in fields(record) if each.name != "sequences"]
+
+
 def state(engine: Engine) -> dict[str, Any]:
     """All that decides what comes next, and all that is reported."""
     scheduler = engine.scheduler
@@ -178,7 +183,7 @@ def state(engine: Engine) -> dict[str, Any]:
     return {
         "now": engine.clock.now(),
         "stats": replace(engine.stats()),
-        "records": [replace(request.record) for request in requests],
+        "records": [told(record) for record in requests],
         "tokens": [
             (seq.status, seq.slot, seq.token_ids.tolist(), seq.output.num_tokens)
             for request in requests
@@ -203,11 +208,11 @@ def state(engine: Engine) -> dict[str, Any]:
         },
         "waiting": [(seq.order, seq.queued, seq.stood) for seq in scheduler.waiting],
         "served": (
-            [scheduler.policy.served(request.request.client) for request in requests]
+            [scheduler.policy.served(request.client) for request in requests]
             if isinstance(scheduler.policy, Fair)
             else None
         ),
-        "blocked": scheduler._blocked,
+        "blocked": scheduler._refused,
         "to join": scheduler._to_join,
     }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.scheduler.budget import ALONE, LEAST
+from octavo.scheduler.token_budget import ALONE, LEAST
 
 from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.waiting import LONGEST, Forecast, Waiting
+from octavo.engine.waiting import LONGEST, Waiting
 from octavo.executor.cost import CostExecutor, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.admission import Forecast
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import AdmissionError, LatencyTarget, Request, RequestRecord
@@ -94,7 +96,12 @@ def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, 
 
 
 def check(simulated: Simulated, target: LatencyTarget, forecast: Forecast) -> None:
-    simulated.waiting.check(asks(100, target=target), forecast, target=True)
+    admission = simulated.engine.scheduler.admission
+    admission.within_target = True
+    expected = simulated.waiting.expected_output
+    told = SimpleNamespace(forecast=lambda *_: forecast, expected_output=expected)
+    admission.forecaster = cast(Any, told)
+    admission.check_forecast([asks(100, target=target)], 0, 0)
 
 
 def test_before_anything_is_known_nobody_waits() -> None:

@@ -18,7 +18,7 @@ from engine.test_engine import run
 from octavo.engine.engine import Engine, Step
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.policies import fair
-from octavo.scheduler.policies.config import PolicyConfig
+from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import (
     FinishReason,
@@ -27,8 +27,6 @@ from octavo.scheduler.request import (
     Request,
     RequestRecord,
 )
-
-POLICIES = ("fcfs", "priority", "fair", "deadline")
 
 
 def request(
@@ -443,8 +441,8 @@ def shares(engine: Engine) -> dict[str, float]:
     """Tokens of output by client, of all requests there are."""
     found: dict[str, float] = {}
     for state in engine.requests.values():
-        name = state.request.client
-        found[name] = found.get(name, 0) + state.record.completion_tokens
+        name = state.client
+        found[name] = found.get(name, 0) + state.completion_tokens
     return found
 
 
@@ -629,7 +627,7 @@ def test_many_backlogged_clients_are_served_alike(**values: int) -> None:
 
 
 CROWDS: dict[str, Any] = {
-    "policy": st.sampled_from(POLICIES),
+    "policy": st.sampled_from([*POLICIES]),
     "seed": st.integers(0, 2**32),
     "num_blocks": st.sampled_from((7, 10, 24, 200)),
     "max_num_seqs": st.sampled_from((1, 2, 5)),
@@ -736,7 +734,7 @@ def check_no_vain_work(seed: int, policy: str, count: int) -> None:
     assert stats.computed_tokens < 2 * (stats.prompt_tokens + stats.generation_tokens)
 
 
-MIXES = {"seed": st.integers(0, 2**32), "policy": st.sampled_from(POLICIES)}
+MIXES = {"seed": st.integers(0, 2**32), "policy": st.sampled_from([*POLICIES])}
 
 
 @settings(max_examples=12, deadline=None)
@@ -806,7 +804,7 @@ def test_in_turn_is_the_order_in_which_all_would_be_let_in(policy: str, seed: in
         assert queue.head() is seq
         queue.remove(seq)
         if seq.owner.scheduled is None:
-            queue.begins(seq.owner, len(seq.owner.request.prompt_token_ids))
+            queue.on_admit(seq.owner, seq.owner.prompt_tokens)
             seq.owner.scheduled = queue.now
     assert queue.head() is None
 

@@ -182,7 +182,7 @@ class AsyncEngine:
         """Ask the engine to generate nothing for a request, or to go on; return at once."""
         self._call(Engine.pause if paused else Engine.resume, request_id)
 
-    def _call(self, method: Callable[[Engine, str], object], request_id: str) -> None:
+    def _call(self, method: Callable[..., object], request_id: str) -> None:
         with self._condition:
             if request_id in self._streams:
                 self._calls.append(partial(method, request_id=request_id))
@@ -360,7 +360,7 @@ class AsyncEngine:
             logger.critical("the idle engine holds blocks", exc_info=True)
 
     def _deliver(self, deltas: list[Delta]) -> None:
-        deliveries = []
+        deliveries: list[Delivery] = []
         with self._condition:
             for delta in deltas:
                 stream = self._streams.get(delta.request_id)

@@ -10,20 +10,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.scheduler.token_budget import ALONE, LEAST
 
 from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.token_budget import ALONE, LEAST
 from octavo.spec_decode.scripted import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
 
@@ -45,7 +46,7 @@ RATES = Rates(
 TARGET = 0.010
 
 
-class Machine(CostExecutor):
+class Machine(SimulatedExecutor):
     """One whose steps take what its rates say, times a factor of the moment."""
 
     factor = 1.0
@@ -376,7 +377,7 @@ def test_no_figure_of_a_clock_breaks_it() -> None:
 )
 def test_more_tokens_never_take_less_time(rates: Rates, decodes: list[int], start: int) -> None:
     engine, _ = build()
-    assert isinstance(engine.executor, CostExecutor)
+    assert isinstance(engine.executor, SimulatedExecutor)
     pace = StepTimePredictor(engine.executor.costs, rates)
     pace.begin(np.array(decodes, np.int32))
     seconds = [pace.seconds(start, tokens, 0) for tokens in range(200)]

@@ -22,7 +22,6 @@ from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine
 from octavo.executor.cost import KNEES, CostModel, Rates
-from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.loader.pull import cache_dir
@@ -93,7 +92,6 @@ class CalibrationKey(NamedTuple):
     @classmethod
     def loaded(cls, loaded: LoadedEngine) -> Self:
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         compute = executor.costs.program
         return cls._of_weights(compute, loaded.checkpoint, executor.layout, loaded.config)
 
@@ -195,7 +193,6 @@ class Calibration:
     def prediction(self, loaded: LoadedEngine) -> Prediction:
         """An observer that compares the engine's steps with this."""
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         return Prediction(loaded.engine, executor.costs, self.current)
 
     # Keeping it

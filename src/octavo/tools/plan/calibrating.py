@@ -11,8 +11,6 @@ from octavo.engine.calibration import Calibration, CalibrationKey, Moment
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine
 from octavo.executor.cost import Rates
-from octavo.executor.native.executor import NativeExecutor
-from octavo.machine.limits import Limits
 from octavo.machine.others import MUCH, Others
 from octavo.tools.plan.fitting import Observation, fit, slowness
 from octavo.tools.plan.observing import PROBE_SECONDS, SECONDS, Unobservable, observe, probe
@@ -35,10 +33,9 @@ def measure(
     """
     check_settings(loaded.config)
     executor = loaded.engine.executor
-    assert isinstance(executor, NativeExecutor)
     start, others = time.perf_counter(), Others()
     progress("measuring the machine's limits")
-    limits = Limits.measure(quick=True, pool=executor.pool)
+    limits = executor.measure_limits()
     roof = limits.rates(executor.threads, loaded.weight_bytes)
     observations = _observed(
         lambda: observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
@@ -51,7 +48,7 @@ def measure(
     return Calibration(
         loaded.checkpoint.config.name or loaded.checkpoint.path.name,
         CalibrationKey.loaded(loaded),
-        executor.isa,
+        executor.capabilities.tier,
         datetime.now(UTC).isoformat(timespec="seconds"),
         len(observations),
         time.perf_counter() - start,
@@ -77,7 +74,6 @@ def refreshed(
     """
     check_settings(loaded.config)
     executor = loaded.engine.executor
-    assert isinstance(executor, NativeExecutor)
     others = Others()
     steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
     slow = slowness(executor.costs, steps, calibration.rates, calibration.held_up)

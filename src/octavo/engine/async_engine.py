@@ -18,7 +18,7 @@ from octavo.engine.engine import Engine, Observer
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.stream import Delivery, EngineDead, Mailbox, Stream
-from octavo.engine.waiting import Waiting
+from octavo.engine.wait_time import WaitTimePredictor
 from octavo.scheduler.admission import Forecast
 from octavo.scheduler.request import AdmissionError, Request, RequestRecord
 
@@ -48,7 +48,7 @@ class AsyncEngine:
         self.hang_timeout = hang_timeout
         self.admission = engine.scheduler.admission
         self.admission.within_target = admit_within_target
-        self.admission.forecaster = self.forecaster = Waiting(engine)
+        self.admission.forecaster = self.forecaster = WaitTimePredictor(engine)
         engine.observers.append(self.forecaster)
         self._condition = threading.Condition()
         # Guarded by the condition:
@@ -168,8 +168,8 @@ class AsyncEngine:
         return scheduler.config.max_num_queued_reqs if scheduler.policy.by_client else None
 
     def forecast(self, asks: RequestRecord | None = None, pending: int = 0) -> Forecast:
-        """How a request that came now would fare (engine/waiting.py), with ``pending`` others on
-        their way to the queue; None: one that is behind all others.
+        """Predict how a request that comes now would fare (engine/wait_time.py), with ``pending``
+        others on their way to the queue; None: one that is behind all others.
         """
         queued = len(self._inbox) + pending
         return self.forecaster.forecast(asks, queued, self._inbox_tokens)

@@ -11,7 +11,7 @@ import pytest
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.waiting import LONGEST, Waiting
+from octavo.engine.wait_time import LONGEST, WaitTimePredictor
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -60,7 +60,7 @@ class Simulated:
             VirtualClock(),
             vocab_size=MODEL.vocab_size,
         )
-        self.waiting = Waiting(self.engine)
+        self.waiting = WaitTimePredictor(self.engine)
         self.engine.observers.append(self.waiting)
         self.told: list[tuple[Forecast, RequestRecord]] = []
 
@@ -207,7 +207,7 @@ def test_predictions_are_bounded() -> None:
     assert forecast.wait == LONGEST
 
 
-def queued(policy: str, *others: dict[str, Any]) -> Waiting:
+def queued(policy: str, *others: dict[str, Any]) -> WaitTimePredictor:
     """Of an engine where one may run, and does, and these wait."""
     simulated = Simulated(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
     for _ in range(4):

@@ -12,11 +12,14 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, astuple, dataclass, fields
 from datetime import datetime
-from math import inf, isfinite
+from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Annotated, Any, NamedTuple, Self
+
+import msgspec
+from msgspec import Meta
 
 from octavo.engine.config import EngineConfig
 from octavo.engine.engine import Engine, Step
@@ -38,11 +41,24 @@ logger = logging.getLogger(__name__)
 _MOST_BYTES = 1 << 20  # of a stored file
 _GAIN = 0.02  # of a step, in the running figures
 _MEDIAN = 0.6745  # of the distances from the mean, in standard deviations, of a normal distribution
+# What a stored file may hold.
+Text = Annotated[str, Meta(max_length=1000, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+Count = Annotated[int, Meta(ge=0, le=10**9)]
+Figure = Annotated[float, Meta(ge=0, le=1e6)]  # seconds, or a share
+Change = Annotated[float, Meta(ge=1e-2, le=1e2)]  # of a machine's speed
+# What a machine can have: a byte a second, to a thousand times the fastest there are.
+_RANGES = {
+    "per_second": (1.0, 1e18),
+    "overhead": (0.0, 60.0),
+    "unpacking": (0.0, 1e3),
+    "threads": (0, 1 << 16),
+}
 OTHER_FORM = "it is of another version's cost model; run octavo calibrate again"
 
 
-class CalibrationKey(NamedTuple):
-    """What a calibration is of."""
+@dataclass(frozen=True, slots=True)
+class CalibrationKey:
+    """What a calibration is valid for."""
 
     model: str  # digest of shape, formats, operations and routing
     cpu: str
@@ -60,7 +76,9 @@ class CalibrationKey(NamedTuple):
         layout: KvLayout,
         config: EngineConfig,
     ) -> Self:
-        """Of a model as `config` would load it here. ``groups``: of grouped formats, by role."""
+        """Return the key of a model as `config` would load it here. ``groups``: of grouped formats,
+        by role.
+        """
         shape = [
             (role, tuple(shape), formats[role].name, groups.get(role, 0))
             for role, shape in sorted(program.weights.items())
@@ -83,7 +101,7 @@ class CalibrationKey(NamedTuple):
 
     @classmethod
     def of_checkpoint(cls, checkpoint: Checkpoint, config: EngineConfig) -> Self:
-        """Of a model before it is loaded: of its header."""
+        """Return the key of a model that is not loaded, from its header."""
         if config.quantization is not None:
             checkpoint = rounded(checkpoint, config.quantization)
         layout = config.layout_of(checkpoint.config)
@@ -106,7 +124,7 @@ class CalibrationKey(NamedTuple):
 
     @property
     def path(self) -> Path:
-        digest = hashlib.sha256("\n".join(map(str, self)).encode()).hexdigest()[:16]
+        digest = hashlib.sha256("\n".join(map(str, astuple(self))).encode()).hexdigest()[:16]
         return cache_dir() / "calibrations" / f"{digest}.json"
 
 
@@ -121,22 +139,22 @@ class Slowness(NamedTuple):
 class KindError:
     """How well steps of a kind are predicted by a fit that has not seen them."""
 
-    kind: str
-    steps: int
-    seconds: float  # the median
-    bias: float  # median of predicted ÷ observed, less 1
-    error: float  # median of its distance from 1
+    kind: Text
+    steps: Count
+    seconds: Figure  # the median
+    bias: Annotated[float, Meta(ge=-1, le=1e6)]  # median of predicted ÷ observed, less 1
+    error: Figure  # median of its distance from 1
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
     """How fast the machine has been since, for a few seconds."""
 
-    memory: float  # how many times as long reading takes as when calibrated
-    processor: float  # the same of everything else
+    memory: Change  # how many times as long reading takes as when calibrated
+    processor: Change  # the same of everything else
     date: str  # ISO 8601
-    steps: int
-    others: float = 0.0  # share of the processor that others took meanwhile
+    steps: Count
+    others: Figure = 0.0  # share of the processor that others took meanwhile
 
     @property
     def slowness(self) -> Slowness:
@@ -147,20 +165,20 @@ class Moment:
 class Calibration:
     """Rates fitted to a model's steps on this machine, and how well they predict."""
 
-    name: str  # the model's
+    name: Text  # the model's
     key: CalibrationKey
-    tier: str  # instruction set that ran
+    tier: Text  # instruction set that ran
     date: str  # ISO 8601
-    steps: int
-    seconds: float  # that measuring took
+    steps: Count
+    seconds: Figure  # that measuring took
     rates: Rates  # of a mean step
-    held_up: float  # a mean step ÷ one that nobody held up
-    deviations: dict[str, float]  # standard error of each parameter, as a share of it
+    held_up: Change  # a mean step ÷ one that nothing held up
+    deviations: dict[Text, Figure]  # standard error of each parameter, as a share of it
     limits: Rates  # the machine's, in the same minute
     errors: tuple[KindError, ...]  # of steps that a fit has not seen, by kind
-    error: float  # their median over all steps
+    error: Figure  # their median over all steps
     moment: Moment | None = None  # the last refresh
-    others: float = 0.0  # share of the processor that others took while it was measured
+    others: Figure = 0.0  # share of the processor that others took while it was measured
 
     @property
     def current(self) -> Rates:
@@ -187,51 +205,45 @@ class Calibration:
 
     @classmethod
     def of_engine(cls, loaded: LoadedEngine) -> Self | None:
-        """What is stored for it."""
+        """Return what is stored for an engine."""
         return cls.load(CalibrationKey.loaded(loaded))
 
     def prediction(self, loaded: LoadedEngine) -> Prediction:
-        """An observer that compares the engine's steps with this."""
+        """Return an observer that compares the engine's steps with this calibration."""
         executor = loaded.engine.executor
         return Prediction(loaded.engine, executor.costs, self.current)
 
     # Keeping it
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, strictly."""
-        rates = {"rates": self.rates.as_dict(), "limits": self.limits.as_dict()}
-        return asdict(self) | rates | {"key": self.key._asdict()}
+        """Return it for strict JSON."""
+        return asdict(self) | {"rates": self.rates.as_dict(), "limits": self.limits.as_dict()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:
-        """Raises `ValueError` for what is not `as_dict`'s."""
+        """Read what `as_dict` wrote. Raise `ValueError` for anything else."""
         try:
-            values = dict(data)
-            needed = {field.name for field in fields(cls)} - {"others"}
-            if set(values) - {"others"} != needed:
+            names = {field.name for field in fields(cls)}
+            if set(data) | {"others"} != names:
                 raise ValueError(OTHER_FORM)
-            values["key"] = CalibrationKey(**values["key"])
-            values["errors"] = tuple(KindError(**error) for error in values["errors"])
-            if values["moment"] is not None:
-                values["moment"] = Moment(**values["moment"])
-            values["deviations"] = {str(k): float(v) for k, v in values["deviations"].items()}
-            for name in ("rates", "limits"):
-                values[name] = _rates(values[name])
-            found = cls(**values)
-            _check(found)
+            rates = {name: _read_rates(data[name]) for name in ("rates", "limits")}
+            found = msgspec.convert(data | rates, cls)
+            for dated in (found, found.moment):
+                if dated is not None:
+                    datetime.fromisoformat(dated.date)
             return found
-        except (TypeError, KeyError, AttributeError, ValueError, OverflowError) as error:
+        except (TypeError, KeyError, AttributeError, ValueError, msgspec.MsgspecError) as error:
             raise ValueError(f"not a calibration: {error}") from error
 
     def save(self) -> Path:
-        """Store it under its key; returns the file."""
+        """Store it under its key; return the file."""
         path = self.key.path
         store(path, self.as_dict())
         return path
 
     @classmethod
     def load(cls, key: CalibrationKey) -> Self | None:
-        """What is stored for it; None, with a warning if that is unreadable."""
+        """Return what is stored for a key; None, with a warning if that is unreadable."""
         path = key.path
         try:
             with path.open("rb") as file:
@@ -245,82 +257,24 @@ class Calibration:
         return calibration if calibration.key == key else None
 
 
-_MOST = 1e6  # seconds, steps' shares of each other
-
-
-def _check(found: Calibration) -> None:
-    """Raises `ValueError` for a field of another kind, or that no measurement can give."""
-    for name in ("name", "tier", "date"):
-        _check_text(name, getattr(found, name))
-    datetime.fromisoformat(found.date)
-    _check_count("steps", found.steps)
-    for name in ("seconds", "error"):
-        _check_figure(name, getattr(found, name))
-    _check_figure("held_up", found.held_up, *_CHANGE)
-    _check_figure("others", found.others)
-    if found.moment is not None:
-        datetime.fromisoformat(found.moment.date)
-        _check_count("steps", found.moment.steps)
-        _check_figure("others", found.moment.others)
-        for name in Slowness._fields:
-            _check_figure(name, getattr(found.moment, name), *_CHANGE)
-    for name, value in found.deviations.items():
-        _check_text("a deviation's name", name)
-        _check_figure(f"the deviation of {name}", value)
-    for each in found.errors:
-        _check_text("kind", each.kind)
-        _check_count("steps", each.steps)
-        _check_figure("seconds", each.seconds)
-        _check_figure("bias", each.bias, -1.0)
-        _check_figure("error", each.error)
-
-
-def _check_text(name: str, value: object) -> None:
-    if not isinstance(value, str) or not value.isprintable() or len(value) > 1000:
-        raise ValueError(f"{name} is {value!r:.60}, not a line of text")
-
-
-def _check_count(name: str, value: object) -> None:
-    if type(value) is not int or not 0 <= value <= 10**9:
-        raise ValueError(f"{name} is {value!r:.60}, not a number of steps")
-
-
-def _check_figure(name: str, value: object, least: float = 0.0, most: float = _MOST) -> None:
-    if type(value) not in (int, float) or not least <= value <= most:  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r:.60}, not from {least:g} to {most:g}")
-
-
-_CHANGE = 1e-2, 1e2  # of a machine's speed, at most
-# What a machine can have: a byte a second, to a thousand times the fastest there are.
-_RANGES = {
-    "per_second": (1.0, 1e18),
-    "overhead": (0.0, 60.0),
-    "unpacking": (0.0, 1e3),
-    "threads": (0, 1 << 16),
-}
-
-
-def _rates(values: Any) -> Rates:
-    """Raises `ValueError` for what no measurement can give. A knee may be infinite: null, or as
-    Python writes it.
+def _read_rates(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of `Rates` in a stored file; raise `ValueError` for what no measurement can
+    give. A knee may be infinite: null, or as Python writes it.
     """
-    names = [field.name for field in fields(Rates)]
-    if list(values) != names:
+    if list(values) != [field.name for field in fields(Rates)]:
         raise ValueError(OTHER_FORM)
     values = values | {name: inf for name in KNEES if values[name] is None}
     for name, value in values.items():
-        known = type(value) in (int, float) and (isfinite(value) or name in KNEES)
-        if not known and value is not None:
-            raise ValueError(f"{name} is {value!r:.60}, not a number")
         for end, (least, most) in _RANGES.items():
-            if value is not None and name.endswith(end):
-                _check_figure(name, value, least, most)
-    return Rates(**values)
+            if value is not None and name.endswith(end) and not least <= value <= most:
+                raise ValueError(f"{name} is {value!r:.60}, not from {least:g} to {most:g}")
+    return values
 
 
 class Prediction:
-    """Observes an engine. Figures are of the steps before the last: a step's time is known when it
-    has been delivered. ``tell`` gets each step's seconds, predicted and actual.
+    """Observes an engine and compares its steps with a calibration. Its figures leave out the last
+    step, because a step's time is known when it has been delivered. ``tell`` is called with each
+    step's seconds, predicted and actual.
     """
 
     tell: Callable[[float, float], None] = staticmethod(lambda predicted, actual: None)

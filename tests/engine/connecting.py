@@ -22,7 +22,7 @@ from octavo.kv_cache.connectors.disk import HEADER_BYTES, Disk
 from octavo.kv_cache.connectors.host import HostMemory
 from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.connectors.worker import Job, ThreadWorker
-from octavo.kv_cache.exchange import from_exchange, to_exchange
+from octavo.kv_cache.exchange_form import from_exchange, to_exchange
 from octavo.kv_cache.layout import KvLayout
 from octavo.kv_cache.transfer_cost import TransferCost
 

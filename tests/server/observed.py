@@ -14,6 +14,7 @@ from serving import listening, real_engine, started
 
 from engine.connecting import per_token
 from engine.drafting import Coin
+from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
 from octavo.kv_cache.connectors.disk import Disk
 from octavo.kv_cache.connectors.host import HostMemory
@@ -22,7 +23,6 @@ from octavo.kv_cache.transfer_cost import TransferCost
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.prediction import Prediction
 from patience import PATIENCE, until
 
 MODEL = "tiny"

@@ -11,8 +11,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from octavo.engine.pace import Pace
 from octavo.engine.recompute import RecomputeCost
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor
 from octavo.kv_cache.connectors.base import KvConnector
 from octavo.kv_cache.connectors.disk import FORMAT, HEADER_BYTES, Disk
@@ -54,7 +54,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 def make_connectors(
     executor: Executor,
-    pace: Pace,
+    pace: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
     *,

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch
 
 
 class RecomputeCost:
-    """What `Pace` predicts for steps with nothing else, times its margin of error, so that nothing
-    is loaded that would be computed in less time.
+    """What `StepTimePredictor` predicts for steps with nothing else, times its margin of error, so
+    that nothing is loaded that would be computed in less time.
     """
 
-    def __init__(self, pace: Pace, max_tokens: int) -> None:
+    def __init__(self, pace: StepTimePredictor, max_tokens: int) -> None:
         """``max_tokens``: of a step."""
         self._pace = pace
         self._max_tokens = max_tokens

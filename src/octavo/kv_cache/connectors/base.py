@@ -8,7 +8,7 @@ Methods come in two halves, as in vLLM's ``KVConnectorBase_V1``. The scheduler h
 blocks the connector has; it answers at once, from what this process knows. The executor half moves
 bytes: loads and saves are started here, end later, and are reported by `get_finished`. All methods
 are called from the engine's thread. Bytes are a block as the executor exports it; engines with
-another packing exchange blocks in the form of kv_cache/exchange.py.
+another packing exchange blocks in the form of kv_cache/exchange_form.py.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from executor import tiny
 from executor.driving import Driver
 from octavo.executor.reference import evaluate
 from octavo.executor.reference.reference import ReferenceExecutor
-from octavo.kv_cache.exchange import Bytes, exchange_bytes, from_exchange, to_exchange
+from octavo.kv_cache.exchange_form import Bytes, exchange_bytes, from_exchange, to_exchange
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
 from octavo.models import families
 from octavo.models.program import RopeAndStoreKv

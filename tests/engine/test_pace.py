@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from octavo.scheduler.budget import ALONE, LEAST
 
 from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock
@@ -24,6 +23,7 @@ from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.token_budget import ALONE, LEAST
 from octavo.spec_decode.scripted import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
 

@@ -21,7 +21,7 @@ from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.stream import EngineDead
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.config import PolicyConfig
-from octavo.scheduler.request import AdmissionError, RequestRecord
+from octavo.scheduler.request import AdmissionError
 from octavo.scheduler.sequence import Sequence
 from octavo.server.errors import ApiError, ClientGone
 from octavo.server.generate import Prepared
@@ -29,7 +29,7 @@ from octavo.server.reply import Reply
 from patience import Leave, until
 
 _MADE = (
-    *(Prepared, Reply, RequestRecord, Sequence),
+    *(Prepared, Reply, Sequence),
     *(ApiError, ClientGone, AdmissionError, InvalidParameter),
 )
 

@@ -23,7 +23,7 @@ from _script import as_script
 from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -130,7 +130,9 @@ def engine(
         VirtualClock(),
         vocab_size=config.vocab_size,
         text=lambda params, ending_ids: IncrementalDetokenizer(words, params, ending_ids),
-        pace=None if itl_target is None else Pace(executor.costs, guessed(2), measured=False),
+        step_times=None
+        if itl_target is None
+        else StepTimePredictor(executor.costs, guessed(2), measured=False),
     )
 
 

@@ -20,7 +20,7 @@ from engine.world import drawn_policy, random_terms
 from octavo.engine.clock import RealClock, VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch, Int32, StepResult
 from octavo.executor.cost import CostModel, Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
@@ -167,7 +167,7 @@ def build(load: Load) -> Engine:
         VirtualClock(),
         vocab_size=VOCAB,
         seed=1,
-        pace=Pace(executor.costs, load.rates, learns=False) if paced else None,
+        step_times=StepTimePredictor(executor.costs, load.rates, learns=False) if paced else None,
     )
 
 
@@ -180,7 +180,7 @@ def state(engine: Engine) -> dict[str, Any]:
     """All that decides what comes next, and all that is reported."""
     scheduler = engine.scheduler
     kv = scheduler.kv
-    requests = engine._requests.values()
+    requests = engine.requests.values()
     return {
         "now": engine.clock.now(),
         "stats": replace(engine.stats()),

@@ -19,10 +19,9 @@ from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
 from engine.tiering import FaultyDisk, slow_tiers
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import Released
+from octavo.engine.detokenize import IncrementalDetokenizer, Released
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
-from octavo.engine.text import NoText
 from octavo.kv_cache.measured import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.scheduler.request import (
@@ -59,13 +58,13 @@ class Leaping(VirtualClock):
         self._now += seconds
 
 
-class Words(NoText):
+class Words(IncrementalDetokenizer):
     """A word a token, the last of which is held back. The next push after ``fail`` fails."""
 
     fail = False
 
     def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        super().__init__(params, ending_ids)
+        super().__init__(None, params, ending_ids)
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> Released:
@@ -285,7 +284,7 @@ class World:
                 import_blocks(blocks, data)
 
             self.executor.import_blocks = slow_import  # type: ignore[method-assign]
-        self.engine._text = Words
+        self.engine.new_text = Words
         Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
@@ -329,7 +328,7 @@ class World:
         unfinished = [
             seq
             for life in self.lives.values()
-            if (state := self.engine._requests.get(life.record.request_id))
+            if (state := self.engine.requests.get(life.record.request_id))
             for seq in state.sequences
             if seq.status not in (Status.FORKING, Status.FETCHING, Status.PAUSED, Status.FINISHED)
         ]

@@ -440,7 +440,7 @@ def test_what_has_ended_is_not_kept_until_its_time_would_have_come() -> None:
 def shares(engine: Engine) -> dict[str, float]:
     """Tokens of output by client, of all requests there are."""
     found: dict[str, float] = {}
-    for state in engine._requests.values():
+    for state in engine.requests.values():
         name = state.client
         found[name] = found.get(name, 0) + state.completion_tokens
     return found
@@ -471,10 +471,7 @@ def test_weights_are_shares() -> None:
     assert isinstance(policy, Fair)
     assert policy.served("one") == pytest.approx(policy.served("three"), rel=0.15)
     ended = [
-        name
-        for name in ("one", "three")
-        for i in range(100)
-        if f"{name}{i}" not in engine._requests
+        name for name in ("one", "three") for i in range(100) if f"{name}{i}" not in engine.requests
     ]
     assert ended.count("three") == pytest.approx(3 * ended.count("one"), rel=0.25)
 

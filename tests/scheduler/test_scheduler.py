@@ -175,7 +175,7 @@ def test_an_abort_frees_everything_in_any_state(moment: int) -> None:
     record = engine.add_request(request("a", [2] * 40, max_tokens=40, n=3))
     for _ in range((0, 1, 3, 4, 6, 7, 30, 60)[moment]):
         engine.step()
-    state = engine._requests["a"]
+    state = engine.requests["a"]
     engine.abort("a")
     assert {seq.status for seq in state.sequences} == {Status.FINISHED}
     held = engine.scheduler.kv.pool.num_used

@@ -8,22 +8,20 @@ _STALL = 4.0  # times the predicted seconds: a step that takes longer counts as 
 
 
 class PromptRates:
-    """Learned from the steps that compute prompts. An engine with a predictor of its own gives the
-    scheduler an object with the same methods.
-    """
+    """Learns from the steps that compute prompts. An engine's step-time predictor extends it."""
 
     def __init__(self) -> None:
         self._best = 0.0  # tokens per second; 0: unknown
         # Decayed sums over steps:
-        self._steps = self._tokens = self._seconds = 0.0
+        self._prompt_steps = self._tokens = self._seconds = 0.0
 
-    def on_step(self, num_tokens: int, seconds: float) -> None:
+    def on_prompts(self, num_tokens: int, seconds: float) -> None:
         """Learn from a step of ``num_tokens`` tokens, some of them of prompts."""
         if seconds > 0:
             self._best = max(self._best * _BEST_KEPT, num_tokens / seconds)
         if predicted := self.mean_seconds(num_tokens):
             seconds = min(seconds, _STALL * predicted)
-        self._steps = _MEAN_KEPT * self._steps + 1
+        self._prompt_steps = _MEAN_KEPT * self._prompt_steps + 1
         self._tokens = _MEAN_KEPT * self._tokens + num_tokens
         self._seconds = _MEAN_KEPT * self._seconds + max(0.0, seconds)
 
@@ -38,4 +36,4 @@ class PromptRates:
     @property
     def step_seconds(self) -> float:
         """The mean time of a step that computes prompts; 0 if nothing is known."""
-        return self._seconds / (self._steps or 1.0)
+        return self._seconds / (self._prompt_steps or 1.0)

@@ -38,7 +38,7 @@ from octavo.scheduler.queue import WaitingQueue
 from octavo.scheduler.request import FinishReason, RequestRecord
 from octavo.scheduler.sequence import Sequence, Status
 from octavo.scheduler.shedding import Shedding
-from octavo.scheduler.token_budget import StepTimePredictor, TokenBudget
+from octavo.scheduler.token_budget import StepTiming, TokenBudget
 
 _LOOKED_AT = 32  # waiting sequences, to find one with a shorter prompt than one under way
 
@@ -55,9 +55,7 @@ class Scheduler:
         num_blocks: int,
         *,
         hasher: Hash = chain_hash,
-        rates: PromptRates | None = None,
     ) -> None:
-        """``rates``: a predictor to use instead of the scheduler's own."""
         self.config = config
         self.kv = KvCache(
             layout,
@@ -68,10 +66,9 @@ class Scheduler:
             enable_prefix_caching=config.enable_prefix_caching,
             hasher=hasher,
         )
-        self.rates = rates or PromptRates()
         self.policy = config.policy.new_policy()
-        self.policy.rates = self.rates
-        self.shedding = Shedding(config.policy, self.rates, self._missing_before_first)
+        self.shedding = Shedding(config.policy, self._missing_before_first)
+        self.set_rates(PromptRates())
         self.waiting = WaitingQueue(self.policy, self.kv)
         self.prefilling: list[Sequence] = []  # in the policy's order
         self.decoding: list[Sequence] = []  # in order of arrival
@@ -98,6 +95,10 @@ class Scheduler:
         self._builder = BatchBuilder(config, self.kv)
         self._decodes_changed = False
         self._to_join = 0  # of the batch that static batching is admitting
+
+    def set_rates(self, rates: PromptRates) -> None:
+        """Let policy and shedding predict by ``rates``, which learn from this scheduler's steps."""
+        self.rates = self.policy.rates = self.shedding.rates = rates
 
     # Queue
 
@@ -172,7 +173,7 @@ class Scheduler:
         self,
         now: float,
         proposer: Proposer | None = None,
-        predictor: StepTimePredictor | None = None,
+        predictor: StepTiming | None = None,
     ) -> Scheduled | None:
         """Return the next step; None if there is nothing to compute. ``predictor``: needed if steps
         have a target.
@@ -537,7 +538,7 @@ class Scheduler:
     def on_step(self, scheduled: Scheduled, seconds: float) -> None:
         """Learn how long a step has taken."""
         if scheduled.chunks:
-            self.rates.on_step(scheduled.batch.num_tokens, seconds)
+            self.rates.on_prompts(scheduled.batch.num_tokens, seconds)
 
     def commit(self, scheduled: Scheduled, runs: Items[Items[int]]) -> None:
         """Take over what a step has computed. ``runs``: the tokens that each of its ``samples``

@@ -30,10 +30,11 @@ class Shedding:
     requests for each that comes or goes.
     """
 
+    rates: PromptRates  # the scheduler sets it
+
     def __init__(
         self,
         config: PolicyConfig,
-        rates: PromptRates,
         num_missing: Callable[[RequestRecord], int],
     ) -> None:
         """``num_missing``: how many tokens are still to be computed before a request's first, as
@@ -41,7 +42,6 @@ class Shedding:
         """
         self._max_queue_time = config.max_queue_time
         self._shed_late = config.shed_late
-        self._rates = rates
         self._num_missing = num_missing
         self._entries: list[_Entry] = []
         self._num_alive = 0  # of these, when they were last counted
@@ -56,7 +56,7 @@ class Shedding:
             self._push(record.arrival + self._max_queue_time, record, for_target=False)
         if self._shed_late and (due := record.first_token_due) is not None:
             # The cached prefix is looked up then: it may be another by that time.
-            seconds = self._rates.least_seconds(record.prompt_tokens)
+            seconds = self.rates.least_seconds(record.prompt_tokens)
             self._push(due - seconds, record, for_target=True)
 
     def _push(self, at: float, record: RequestRecord, *, for_target: bool) -> None:
@@ -86,7 +86,7 @@ class Shedding:
                     )
                 else:
                     missing = self._num_missing(record)
-                    at = due - self._rates.least_seconds(missing)
+                    at = due - self.rates.least_seconds(missing)
                     if at >= now:  # a part of it is computed, or cached
                         heapreplace(self._entries, (at, serial, record, True))
                         continue

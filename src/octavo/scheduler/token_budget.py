@@ -3,7 +3,7 @@
 The rules, all in this place:
 
 - Every decoding sequence is in every step. Prompts get what is left of the tokens and of the
-  target, by prediction and less a margin for its error (`StepTimePredictor.margin`).
+  target, by prediction and less a margin for its error (`StepTiming.margin`).
 - If the decodes leave less than the time of `LEAST` tokens, prompts get the time of `LEAST` tokens
   all the same: the target is missed by a little, and no prompt waits for ever.
 - If no sequence decodes, a step may take `ALONE` times the target: none is delayed, and a newcomer
@@ -33,7 +33,7 @@ ALONE = 4.0  # times the target that a step may take if no sequence decodes
 _FEWEST = 4  # tokens: with less time left than for these, no other prompt joins the step
 
 
-class StepTimePredictor(Protocol):
+class StepTiming(Protocol):
     """Predicts the time of the step that is being scheduled."""
 
     def begin(self, positions: Int32) -> None:
@@ -63,7 +63,7 @@ class TokenBudget:
         self,
         config: SchedulerConfig,
         positions: Int32,
-        predictor: StepTimePredictor | None = None,
+        predictor: StepTiming | None = None,
     ) -> None:
         """``positions`` [sequences]: of the decoding sequences. ``predictor``: for the target."""
         self.tokens = config.max_num_batched_tokens - len(positions)
@@ -157,7 +157,7 @@ class TokenBudget:
 
         return most if seconds(most) <= limit else _most_within(limit, most, seconds)
 
-    def _begin(self, predictor: StepTimePredictor) -> float:
+    def _begin(self, predictor: StepTiming) -> float:
         """Return the seconds that the step may take."""
         if self._limit is None:
             predictor.begin(self._positions)

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
@@ -41,7 +42,6 @@ from octavo.server.logs import set_up_logging
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel, public_name, utf8
 from octavo.server.niceness import give_way
-from octavo.tools.plan.calibration import Calibration
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracer
@@ -99,8 +99,8 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.checkpoint, serve.generation_config, serve.override_generation_config
         )
         calibration = Calibration.of_engine(loaded)
-        if calibration is not None and loaded.engine.pace is not None:
-            loaded.engine.pace.calibrate(calibration.current, calibration.noise)
+        if calibration is not None:
+            loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         if said := defaults.report():

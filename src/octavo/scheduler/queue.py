@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from itertools import islice
 
 from octavo.kv_cache.cache import KvCache
@@ -12,7 +12,7 @@ from octavo.scheduler.sequence import Sequence, Status
 _READ_FOR = 8  # waiting sequences: what they need is read from disk before their turn
 
 
-class WaitingQueue(Collection[Sequence]):
+class WaitingQueue:
     """All sequences that wait to be admitted, new or preempted."""
 
     def __init__(self, policy: Policy, kv: KvCache) -> None:
@@ -27,9 +27,6 @@ class WaitingQueue(Collection[Sequence]):
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._policy
         yield from self.fetching
-
-    def __contains__(self, seq: object) -> bool:
-        return any(seq is other for other in self)
 
     def add(self, seq: Sequence, now: float) -> None:
         """Queue a sequence that is new. If this fails, nothing of it is left."""

@@ -18,7 +18,7 @@ from octavo.loader.base import CheckpointError
 from octavo.models.program import Program
 
 if TYPE_CHECKING:
-    from octavo.executor.cost import CostModel
+    from octavo.executor.cost import CostModel, Rates
     from octavo.loader.base import Checkpoint, Weight
     from octavo.machine.limits import Limits
     from octavo.sampling.sampler import Sampler
@@ -102,6 +102,16 @@ class ExecutorSizes(TypedDict):
     max_logits_rows: int  # most rows a batch may want logits of
     max_seqs: int
     max_blocks_per_seq: int
+
+
+class LoadOptions(ExecutorSizes, total=False):
+    """What else may be said of an executor that is loaded."""
+
+    threads: int | None  # None: as many as the process may use
+    isa: str | None  # an instruction-set tier; None: the best
+    keep_hidden: bool  # steps give `StepResult.hidden`
+    digest: bool  # make `Executor.digest`
+    rates: Rates  # of a simulated machine
 
 
 @dataclass(frozen=True, slots=True)

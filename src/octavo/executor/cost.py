@@ -26,21 +26,7 @@ import numpy.typing as npt
 from octavo.executor.base import Batch, Int32
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Experts
-from octavo.models.program import (
-    Activate,
-    Add,
-    Combine,
-    Embed,
-    ExpertLinear,
-    GatedActivation,
-    Linear,
-    Logits,
-    PagedAttention,
-    Program,
-    RmsNorm,
-    RopeAndStoreKv,
-    Route,
-)
+from octavo.models.program import PagedAttention, Program
 
 
 class Arithmetic(StrEnum):
@@ -431,11 +417,8 @@ class CostModel:
         # What is seen is read once, and the new is written.
         return int(keys.sum()), 2 * last - first - int(unseen.sum())
 
-    def _elements(self, role: str) -> int:
-        return int(np.prod(self.program.weights[role], dtype=np.int64))
-
     def _size(self, role: str) -> int:
-        return self._stored.get(role, 2 * self._elements(role))
+        return self._stored.get(role, 2 * self.program.elements(role))
 
     def _count(self) -> list[_Term | PagedAttention]:
         """A term for each op; attention, which depends on the context, stays as it is."""
@@ -443,41 +426,22 @@ class CostModel:
         attends = (i for i, op in enumerate(program.ops) if isinstance(op, PagedAttention))
         last_attention = max(attends, default=0)
         for i, op in enumerate(program.ops):
-            fixed, row, ops, arithmetic = 0, 0, 0, Arithmetic.FP32
-            experts: Experts | None = None
-            match op:
-                case PagedAttention():
-                    terms.append(op)
-                    continue
-                case Embed(weight):
-                    row = self._size(weight) // program.weights[weight][0]
-                case Linear(_, weight, _, bias):
-                    fixed = self._size(weight) + (self._size(bias) if bias else 0)
-                    ops = 2 * self._elements(weight)
-                    arithmetic = self._arithmetic.get(weight, arithmetic)
-                case Logits(_, weight):
-                    fixed, ops = self._size(weight), 2 * self._elements(weight)
-                    arithmetic = self._arithmetic.get(weight, arithmetic)
-                case ExpertLinear():
-                    experts = op.experts
-                    fixed = sum(map(self._size, op.weights))
-                    ops = 2 * self._elements(op.weights[0]) * experts.chosen
-                    arithmetic = self._arithmetic.get(op.weights[0], arithmetic)
-                case Route(logits):
-                    ops = 4 * program.widths[logits]
-                case Combine(x):
-                    ops = 2 * program.widths[x]
-                case RmsNorm(x, weight):
-                    fixed, ops = self._size(weight), 4 * program.widths[x]
-                case Activate(x):
-                    ops = 9 * program.widths[x]
-                case GatedActivation(gate):
-                    ops = 10 * program.widths[gate]
-                case Add(x):
-                    ops = program.widths[x]
-                case RopeAndStoreKv(q, k):
-                    ops = 6 * (program.widths[q] + program.widths[k])
-            terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic, experts))
+            if isinstance(op, PagedAttention):
+                terms.append(op)
+                continue
+            work = op.work(program)
+            assert work is not None
+            of = work.row_of
+            terms.append(
+                _Term(
+                    sum(map(self._size, work.weights)),
+                    0 if of is None else self._size(of) // program.weights[of][0],
+                    work.ops,
+                    i > last_attention,
+                    self._arithmetic.get(work.matrix or "", Arithmetic.FP32),
+                    work.experts,
+                )
+            )
         return terms
 
 

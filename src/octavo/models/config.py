@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import inf
 
+import numpy as np
+import numpy.typing as npt
+
 MAX_EXPERTS = 1024
 
 
@@ -48,6 +51,13 @@ class Rope:
     factors: tuple[float, ...] = ()  # per-pair divisors (Llama-3, YaRN), dim/2 of them, or none
     magnitude: float = 1.0  # of queries and keys alike (YaRN, LongRoPE)
     by_length: LongRope | DynamicNtk | None = None
+
+    @property
+    def frequencies(self) -> npt.NDArray[np.float64]:
+        """The angle of each pair that a position adds; [dim / 2]."""
+        pairs = np.arange(self.dim // 2)
+        frequencies = self.scale * self.theta ** (-2.0 * pairs / self.dim)
+        return frequencies / np.asarray(self.factors) if self.factors else frequencies
 
     def for_length(self, length: int) -> Rope:
         """The rotation for an engine whose longest sequence has ``length`` tokens.

@@ -1,4 +1,4 @@
-"""Writing a Program down: what the layers of all decoder families share.
+"""A builder of Programs: what the layers of all decoder families share.
 
 Values: ``x`` is the residual stream, ``h`` a row on its way into or out of half a layer.
 """
@@ -26,7 +26,7 @@ from octavo.models.program import (
 
 
 class Builder:
-    """Collects ops and the shapes of the weights they name, layer by layer."""
+    """Collect ops and the shapes of the weights they name, layer by layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         c = self.config = config
@@ -56,14 +56,14 @@ class Builder:
         self.append(Embed("token_embd", "x", scale))
 
     def layers(self) -> Iterator[Layer]:
-        """The config's layers; what is written meanwhile belongs to the one that is out."""
+        """Yield the config's layers; what is written meanwhile belongs to the current one."""
         for index, layer in enumerate(self.config.layers):
             self._index, self._prefix = index, f"layers.{index}."
             yield layer
         self._prefix = ""
 
     def role(self, name: str) -> str:
-        """Return the role of a weight: of the layer that is out, or of none."""
+        """Return the role of a weight: of the current layer, or of none."""
         return self._prefix + name
 
     def norm(self, x: str, name: str, out: str, group: int = 0, scale: float = 1.0) -> None:

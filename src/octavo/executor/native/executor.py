@@ -22,6 +22,7 @@ from octavo.executor.base import (
     Float32,
     Int32,
     LoadOptions,
+    Profiled,
     RegionTime,
     StepResult,
     check_weights,
@@ -32,6 +33,7 @@ from octavo.executor.native import lower
 from octavo.executor.native.packing import all_held_bytes, cost_model, held_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
+from octavo.loader.dequantize import dequantize
 from octavo.machine.cpu import usable_cpus
 from octavo.machine.limits import Limits
 from octavo.models.config import Experts, Rope
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
+_FLOATS = (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16)
 # KvKind of kernels/kernels.h.
 _KV_KINDS = {KvDtype.FP16: 0, KvDtype.BF16: 1, KvDtype.INT8: 2, KvDtype.INT4: 3}
 
@@ -298,19 +301,12 @@ class NativeExecutor(Executor):
         self._open.set_profiling(True)
         self._open.reset_profile()
 
-    def profile(self) -> list[RegionTime]:
-        return [
+    def profile(self) -> Profiled:
+        regions = [
             RegionTime(name, region.ops, seconds)
             for region, (name, seconds) in zip(self._regions, self._open.profile(0), strict=True)
         ]
-
-    @property
-    def num_meetings(self) -> int:
-        return self._open.num_jobs
-
-    @property
-    def last_meeting(self) -> float:
-        return self._open.last_meeting
+        return Profiled(regions, self._open.num_jobs, self._open.last_meeting)
 
     def close(self) -> None:
         self._loader = None
@@ -326,7 +322,7 @@ class _Held(NamedTuple):
 
 
 class _Loader:
-    """Hands weights and lowered programs to the runtime."""
+    """Hand weights and lowered programs to the runtime."""
 
     def __init__(
         self, runtime: _native.Runtime, layout: KvLayout, digest: _Hash | None = None
@@ -386,7 +382,9 @@ class _Loader:
             if len(weight.shape) == 2:
                 number = self._matrix(weight)
             else:
-                floats = _floats(weight)
+                if weight.format not in _FLOATS:
+                    raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")
+                floats = dequantize(weight)
                 number = self.runtime.add_vector(floats.tolist())
                 if self.digest is not None:
                     self.digest.update(floats.data)
@@ -400,7 +398,7 @@ class _Loader:
             )
 
     def _order(self, weight: Weight, order: npt.NDArray[np.int32]) -> int:
-        """The runtime's number for an order; equal ones have the same."""
+        """Return the runtime's number for an order; equal orders have the same."""
         key = np.ascontiguousarray(order, np.int32).tobytes()
         if key not in self.orders:
             columns = weight.shape[1]
@@ -420,7 +418,7 @@ class _Loader:
         return self.scaled[key]
 
     def _matrix(self, weight: Weight) -> int:
-        """Packs it, giving back what has been read as it goes: a matrix may be most of a model."""
+        """Pack a matrix, giving back the pages read as it goes: it may be most of a model."""
         rows, columns = weight.shape
         matrix = self.runtime.add_matrix(weight.format, rows, columns, weight.group)
         step = max(_READ_BYTES * rows // weight.nbytes // 16, 1) * 16  # the kernels' blocks
@@ -482,21 +480,8 @@ class _Loader:
 
 
 def _attention_shape(program: Program) -> tuple[int, int, int] | None:
-    """Query heads, KV heads and their size; None where there is no attention."""
+    """Return query heads, KV heads and their size; None where there is no attention."""
     if not any(isinstance(op, PagedAttention | RopeAndStoreKv) for op in program.ops):
         return None
     config = program.config
     return config.num_heads, config.num_kv_heads, config.head_dim
-
-
-def _floats(weight: Weight) -> npt.NDArray[np.float32]:
-    """A vector's numbers."""
-    data = np.ascontiguousarray(weight.data).reshape(-1)
-    match weight.format:
-        case WeightFormat.F32:
-            return data.view(np.float32)
-        case WeightFormat.F16:
-            return data.view(np.float16).astype(np.float32)
-        case WeightFormat.BF16:
-            return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    raise CheckpointError(f"{weight.name}: a vector in format {weight.format.name}")

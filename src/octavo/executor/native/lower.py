@@ -117,7 +117,7 @@ class Region(NamedTuple):
 
     @property
     def row_wise(self) -> bool:
-        """Whether a thread can take some rows through it without meeting the others."""
+        """Return whether a thread can take some rows through it without meeting the others."""
         return self.work.kind in (_native.RowsRegion, _native.LinearRegion)
 
 
@@ -410,7 +410,7 @@ class _Lowering:
         return view
 
     def _linears(self, i: int, _: model.Linear) -> int:
-        """One region for the linear ops from i on that share an input, or one that accumulates."""
+        """Emit one region for the linear ops from i that share an input, or one that accumulates."""
         if i + 1 < len(self.uses) and (residual := self._residual(i)) is not None:
             view = self.views[residual]
             self.views[self.uses[i + 1].writes[0]] = view
@@ -455,7 +455,7 @@ class _Lowering:
         self._region(name, indices, _native.LinearRegion, parts, accumulate)
 
     def _expert_linears(self, i: int, _: model.ExpertLinear) -> int:
-        """One region for the experts' linear ops from i on that share an input."""
+        """Emit one region for the experts' linear ops from i on that share an input."""
         ops: list[model.ExpertLinear] = []
         for use in self.uses[i:]:
             if not isinstance(use.op, model.ExpertLinear) or use.reads != self.uses[i].reads:

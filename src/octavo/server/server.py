@@ -25,12 +25,14 @@ from starlette.types import ASGIApp
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.engine.sampling_defaults import SamplingDefaults, sampling_defaults
 from octavo.extras import install_command
 from octavo.loader.base import ChatTemplate
 from octavo.loader.chat_template import problem
+from octavo.scheduler.policies.config import POLICIES
 from octavo.server.app import App, create_app
 from octavo.server.clients import Clients, raise_file_limit
 from octavo.server.config import ServeConfig
@@ -40,7 +42,6 @@ from octavo.server.logs import set_up_logging
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel, public_name, utf8
 from octavo.server.niceness import give_way
-from octavo.tools.plan.calibration import Calibration
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracer
@@ -50,7 +51,7 @@ log = logging.getLogger("octavo.server")
 _QUEUED = 4  # requests that may wait, for each sequence that may run
 _QUEUED_TOKENS = 1 << 20  # prompt tokens that may wait: some 40 MB
 ONE_CLIENT = (
-    "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
+    "scheduling_policy %s is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
 OWN_CACHE = (
@@ -98,16 +99,16 @@ def run(model: str | Path, engine: EngineConfig, serve: ServeConfig) -> int:
             loaded.checkpoint, serve.generation_config, serve.override_generation_config
         )
         calibration = Calibration.of_engine(loaded)
-        if calibration is not None and loaded.engine.pace is not None:
-            loaded.engine.pace.calibrate(calibration.current, calibration.noise)
+        if calibration is not None:
+            loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
         for line in (*loaded.report().splitlines(), _predictions(calibration)):
             log.info("%s", line)
         if said := defaults.report():
             log.info("%s", said)
         if serve.named_keys and engine.enable_prefix_caching:
             log.info("%s", ONE_CACHE if serve.share_prefix_cache else OWN_CACHE)
-        if engine.scheduling_policy == "fair" and len(serve.keys) < 2:
-            log.warning("%s", ONE_CLIENT)
+        if POLICIES[engine.scheduling_policy].by_client and len(serve.keys) < 2:
+            log.warning(ONE_CLIENT, engine.scheduling_policy)
         clients = Clients.of_files(files)
         return uvloop.run(
             _serve(loaded, model, defaults, serve, listener, clients, calibration, tracer)

@@ -9,7 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from octavo.engine.stats import EngineStats
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors import NAMES
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.server.metrics.families import LABELS
 
 
@@ -29,8 +30,35 @@ class _Readings(NamedTuple):
 
 
 def _external_hits(stats: EngineStats) -> int:
-    """Prompt tokens that were loaded from another tier than the pool."""
-    return stats.prefix_hits_host + stats.prefix_hits_disk
+    """Return the prompt tokens that were loaded by connectors."""
+    return sum(stats.external_hits.values())
+
+
+Figure = Callable[[ConnectorStats], float]
+
+
+def _by_connector(stats: EngineStats, figure: Figure) -> dict[str, float]:
+    """Return a figure of every connector, by name; 0 for those that the engine does not use."""
+    absent = dict.fromkeys(NAMES, ConnectorStats())
+    return {name: figure(each) for name, each in (absent | {**stats.connectors}).items()}
+
+
+def _of_all(figure: Figure) -> Callable[[EngineStats], float]:
+    """Return what reads a figure's sum over all connectors."""
+    return lambda stats: sum(_by_connector(stats, figure).values())
+
+
+def _copied_bytes(name: str) -> _Readings:
+    """Return the readings of bytes that a connector other than host memory has copied."""
+    return _Readings(
+        f"kv_offload_{name}_bytes",
+        f"Bytes copied between host memory and {name}.",
+        "transfer",
+        lambda s: {
+            f"{NAMES[0]}_to_{name}": _by_connector(s, lambda c: c.saved_bytes)[name],
+            f"{name}_to_{NAMES[0]}": _by_connector(s, lambda c: c.loaded_bytes)[name],
+        },
+    )
 
 
 GAUGES = (
@@ -139,8 +167,8 @@ COUNTERS_BY = (
         "source",
         lambda s: {
             "device": s.prefix_hits - _external_hits(s),
-            "host": s.prefix_hits_host,
-            "disk": s.prefix_hits_disk,
+            **dict.fromkeys(NAMES, 0),
+            **s.external_hits,
         },
     ),
     _Readings(
@@ -197,13 +225,13 @@ PACE_COUNTERS = (
     ),
 )
 
-# Of the tiers of the prefix cache beyond the pool; all nought where there are none.
+# Of the connectors; all 0 where there are none.
 
-TIER_COUNTERS = (
+CONNECTOR_COUNTERS = (
     _Reading(
         "external_prefix_cache_queries",
         "Prompt tokens looked up in other tiers, those that the pool's blocks do not hold.",
-        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.tiers else 0,
+        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.connectors else 0,
     ),
     _Reading(
         "external_prefix_cache_hits", "Prompt tokens found there.", lambda s: _external_hits(s)
@@ -216,82 +244,82 @@ TIER_COUNTERS = (
     _Reading(
         "kv_offload_loading_seconds",
         "Time that loading blocks into the pool took.",
-        lambda s: _tiers(s).loading_seconds,
+        _of_all(lambda c: c.loading_seconds),
     ),
     _Reading(
         "kv_offload_corrupted_blocks",
         "Blocks on disk that were not what was written, and were dropped.",
-        lambda s: _tiers(s).corrupted_blocks,
+        _of_all(lambda c: c.corrupted_blocks),
     ),
     _Reading(
         "kv_offload_failed_reads",
         "Blocks on disk that could not be read, and stay there.",
-        lambda s: _tiers(s).failed_reads,
+        _of_all(lambda c: c.failed_loads),
     ),
     _Reading(
         "kv_offload_failed_writes",
         "Blocks that could not be written to disk.",
-        lambda s: _tiers(s).failed_writes,
+        _of_all(lambda c: c.failed_saves),
     ),
     _Reading(
         "kv_offload_not_worth_loading",
         "Hits left alone because computing was predicted to be quicker.",
-        lambda s: _tiers(s).not_worth_loading,
+        _of_all(lambda c: c.skipped_hits),
     ),
 )
 
-TIER_GAUGES_BY = (
+CONNECTOR_GAUGES_BY = (
     _Readings(
         "kv_offload_used_bytes",
         "Bytes of KV that a tier holds.",
         "tier",
-        lambda s: {"host": _tiers(s).host_bytes, "disk": _tiers(s).disk_bytes},
+        lambda s: _by_connector(s, lambda c: c.used_bytes),
     ),
     _Readings(
         "kv_offload_capacity_bytes",
         "Bytes of KV that a tier may hold.",
         "tier",
-        lambda s: {"host": _tiers(s).host_capacity, "disk": _tiers(s).disk_capacity},
+        lambda s: _by_connector(s, lambda c: c.capacity_bytes),
     ),
 )
 
-TIER_COUNTERS_BY = (
+CONNECTOR_COUNTERS_BY = (
     _Readings(
         "kv_offload_blocks",
         "Blocks copied between the pool (device) and host memory.",
         "transfer",
         lambda s: {
-            "device_to_host": _tiers(s).spilled_blocks,
-            "host_to_device": _tiers(s).loaded_blocks,
+            f"device_to_{NAMES[0]}": _by_connector(s, lambda c: c.saved_blocks)[NAMES[0]],
+            f"{NAMES[0]}_to_device": _by_connector(s, lambda c: c.loaded_blocks)[NAMES[0]],
         },
     ),
-    _Readings(
-        "kv_offload_disk_bytes",
-        "Bytes copied between host memory and disk.",
-        "transfer",
-        lambda s: {
-            "host_to_disk": _tiers(s).disk_bytes_written,
-            "disk_to_host": _tiers(s).disk_bytes_read,
-        },
-    ),
+    *map(_copied_bytes, NAMES[1:]),
     _Readings(
         "kv_offload_fetches",
         "Requests that waited for the disk, and got all of it in time or computed the rest (late).",
         "result",
-        lambda s: {"in_time": _tiers(s).reads_in_time, "late": _tiers(s).reads_late},
+        lambda s: {
+            "in_time": _of_all(lambda c: c.loads_in_time)(s),
+            "late": _of_all(lambda c: c.loads_late)(s),
+        },
     ),
 )
 
 
 # At every server, whatever it was asked to do: a dashboard finds each name, and a zero.
-ALL_GAUGES = (*GAUGES, *GAUGES_BY, *PACE_GAUGES, *TIER_GAUGES_BY)
-ALL_COUNTERS = (*COUNTERS, *COUNTERS_BY, *PACE_COUNTERS, *TIER_COUNTERS, *TIER_COUNTERS_BY)
-
-_NO_TIERS = TierStats()
-
-
-def _tiers(stats: EngineStats) -> TierStats:
-    return stats.tiers or _NO_TIERS
+ALL_GAUGES: tuple[_Reading | _Readings, ...] = (
+    *GAUGES,
+    *GAUGES_BY,
+    *PACE_GAUGES,
+    *CONNECTOR_GAUGES_BY,
+)
+ALL_COUNTERS: tuple[_Reading | _Readings, ...] = (
+    *COUNTERS,
+    *COUNTERS_BY,
+    *PACE_COUNTERS,
+    *CONNECTOR_COUNTERS,
+    *CONNECTOR_COUNTERS_BY,
+)
 
 
 class EngineCollector(Collector):

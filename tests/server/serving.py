@@ -1,4 +1,4 @@
-"""A real engine on a cost executor, and a real server on a free port of loopback."""
+"""A real engine on a simulated executor, and a real server on a free port of loopback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the log says of a request when it is over: one line, of text or of JSON."""
+"""The log's line about a request that is over, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from octavo.scheduler.request import RequestRecord, standing
-from octavo.server.exchange import Exchange
+from octavo.server.context import RequestContext
 
 access = logging.getLogger("octavo.access")
 
@@ -17,39 +17,39 @@ _LONGEST_PATH = 256  # characters
 _FEW = 8  # items of a list, that are written one by one
 
 
-def log_access(exchange: Exchange, level: int = logging.INFO) -> None:
+def log_access(context: RequestContext, level: int = logging.INFO) -> None:
     """The line, and what the client called itself for those who debug. Never a prompt's text."""
     if not access.isEnabledFor(level):
         return
-    facts = facts_of(exchange)
-    head = f"{_plain(exchange.method)} {_plain(str(facts['path']))} {exchange.status}"
+    facts = facts_of(context)
+    head = f"{_plain(context.method)} {_plain(str(facts['path']))} {context.status}"
     access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
-    if exchange.labels:
+    if context.labels:
         access.debug(
             "id=%s labels=%r",
-            exchange.request_id,
-            exchange.labels,
-            extra={"facts": {"request_id": exchange.request_id, "labels": exchange.labels}},
+            context.request_id,
+            context.labels,
+            extra={"facts": {"request_id": context.request_id, "labels": context.labels}},
         )
 
 
-def facts_of(exchange: Exchange) -> Facts:
+def facts_of(context: RequestContext) -> Facts:
     """All that is known, by the names of the JSON log; what is not is left out. Times in
     milliseconds. Of several prompts tokens are sums, and the times what the client saw: the first
     token of any, the last end.
     """
     facts: Facts = {
-        "request_id": exchange.request_id,
-        "method": exchange.method,
-        "path": _shortened(exchange.path),
-        "status": exchange.status,
-        "answer_id": exchange.answer_id or None,
-        "model": exchange.model or None,
-        "error_type": exchange.error_type or None,
-        "client": exchange.client or None,
-        "trace_id": exchange.trace_id or None,
-        **of_records(exchange.records, exchange.ended),
-        "duration_ms": _ms(exchange.ended - exchange.started),
+        "request_id": context.request_id,
+        "method": context.method,
+        "path": _shortened(context.path),
+        "status": context.status,
+        "answer_id": context.answer_id or None,
+        "model": context.model or None,
+        "error_type": context.error_type or None,
+        "client": context.client or None,
+        "trace_id": context.trace_id or None,
+        **of_records(context.records, context.ended),
+        "duration_ms": _ms(context.ended - context.started),
     }
     return {name: value for name, value in facts.items() if value is not None}
 

@@ -1,10 +1,10 @@
-"""What reading bodies takes that are refused then: a small share of the time, whoever sends them.
+"""Work on bodies, and make the reading of bodies that are refused a small share of the time.
 
-A body that costs much to read and is no request is answered late, so that its sender cannot send
-the next one at once: all that a key's refused bodies take is about a tenth of one core's time. Who
-sends such a body now and then is answered at once, and so is whoever is not at fault. No answer is
-later than half a minute: all that have no key are one sender here, and so are all who share one.
-Used on the event loop's thread only.
+A body that costs much to read and is refused is answered late, so that its sender cannot send the
+next one at once: all that a key's refused bodies take is about a tenth of one core's time. A sender
+of such a body now and then is answered at once, and so is every client that is not at fault. No
+answer is later than half a minute, since all clients without a key, or with the same one, are one
+sender here. Used on the event loop's thread only.
 """
 
 from __future__ import annotations
@@ -13,35 +13,44 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.types import Receive
 
 from octavo.server.body import unless_gone
+from octavo.server.context import RequestContext
+from octavo.server.workers import Kind, Workers
 
 T = TypeVar("T")
 
 _SHARE = 0.1  # of the time
-_PER_BYTE = 4e-9  # seconds to receive one
-_AHEAD = 2.0  # seconds that an answer may come before it is paid for
-_LATEST = 30.0  # seconds that an answer waits at most
+_PER_BYTE_S = 4e-9  # to receive a byte
+_AHEAD_S = 2.0  # how long before it is paid for an answer may come
+_LATEST_S = 30.0  # how long an answer waits at most
 
 
-@dataclass(slots=True)
-class Cost:
-    """The cost of reading a body: its size in bytes, and the seconds that a thread worked on it."""
+async def work_on(
+    body: bytes,
+    work: Callable[[bytes], T],
+    kind: Kind,
+    workers: Workers,
+    context: RequestContext,
+    receive: Receive,
+) -> T:
+    """Return what ``work`` makes of ``body`` in a thread, and note in ``context`` what it costs.
 
-    size: int = 0
-    seconds: float = 0.0
+    Raises `ClientGone` if the client leaves meanwhile.
+    """
+    context.body_bytes = len(body)
 
-    def work(self, function: Callable[[bytes], T], body: bytes) -> T:
-        """``function`` of ``body``, in whatever thread, and how long that took."""
+    def timed(body: bytes) -> T:
         began = time.perf_counter()
         try:
-            return function(body)
+            return work(body)
         finally:
-            self.seconds += time.perf_counter() - began
+            context.work_s += time.perf_counter() - began
+
+    return await unless_gone(receive, workers.run(timed, body, kind))
 
 
 class Refusals:
@@ -51,22 +60,21 @@ class Refusals:
         self._draining = asyncio.Event()
 
     def drain(self) -> None:
-        """Nobody waits any more, for the server stops."""
+        """Let nobody wait any more: the server stops."""
         self._draining.set()
 
-    def delay(self, client: str, cost: Cost) -> float:
-        """Seconds until ``client``, the name of a key, is to be told of its refusal."""
+    def delay_s(self, client: str, body_bytes: int, work_s: float) -> float:
+        """Return the seconds until ``client``, the name of a key, is to be told of a refusal."""
         now = self._now()
-        paid = max(now, self._paid.get(client, now))
-        paid += (cost.seconds + cost.size * _PER_BYTE) / _SHARE
-        self._paid[client] = min(paid, now + _AHEAD + _LATEST)
-        return max(0.0, self._paid[client] - now - _AHEAD)
+        paid = max(now, self._paid.get(client, now)) + (work_s + body_bytes * _PER_BYTE_S) / _SHARE
+        self._paid[client] = min(paid, now + _AHEAD_S + _LATEST_S)
+        return max(0.0, self._paid[client] - now - _AHEAD_S)
 
-    async def pay(self, client: str, cost: Cost, receive: Receive) -> None:
-        """Wait for so long. Raises `ClientGone`."""
-        if not cost.size:  # nothing was read
+    async def pay(self, context: RequestContext, receive: Receive) -> None:
+        """Wait for as long as the refusal of a request costs. Raises `ClientGone`."""
+        if not context.body_bytes:  # nothing was read
             return
-        wait = self.delay(client, cost)
+        wait = self.delay_s(context.client, context.body_bytes, context.work_s)
         if wait > 0:
             stopped = asyncio.wait_for(self._draining.wait(), wait)
             with suppress(TimeoutError):

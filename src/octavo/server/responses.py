@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from octavo.engine.outputs import TokenLogprobs
+from octavo.engine.snapshot import EngineSnapshot
 from octavo.scheduler.request import RequestRecord
 from octavo.server.model import ServedModel
 
@@ -24,7 +25,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct):
-    """Of speculation: draft tokens that became output, and those checked in vain (not charged)."""
+    """Draft tokens that became output, and those checked in vain (not charged)."""
 
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
@@ -39,15 +40,27 @@ class Usage(Struct):
 
     @staticmethod
     def of(records: list[RequestRecord], *, predictions: bool | None = False) -> Usage:
-        prompt = sum(record.prompt_tokens for record in records)
-        completion = sum(record.completion_tokens for record in records)
-        cached = sum(record.cached_tokens for record in records)
-        usage = Usage(prompt, completion, prompt + completion, PromptTokensDetails(cached))
+        usage = Usage(0, 0, 0, PromptTokensDetails(0))
         if predictions:
-            drafted = sum(record.draft_tokens for record in records)
-            accepted = sum(record.accepted_tokens for record in records)
-            usage.completion_tokens_details = CompletionTokensDetails(accepted, drafted - accepted)
+            usage.completion_tokens_details = CompletionTokensDetails(0, 0)
+        for record in records:
+            usage.add(
+                record.prompt_tokens,
+                record.completion_tokens,
+                record.cached_tokens,
+                record.draft_tokens,
+                record.accepted_tokens,
+            )
         return usage
+
+    def add(self, prompt: int, completion: int, cached: int, drafted: int, accepted: int) -> None:
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.total_tokens += prompt + completion
+        self.prompt_tokens_details.cached_tokens += cached
+        if self.completion_tokens_details is not UNSET:
+            self.completion_tokens_details.accepted_prediction_tokens += accepted
+            self.completion_tokens_details.rejected_prediction_tokens += drafted - accepted
 
 
 class CompletionLogprobs(Struct):
@@ -159,6 +172,13 @@ class Version(Struct):
     version: str
 
 
+class RequestList(Struct):
+    model: str
+    version: str
+    draining: bool
+    engine: EngineSnapshot
+
+
 class ErrorBody(Struct):
     message: str
     type: str
@@ -173,20 +193,26 @@ class ErrorAnswer(Struct):
 json = msgspec.json.Encoder()
 
 
-class TokenShower:
+class TokenDisplay:
     """Tokens as one request wants them shown in its logprobs."""
 
     def __init__(self, model: ServedModel, *, as_ids: bool, specials_in_text: bool) -> None:
-        self._shown = model.shown
+        self._model = model
         self._as_ids = as_ids
         self._specials_in_text = specials_in_text
 
     def text(self, token_id: int) -> str:
-        return f"token_id:{token_id}" if self._as_ids else self._shown.text(token_id)
+        return f"token_id:{token_id}" if self._as_ids else self._model.token_text(token_id)
+
+    def key(self, token_id: int) -> str:
+        """Return a token's name in completions' logprobs."""
+        return f"token_id:{token_id}" if self._as_ids else self._model.token_key(token_id)
 
     def keys(self, entry: TokenLogprobs) -> dict[int, str]:
-        """The name of a position's own token and of each alternative, by token id: where several
-        stand for the same text, the own one or else the likeliest has it, and others their ids.
+        """Return the name of a position's own token and of each alternative, by token id.
+
+        Where several have the same text, the position's own token or else the likeliest has it, and
+        the others have their ids.
         """
         names: dict[int, str] = {}
         taken: set[str] = set()
@@ -198,119 +224,109 @@ class TokenShower:
             taken.add(name)
         return names
 
-    def key(self, token_id: int) -> str:
-        """A token's name in completions' logprobs."""
-        return f"token_id:{token_id}" if self._as_ids else self._shown.key(token_id)
-
     def begun(self, token_ids: Sequence[int]) -> bytes:
-        """The first bytes of a character that the tokens end in the middle of."""
+        """Return the first bytes of the character that the tokens end inside, if they do."""
         data = b"".join(map(self.in_text, token_ids[-_CHARACTER_BYTES:]))
         return data[utf_8_decode(data, "replace", False)[1] :]
 
     def in_text(self, token_id: int, *, spelled: bool = False) -> bytes:
-        """What the token adds to the text; ``spelled``: one that spells special tokens out."""
-        stands_for = self._shown.bytes(token_id)
+        """Return what the token adds to the text; ``spelled``: to one that spells special tokens
+        out.
+        """
+        stands_for = self._model.token_bytes(token_id)
         if not stands_for and (spelled or self._specials_in_text):
-            return self._shown.text(token_id).encode()
+            return self._model.token_text(token_id).encode()
         return stands_for
 
     def prompt_logprobs(self, entries: list[TokenLogprobs | None]) -> PromptLogprobs:
-        """Keyed by token id, the prompt's own token first, as vLLM gives them."""
+        """Return the entries keyed by token id, the prompt's own token first, as vLLM does."""
         return [None if entry is None else self._prompt_logprob(entry) for entry in entries]
 
     def _prompt_logprob(self, entry: TokenLogprobs) -> dict[str, PromptLogprob]:
-        shown = {
-            str(entry.token_id): PromptLogprob(
-                finite(entry.logprob), entry.rank, self.text(entry.token_id)
-            )
-        }
-        for rank, (token_id, logprob) in enumerate(entry.top, 1):
-            shown.setdefault(
-                str(token_id), PromptLogprob(finite(logprob), rank, self.text(token_id))
-            )
+        shown: dict[str, PromptLogprob] = {}
+        own = (entry.token_id, entry.logprob, entry.rank)
+        top = ((*pair, rank) for rank, pair in enumerate(entry.top, 1))
+        for token_id, logprob, rank in (own, *top):
+            name = str(token_id)
+            if name not in shown:
+                shown[name] = PromptLogprob(finite(logprob), rank, self.text(token_id))
         return shown
 
-    def chat_logprobs(self, entries: list[TokenLogprobs]) -> list[ChatLogprob]:
-        return [self._chat_logprob(entry) for entry in entries]
+    def chat_logprobs(self, entries: list[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs([self._chat_logprob(entry) for entry in entries])
 
     def _chat_logprob(self, entry: TokenLogprobs) -> ChatLogprob:
         names = self.keys(entry)
 
-        def shown(token_id: int) -> str:
-            """Its text, for the bytes of a part of a character stand beside it."""
+        def shown(token_id: int, logprob: float) -> tuple[str, float, list[int] | None]:
+            """Return the token's text, its logprob and its bytes, which a control token lacks."""
+            # The text even of a part of a character, for its bytes stand beside it.
             by_id = names[token_id].startswith("token_id:")
-            return names[token_id] if by_id else self.text(token_id)
+            text = names[token_id] if by_id else self.text(token_id)
+            return text, finite(logprob), list(self._model.token_bytes(token_id)) or None
 
-        return ChatLogprob(
-            shown(entry.token_id),
-            finite(entry.logprob),
-            self._bytes_or_none(entry.token_id),
-            [
-                TopLogprob(shown(token), finite(logprob), self._bytes_or_none(token))
-                for token, logprob in entry.top
-            ],
-        )
-
-    def _bytes_or_none(self, token_id: int) -> list[int] | None:
-        """None for a control token, which stands for no bytes."""
-        return list(self._shown.bytes(token_id)) or None
+        top = [TopLogprob(*shown(token_id, logprob)) for token_id, logprob in entry.top]
+        return ChatLogprob(*shown(entry.token_id, entry.logprob), top)
 
 
 class CompletionLogprobsWriter:
-    """One choice's logprobs, token by token: knows how far the text has come.
+    """One choice's logprobs, token by token: it knows how far the text has come.
 
     A token that starts inside a character has the offset of that character.
     """
 
     def __init__(
         self,
-        shower: TokenShower,
+        display: TokenDisplay,
         first_offset: int = 0,
         begun: bytes = b"",
         *,
         spelled: bool = False,
     ) -> None:
         """``begun``: the first bytes of the character at ``first_offset``."""
-        self._shower = shower
+        self._display = display
         self._offset = first_offset  # whole characters so far
         self._begun = begun
         self._spelled = spelled
 
     @classmethod
     def of_text(
-        cls, shower: TokenShower, text: str, token_ids: Sequence[int]
+        cls, display: TokenDisplay, text: str, token_ids: Sequence[int]
     ) -> CompletionLogprobsWriter:
-        """For the tokens of a text as a client gave it. Special tokens in it are spelled out; what
-        was put before it stands at its start.
+        """Return a writer for the tokens of a text as a client gave it: special tokens in it are
+        spelled out, and what the tokenizer put before it stands at its start.
         """
-        joined = b"".join(shower.in_text(token, spelled=True) for token in token_ids)
+        joined = b"".join(display.in_text(token, spelled=True) for token in token_ids)
         length = len(joined.decode(errors="replace"))
-        return cls(shower, min(0, len(text) - length), spelled=True)
+        return cls(display, min(0, len(text) - length), spelled=True)
 
-    def take(
-        self, token_ids: Sequence[int], entries: Sequence[TokenLogprobs | None]
-    ) -> CompletionLogprobs:
-        """An entry is None for the first token of a prompt, which nothing predicts."""
-        out = CompletionLogprobs([], [], [], [])
-        shower = self._shower
+    def write(
+        self,
+        token_ids: Sequence[int],
+        entries: Sequence[TokenLogprobs | None],
+        into: CompletionLogprobs,
+    ) -> None:
+        """Append the tokens to ``into``. An entry is None for the first token of a prompt, which
+        nothing predicts.
+        """
+        display = self._display
         for token_id, entry in zip(token_ids, entries, strict=True):
-            out.text_offset.append(max(0, self._advance(token_id)))
-            out.tokens.append(shower.key(token_id))
+            into.text_offset.append(max(0, self._advance(token_id)))
+            into.tokens.append(display.key(token_id))
             if entry is None:
-                out.token_logprobs.append(None)
-                out.top_logprobs.append(None)
+                into.token_logprobs.append(None)
+                into.top_logprobs.append(None)
             else:
-                out.token_logprobs.append(finite(entry.logprob))
-                names = shower.keys(entry)
+                into.token_logprobs.append(finite(entry.logprob))
+                names = display.keys(entry)
                 top = {names[token]: finite(logprob) for token, logprob in entry.top}
                 top.setdefault(names[token_id], finite(entry.logprob))
-                out.top_logprobs.append(top)
-        return out
+                into.top_logprobs.append(top)
 
     def _advance(self, token_id: int) -> int:
-        """Past a token; where it began."""
-        stands_for = self._shower.in_text(token_id, spelled=self._spelled)
-        # What cannot go on with a character that has begun leaves a U+FFFD behind.
+        """Move past a token. Returns the offset at which it begins."""
+        stands_for = self._display.in_text(token_id, spelled=self._spelled)
+        # A token that cannot continue the character that has begun leaves a U+FFFD behind.
         broken = bool(self._begun) and stands_for[:1] not in _CONTINUATION
         began = self._offset + broken
         data = self._begun + stands_for
@@ -321,15 +337,5 @@ class CompletionLogprobsWriter:
 
 
 def finite(logprob: float) -> float:
-    """JSON has no infinity; OpenAI and vLLM write the logprob of the impossible as -9999."""
+    """Return the logprob as JSON can hold it: OpenAI and vLLM write -9999 for the impossible."""
     return logprob if logprob > -9999.0 else -9999.0
-
-
-def extend(into: CompletionLogprobs | None, more: CompletionLogprobs) -> CompletionLogprobs:
-    if into is None:
-        return more
-    into.text_offset += more.text_offset
-    into.token_logprobs += more.token_logprobs
-    into.tokens += more.tokens
-    into.top_logprobs += more.top_logprobs
-    return into

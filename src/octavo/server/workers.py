@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
-from octavo.server.errors import TooMany
+from octavo.server.errors import too_many
 
 T = TypeVar("T")
 
@@ -24,11 +24,11 @@ _PAUSE = 1.0  # seconds after a large body: by then its answer is often gone, an
 
 
 class Workers:
-    """Runs the work on a body in a thread: texts and chats, small bodies and large ones in threads
-    of their own each, so that none waits for what takes longer by its kind.
+    """Runs the work on bodies in threads. Texts and chats, small bodies and large ones have threads
+    of their own, so that no body waits for a kind that takes longer.
 
-    What a few large bodies take for a moment, hundreds of megabytes, the C library keeps for its
-    threads' later use; it is told to give it back.
+    A few large bodies may take hundreds of megabytes for a moment. The C library would keep them
+    for its threads' later use, and is told to give them back.
     """
 
     def __init__(self, threads: int = _THREADS) -> None:
@@ -47,11 +47,11 @@ class Workers:
     def run(
         self, work: Callable[[bytes], T], body: bytes, kind: Kind = "text"
     ) -> asyncio.Future[T]:
-        """Counts as pending at once. What is cancelled before a thread has begun with it is never
-        begun. Raises `TooMany` when too many others wait for a thread.
+        """Do ``work`` on ``body`` in a thread. It counts as pending at once, and is never begun if
+        it is cancelled before. Raises a 429 when too many others wait for a thread.
         """
         if self.pending >= _MOST:
-            raise TooMany(f"{self.pending} requests are being read", None, "capacity")
+            raise too_many(f"{self.pending} requests are being read", None, "capacity")
         held = [body]  # not in the threads' queue, which keeps what is cancelled until its turn
         large = len(body) >= _LARGE
         self.pending += 1

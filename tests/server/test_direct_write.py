@@ -13,7 +13,7 @@ from serve_fakes import events
 from serving import listening, real_engine, started
 
 from octavo.server.connection import Connection
-from octavo.server.writer import Writer
+from octavo.server.streaming import Writer
 from patience import Leave, until
 
 

@@ -18,8 +18,7 @@ from octavo.server.clients import Clients
 from octavo.server.context import RequestContext
 from octavo.server.errors import ClientGone
 from octavo.server.keys import ApiKey
-from octavo.server.refusals import Refusals
-from octavo.server.workers import SMALL, Workers
+from octavo.server.workers import SMALL, Refusals, Workers
 from patience import PATIENCE, until
 
 

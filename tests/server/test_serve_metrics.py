@@ -19,11 +19,11 @@ from octavo.engine.stats import EngineStats
 from octavo.kv_cache.tiers import TierStats
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
-from octavo.server.merged_stream import MergedStream
 from octavo.server.metrics import Metrics
 from octavo.server.metrics.families import Families
 from octavo.server.metrics.requests import REJECTIONS, RequestMetrics
 from octavo.server.metrics.slo import SloMetrics, class_of
+from octavo.server.streaming import MergedStream
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
 CLASS = "ttft:1000 tpot:100 e2el:5000"

@@ -12,12 +12,11 @@ from serve_fakes import FakeEngine, served_model
 from starlette.types import Message, Receive, Scope, Send
 
 from octavo.server.app import App
-from octavo.server.body import unless_gone
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone
 from octavo.server.routes import Route
-from octavo.server.workers import Workers
+from octavo.server.workers import Workers, unless_gone
 from patience import PATIENCE, until
 
 

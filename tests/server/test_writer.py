@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 from starlette.types import Message
 
-from octavo.server.body import Watch
-from octavo.server.writer import Writer
+from octavo.server.streaming import Writer
+from octavo.server.workers import Watch
 from patience import until
 
 
@@ -74,7 +74,7 @@ async def test_no_sign_of_life_where_something_waits(monkeypatch: pytest.MonkeyP
 
     slow = Slow()
     writer = slow.writer()
-    monkeypatch.setattr("octavo.server.writer.time", SimpleNamespace(monotonic=looked_at))
+    monkeypatch.setattr("octavo.server.streaming.time", SimpleNamespace(monotonic=looked_at))
     waiting = asyncio.create_task(writer.write(b"first"))
     beat = asyncio.create_task(writer.keep_alive(0.005))
     await until(lambda: due >= 3, "signs of life that are due")

@@ -23,7 +23,12 @@ def log_access(context: RequestContext, level: int = logging.INFO) -> None:
         return
     facts = facts_of(context)
     head = f"{_plain(context.method)} {_plain(str(facts['path']))} {context.status}"
-    access.log(level, "%s", _Line(head, facts), extra={"facts": facts})
+    shown = (
+        f"{_SHORT.get(name, name)}={_text(value)}"
+        for name, value in facts.items()
+        if name not in _SAID
+    )
+    access.log(level, "%s", " ".join((head, *shown)), extra={"facts": facts})
     if context.labels:
         access.debug(
             "id=%s labels=%r",
@@ -107,24 +112,6 @@ _SHORT = {"request_id": "id", "answer_id": "answer", "duration_ms": "ms"} | {
     f"{which}_tokens": which for which in ("prompt", "cached", "completion")
 }
 _SAID = frozenset({"method", "path", "status"})
-
-
-class _Line:
-    """Facts as text, made only if somebody writes it."""
-
-    __slots__ = ("_facts", "_head")
-
-    def __init__(self, head: str, facts: Facts) -> None:
-        self._head = head
-        self._facts = facts
-
-    def __str__(self) -> str:
-        shown = (
-            f"{_SHORT.get(name, name)}={_text(value)}"
-            for name, value in self._facts.items()
-            if name not in _SAID
-        )
-        return " ".join((self._head, *shown))
 
 
 def _text(value: object) -> str:

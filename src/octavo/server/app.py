@@ -39,15 +39,15 @@ from octavo.server.errors import (
     reason_of,
 )
 from octavo.server.hosts import Hosts
+from octavo.server.keys import digest
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
-from octavo.server.quota import Keyring
-from octavo.server.refusals import Refusals
+from octavo.server.quota import accounts
 from octavo.server.responses import json
 from octavo.server.routes import DOCS_ROUTES, ROUTES, Route
 from octavo.server.shared_snapshot import SharedSnapshot
-from octavo.server.workers import Workers
-from octavo.server.writer import send_whole
+from octavo.server.streaming import send_whole
+from octavo.server.workers import Refusals, Workers
 
 Trace = Callable[[RequestContext], str]  # told of a request that is over; returns its trace's id
 
@@ -98,7 +98,7 @@ class App:
         self.routes = (*routes, *DOCS_ROUTES) if config.docs else tuple(routes)
         self._paths = {route.path: route for route in self.routes if not route.prefix}
         self._hosts = Hosts(config)
-        self._keyring = Keyring(config.keys, engine.fair_queue)
+        self._accounts = accounts(config.keys, engine.fair_queue)
         self._trace = trace
         metrics.clients(self.clients, lambda: engine.unsent)
         metrics.expect(_promised(config), {0, *(key.priority for key in config.keys)})
@@ -254,7 +254,7 @@ class App:
     def _route(self, scope: Scope, context: RequestContext) -> Route:
         """Return the route of a request that may use it. Raises `ApiError` 401, 404 or 405."""
         route = self._paths.get(context.path)
-        if self._keyring and (route is None or not route.open):
+        if self._accounts and (route is None or not route.open):
             self._check_key(context)
         for other in self.routes:
             if route is None and other.prefix and context.path.startswith(other.prefix):
@@ -270,7 +270,7 @@ class App:
     def _check_key(self, context: RequestContext) -> None:
         scheme, _, key = context.headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"bearer":
-            context.account = self._keyring.find(key.strip())
+            context.account = self._accounts.get(digest(key.strip()))
         if context.account is None:
             authenticate = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, "the API key is missing or wrong", headers=authenticate)

@@ -1,4 +1,4 @@
-"""Request bodies: read within a limit, worked on in a thread, decoded strictly.
+"""Request bodies: read within a limit, decoded strictly.
 
 JSON allows what no request means and what does harm later: a key given twice (the last one would
 win silently), NaN and Infinity as Python writes them, numbers that overflow to infinity, escapes
@@ -145,42 +145,6 @@ def _too_long(limit: int) -> ApiError:
     return ApiError(
         413, f"the request body is longer than {limit} bytes", headers={"Connection": "close"}
     )
-
-
-async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
-    """Return what comes of ``work``. Cancels it and raises `ClientGone` if the client leaves."""
-    watch = Watch(receive, work.cancel)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if watch.gone:
-            raise ClientGone from None
-        raise
-    finally:
-        await watch.close()
-        del work, watch  # whose exception holds this frame
-
-
-class Watch:
-    """Notices that the client leaves, in every state of its request."""
-
-    def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:
-        self.gone = False
-        self._receive = receive
-        self._on_gone = on_gone
-        self._task = asyncio.create_task(self._run())
-
-    async def _run(self) -> None:
-        # An exception that is kept would keep all that the request is made of, in a circle.
-        with suppress(asyncio.CancelledError):
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
-            self.gone = True
-            self._on_gone()
-
-    async def close(self) -> None:
-        self._task.cancel()
-        await asyncio.wait([self._task])  # which, if its own task is cancelled, is cancelled too
 
 
 def decode_object(body: bytes) -> dict[str, Any]:

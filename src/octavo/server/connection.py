@@ -19,7 +19,7 @@ come begins at once, and slowly. Every answer starts with ``HTTP/1.1 ``, and the
 one by one; in a stream that has begun they are zeros before the size of the next chunk. A client
 that waits gets the rest later; one that is gone is noticed at the second byte.
 
-This file and writer.py use parts of uvicorn that it does not document. pyproject.toml bounds its
+This file and streaming.py use parts of uvicorn that it does not document. pyproject.toml bounds its
 version, and tests/server/test_private_names.py lists them.
 """
 
@@ -79,36 +79,6 @@ class _Stop(Exception):
         self.error = error
 
 
-class _Parser(httptools.HttpRequestParser):
-    """Reads a request that offers another protocol as if it did not.
-
-    A server may go on with HTTP/1.1 (RFC 9110, section 7.8), but the parser takes the end of such a
-    head for the end of the request.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        super().__init__(connection)
-        self._connection = connection
-
-    def feed_data(self, data: Any) -> None:
-        while True:
-            try:
-                return super().feed_data(data)
-            except httptools.HttpParserCallbackError as error:
-                cause = error.__context__
-                if not isinstance(cause, _Stop):
-                    raise
-                if cause.error is not None:
-                    log.warning("a request is refused: %.200s", cause.error.message)
-                    self._connection.refuse(cause.error)
-                return None
-            except httptools.HttpParserUpgrade as upgrade:
-                head = self._connection.head_without_offer()
-                if head is None:
-                    raise
-                data = head + bytes(data)[upgrade.args[0] :]
-
-
 class _Answer:
     """The transport as an answer sees it: what has been sent of its beginning is not sent again,
     and to close it is to end the connection.
@@ -163,8 +133,6 @@ class Connection(HttpToolsProtocol):
     # What the client sends
 
     def connection_made(self, transport: Any) -> None:
-        self.parser = _Parser(self)
-        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
         super().connection_made(transport)
         self._expect_within(_HEAD_TIMEOUT)
         self._clients.opened(self)
@@ -186,7 +154,7 @@ class Connection(HttpToolsProtocol):
             self._throw_away(data, _MOST_PIPELINED)
             return
         self._beside += len(data)
-        super().data_received(data)
+        self._feed(data)
         if self._reading == "head":
             self._head_bytes += len(data)
             if self._head_bytes > _LONGEST_HEAD:
@@ -196,6 +164,30 @@ class Connection(HttpToolsProtocol):
                 self.refuse(_too_large("what lies beside the request's body is", _LONGEST_HEAD))
             elif self._answered:
                 self._throw_away(data, _MOST_UNREAD)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse what has come.
+
+        A head that offers another protocol is read again without its offer: a server may go on with
+        HTTP/1.1 (RFC 9110, section 7.8), but the parser takes the end of such a head for the end of
+        the request.
+        """
+        again = b""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if self._offer:
+                again = self._head_without_offer() + bytes(data)[upgrade.args[0] :]
+        except httptools.HttpParserError as error:
+            stop = error.__context__
+            if not isinstance(stop, _Stop):
+                log.warning("a request is refused: it is not HTTP")
+                self.refuse(ApiError(400, "this is not an HTTP request"))
+            elif stop.error is not None:
+                log.warning("a request is refused: %.200s", stop.error.message)
+                self.refuse(stop.error)
+        if again:  # not within the handling of an exception, which would be the next one's context
+            self._feed(again)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Note that the client sends no more. Returns whether the connection stays open."""
@@ -350,19 +342,13 @@ class Connection(HttpToolsProtocol):
             status = 501 if last == b"chunked" else 400
             raise _bad_head(f"Transfer-Encoding: {said} is not supported, but chunked", status)
 
-    def head_without_offer(self) -> bytes | None:
-        """Return the head without its offer of another protocol; None if it has none."""
-        if not self._offer:
-            return None
+    def _head_without_offer(self) -> bytes:
         lines = [
             b"%b %b HTTP/%b"
             % (self.parser.get_method(), self.url, self.parser.get_http_version().encode()),
             *(b"%b: %b" % header for header in self.headers if header[0] != b"upgrade"),
         ]
         return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    def send_400_response(self, msg: str) -> None:
-        self.refuse(ApiError(400, "this is not an HTTP request"))
 
     def refuse(self, error: ApiError, *, has_left: bool = False) -> None:
         """Answer with ``error`` if no answer has begun, and close: no further request is read.

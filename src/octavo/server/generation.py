@@ -20,18 +20,15 @@ from octavo.engine.outputs import Delta
 from octavo.engine.stream import EngineDead, Stream
 from octavo.sampling.params import InvalidParameter
 from octavo.scheduler.request import AdmissionError, FinishReason, LatencyTarget, RequestRecord
-from octavo.server.body import Watch
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone, as_api_error, draining, too_many
 from octavo.server.keys import ApiKey
-from octavo.server.merged_stream import MergedStream
 from octavo.server.model import ServedModel
 from octavo.server.protocol import Slo
-from octavo.server.refusals import work_on
 from octavo.server.reply import Output, Reply
-from octavo.server.workers import SMALL, Kind
-from octavo.server.writer import Writer, send_whole
+from octavo.server.streaming import MergedStream, Writer, send_whole
+from octavo.server.workers import SMALL, Kind, Watch, work_on
 
 if TYPE_CHECKING:
     from octavo.server.app import App

@@ -15,11 +15,11 @@ Used on the event loop's thread only.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from octavo.scheduler.request import Outcome, RequestRecord
 from octavo.server.errors import ApiError, too_many
-from octavo.server.keys import ApiKey, digest
+from octavo.server.keys import ApiKey
 from octavo.words import plural
 
 _BYTES_PER_TOKEN = 4  # of ordinary text
@@ -62,12 +62,15 @@ class Bucket:
 class Account:
     """A key and what is left of its quotas."""
 
-    def __init__(self, key: ApiKey, ring: Keyring | None = None) -> None:
-        """``ring`` gives each key its share of the queue; None: there are no shares."""
+    def __init__(
+        self, key: ApiKey, queue: int | None = None, peers: Collection[Account] = ()
+    ) -> None:
+        """``queue``: how many requests may wait, if the keys of all ``peers`` share it fairly."""
         self.key = key
+        self._queue = queue
+        self._peers = peers
         limits = {"requests": key.max_requests_per_minute, "tokens": key.max_tokens_per_minute}
         self._buckets = {what: Bucket(limit) for what, limit in limits.items() if limit is not None}
-        self._ring = ring
         self._open: set[Charge] = set()  # of requests that are under way
 
     def open(self) -> Charge:
@@ -102,8 +105,8 @@ class Account:
         """Raise a 429 unless ``prompts`` may join the ``waiting`` requests, and each bucket that
         ``amounts`` names holds so much.
         """
-        if self._ring is not None:
-            self._ring.check_share(self, waiting, prompts)
+        if self._queue is not None:
+            self._check_share(self._queue, waiting, prompts)
         self._settle()
         for what, amount in amounts.items():
             bucket = self._buckets.get(what)
@@ -115,6 +118,33 @@ class Account:
                     wait,
                     "quota",
                 )
+
+    def _check_share(self, queue: int, own: int, more: int) -> None:
+        """Raise a 429 unless ``more`` requests may join the ``own`` that wait, and a 400 for more
+        at once than may ever wait.
+
+        One key alone fills no more than half of the queue, and of several keys each its part, so
+        that there is room for the next.
+        """
+        ever = max(1, queue // 2)
+        if more > ever:
+            raise ApiError(
+                400,
+                f"prompt has {more} prompts, more than the {ever} requests that a key may have "
+                "waiting",
+                "prompt",
+            )
+        others = sum(each is not self and each.waiting > 0 for each in self._peers)
+        most = max(1, queue // (others + 2))
+        if own + more > most:
+            come = "" if more == 1 else f"; with {more} more that is too many"
+            raise too_many(
+                f"{plural(own, 'request')} of the key {self.key.name!r} "
+                f"{'waits' if own == 1 else 'wait'}, of at most {most} while "
+                f"{plural(others, 'other key', 'wait')}{come}",
+                None,
+                "capacity",
+            )
 
     def take(self, what: str, amount: int) -> None:
         if what in self._buckets:
@@ -184,49 +214,13 @@ class Charge:
         self._taken = tokens
 
 
-class Keyring:
-    """The accounts, by key."""
-
-    def __init__(self, keys: Iterable[ApiKey], queue: int | None = None) -> None:
-        """``queue``: how many requests may wait, if keys are to have fair shares of it."""
-        # Looked up by digest: the time that takes tells nothing of the key.
-        self._accounts = {key.digest: Account(key, self) for key in keys}
-        self._queue = queue
-
-    def __bool__(self) -> bool:
-        return bool(self._accounts)
-
-    def find(self, key: bytes) -> Account | None:
-        return self._accounts.get(digest(key))
-
-    def check_share(self, account: Account, own: int, more: int) -> None:
-        """Raise a 429 unless ``more`` requests may join the ``own`` that wait, and a 400 for more
-        at once than may ever wait.
-
-        One key alone fills no more than half of the queue, and of several keys each its part, so
-        that there is room for the next.
-        """
-        if self._queue is None:
-            return
-        ever = max(1, self._queue // 2)
-        if more > ever:
-            raise ApiError(
-                400,
-                f"prompt has {more} prompts, more than the {ever} requests that a key may have "
-                "waiting",
-                "prompt",
-            )
-        others = sum(each is not account and each.waiting > 0 for each in self._accounts.values())
-        most = max(1, self._queue // (others + 2))
-        if own + more > most:
-            come = "" if more == 1 else f"; with {more} more that is too many"
-            raise too_many(
-                f"{plural(own, 'request')} of the key {account.key.name!r} "
-                f"{'waits' if own == 1 else 'wait'}, of at most {most} while "
-                f"{plural(others, 'other key', 'wait')}{come}",
-                None,
-                "capacity",
-            )
+def accounts(keys: Iterable[ApiKey], queue: int | None) -> dict[bytes, Account]:
+    """Return the accounts of ``keys`` by digest: the time of looking one up tells nothing of the
+    key. ``queue``: how many requests may wait, if keys are to have fair shares of it.
+    """
+    found: dict[bytes, Account] = {}
+    found |= {key.digest: Account(key, queue, found.values()) for key in keys}
+    return found
 
 
 def _rejected(record: RequestRecord) -> bool:

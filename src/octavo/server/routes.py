@@ -23,9 +23,8 @@ from octavo.server.errors import ApiError, unavailable
 from octavo.server.generation import Generation, Prepare
 from octavo.server.model import ServedModel
 from octavo.server.prompts import chat_prompt
-from octavo.server.refusals import work_on
 from octavo.server.responses import json
-from octavo.server.workers import Kind
+from octavo.server.workers import Kind, work_on
 
 if TYPE_CHECKING:
     from octavo.server.app import App

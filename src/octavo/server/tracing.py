@@ -18,6 +18,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -214,7 +215,8 @@ def _phases(record: RequestRecord, ended: float) -> Iterator[Child]:
     if scheduled is None:
         return
     prompt: Attributes = {
-        **_prompt_usage([record]),
+        "gen_ai.usage.input_tokens": record.prompt_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.cached_tokens,
         "octavo.computed_tokens": record.prompt_tokens - record.cached_tokens,
     }
     yield "prefill", scheduled, ended if first is None else first, prompt
@@ -227,13 +229,6 @@ def _phases(record: RequestRecord, ended: float) -> Iterator[Child]:
         "octavo.accepted_tokens": record.accepted_tokens,
     }
     yield "decode", first, record.last_token or ended, output
-
-
-def _prompt_usage(records: list[RequestRecord]) -> Attributes:
-    return {
-        "gen_ai.usage.input_tokens": sum(record.prompt_tokens for record in records),
-        "gen_ai.usage.cache_read.input_tokens": sum(record.cached_tokens for record in records),
-    }
 
 
 _ASKED = ("temperature", "top_p", "top_k", "frequency_penalty", "presence_penalty", "seed")
@@ -270,33 +265,40 @@ def _sendable(value: Value) -> Value:
     return str(value) if isinstance(value, int) and value.bit_length() > 63 else value
 
 
+# The access log's names for the same facts (access_log.py), and for times, which it has in ms.
+_FACTS = {
+    "prompt_tokens": "gen_ai.usage.input_tokens",
+    "completion_tokens": "gen_ai.usage.output_tokens",
+    "cached_tokens": "gen_ai.usage.cache_read.input_tokens",
+    "outcome": "octavo.outcome",
+    "priority": "octavo.priority",
+    "preemptions": "octavo.preemptions",
+    "slo_met": "octavo.slo_met",
+}
+_TIMES = {
+    "queue_ms": "gen_ai.latency.time_in_queue",
+    "ttft_ms": "gen_ai.latency.time_to_first_token",
+    "e2e_ms": "gen_ai.latency.e2e",
+}
+
+
 def _of_records(records: list[RequestRecord], now: float) -> dict[str, Value | None]:
-    """Return what the access log tells (access_log.py), with times in seconds. Phases only where
-    there is one prompt: those of several overlap.
+    """Return what the access log tells, with times in seconds. Phases only where there is one
+    prompt: those of several overlap.
     """
-    facts = of_records(records, now)
+    facts: dict[str, Any] = of_records(records, now)
     attributes: dict[str, Value | None] = {
-        **_prompt_usage(records),
         "gen_ai.request.max_tokens": records[0].max_tokens,
         "gen_ai.usage.num_sequences": sum(record.n for record in records),
-        "gen_ai.usage.output_tokens": sum(record.completion_tokens for record in records),
         "gen_ai.response.finish_reasons": [
             reason.value for record in records for reason in record.finish_reasons if reason
         ],
-        "octavo.outcome": str(facts["outcome"]),
         "octavo.client": records[0].client or None,
-        "octavo.priority": records[0].priority,
-        "octavo.preemptions": sum(record.preemptions for record in records),
+        **{ours: facts[name] for name, ours in _FACTS.items()},
     }
-    for name, fact in (
-        ("time_in_queue", "queue_ms"),
-        ("time_to_first_token", "ttft_ms"),
-        ("e2e", "e2e_ms"),
-    ):
-        if isinstance(value := facts[fact], float):
-            attributes[f"gen_ai.latency.{name}"] = round(value / 1000, 6)
-    if isinstance(met := facts["slo_met"], bool):
-        attributes["octavo.slo_met"] = met
+    for name, ours in _TIMES.items():
+        if facts[name] is not None:
+            attributes[ours] = round(facts[name] / 1000, 6)
     start, first, last = records[0].scheduled, records[0].first_token, records[0].last_token
     if len(records) == 1 and start is not None and first is not None and last is not None:
         attributes |= {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from octavo.scheduler.request import FinishReason, Outcome, RequestRecord
 from octavo.server.metrics.families import Families
@@ -21,7 +21,6 @@ _LATENCY = (
 )
 _WAIT = (0.01, 0.1, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 600)
 _SMALL = (1, 2, 5, 10, 20)
-_TOKENS = ()  # 1, 2, 5, 10, … up to the context's length
 _PRIORITIES = 8  # that clients ask for, with series of their own
 _CLIENTS = 128
 
@@ -33,93 +32,22 @@ REJECTIONS = (
 )
 
 
-def _between(start: str, end: str) -> Callable[[RequestRecord], float | None]:
-    """Return the reader of the seconds between two times of a record; None if one is not known."""
-
-    def seconds(record: RequestRecord) -> float | None:
-        began, ended = getattr(record, start), getattr(record, end)
-        return None if began is None or ended is None else ended - began
-
-    return seconds
-
-
-def _per_token(record: RequestRecord) -> float | None:
-    """Return the mean seconds per token after the first, of what was not paused."""
-    return record.tpot if record.completion_tokens > record.n and not record.pauses else None
-
-
-def _computed(record: RequestRecord) -> int | None:
-    return None if record.first_token is None else record.prompt_tokens - record.cached_tokens
-
-
-# Name, what it is, buckets, and the value in a record; None: it has none.
-_HISTOGRAMS: tuple[
-    tuple[str, str, tuple[float, ...], Callable[[RequestRecord], float | None]], ...
-] = (
-    (
-        "time_to_first_token_seconds", "Arrival to first token.", _TTFT,
-        _between("arrival", "first_token"),
-    ),
-    (
-        "request_time_per_output_token_seconds",
-        "A request's mean time per token after its first.", _ITL, _per_token,
-    ),
-    (
-        "e2e_request_latency_seconds", "Arrival to end.", _LATENCY,
-        _between("arrival", "finished"),
-    ),
-    (
-        "request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY,
-        _between("arrival", "scheduled"),
-    ),
-    (
-        "request_inference_time_seconds", "First scheduling to last token.", _LATENCY,
-        _between("scheduled", "last_token"),
-    ),
-    (
-        "request_prefill_time_seconds", "First scheduling to first token.", _LATENCY,
-        _between("scheduled", "first_token"),
-    ),
-    (
-        "request_decode_time_seconds", "First token to last token.", _LATENCY,
-        _between("first_token", "last_token"),
-    ),
-    (
-        "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS,
-        lambda record: record.prompt_tokens,
-    ),
-    (
-        "request_generation_tokens", "Generated tokens of a request, all choices.", _TOKENS,
-        lambda record: record.completion_tokens,
-    ),
-    (
-        "request_params_max_tokens", "Tokens that a request may generate, a choice.", _TOKENS,
-        lambda record: record.max_tokens,
-    ),
-    (
-        "request_prefill_kv_computed_tokens",
-        "Prompt tokens of a request that no cached block held.", _TOKENS, _computed,
-    ),
-    (
-        "request_params_n", "Choices a request asks for (n).", _SMALL,
-        lambda record: record.n,
-    ),
-    (
-        "request_num_preemptions", "How often a request was preempted.", (0, *_SMALL),
-        lambda record: record.preemptions,
-    ),
-)  # fmt: skip
-
-
 class RequestMetrics:
     def __init__(self, families: Families, max_model_len: int) -> None:
-        tokens = tuple(_one_two_five(max_model_len))
-        self._histograms = [
-            (families.histogram(name, what, buckets or tokens), of)
-            for name, what, buckets, of in _HISTOGRAMS
-        ]
-        self.inter_token = families.histogram(
+        tokens = list(_one_two_five(max_model_len))
+        histogram = families.histogram
+        self._ttft = histogram("time_to_first_token_seconds", "Arrival to first token.", _TTFT)
+        self.inter_token = histogram(
             "inter_token_latency_seconds", "Time between tokens of a sequence.", _ITL
+        )
+        self._per_token = histogram(
+            "request_time_per_output_token_seconds",
+            "A request's mean time per token after its first.",
+            _ITL,
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Arrival to end.", _LATENCY)
+        self._queue = histogram(
+            "request_queue_time_seconds", "Arrival to first scheduling.", _LATENCY
         )
         self._queue_of_priority = families.open_histogram(
             "request_queue_time_by_priority_seconds",
@@ -127,6 +55,33 @@ class RequestMetrics:
             "priority",
             _WAIT,
             most=_PRIORITIES,
+        )
+        self._inference = histogram(
+            "request_inference_time_seconds", "First scheduling to last token.", _LATENCY
+        )
+        self._prefill = histogram(
+            "request_prefill_time_seconds", "First scheduling to first token.", _LATENCY
+        )
+        self._decode = histogram(
+            "request_decode_time_seconds", "First token to last token.", _LATENCY
+        )
+        self._prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", tokens
+        )
+        self._generation_tokens = histogram(
+            "request_generation_tokens", "Generated tokens of a request, all choices.", tokens
+        )
+        self._max_tokens = histogram(
+            "request_params_max_tokens", "Tokens that a request may generate, a choice.", tokens
+        )
+        self._computed = histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens of a request that no cached block held.",
+            tokens,
+        )
+        self._n = histogram("request_params_n", "Choices a request asks for (n).", _SMALL)
+        self._preemptions = histogram(
+            "request_num_preemptions", "How often a request was preempted.", (0, *_SMALL)
         )
         self._ended = families.counters(
             "request_success",
@@ -183,11 +138,27 @@ class RequestMetrics:
                 self._prompt_tokens_of_client(record.client).inc(record.prompt_tokens)
                 self._generation_tokens_of_client(record.client).inc(record.completion_tokens)
         self._ended[_reason(record)].inc()
-        for histogram, of in self._histograms:
-            if (value := of(record)) is not None:
-                histogram.observe(value)
-        if record.scheduled is not None:
-            self._queue_of_priority(str(record.priority)).observe(record.scheduled - record.arrival)
+        self._prompt_tokens.observe(record.prompt_tokens)
+        self._generation_tokens.observe(record.completion_tokens)
+        self._n.observe(record.n)
+        self._preemptions.observe(record.preemptions)
+        if record.max_tokens is not None:
+            self._max_tokens.observe(record.max_tokens)
+        if record.finished is not None:
+            self._e2e.observe(record.latency)
+        if record.scheduled is None:
+            return
+        self._queue.observe(record.scheduled - record.arrival)
+        self._queue_of_priority(str(record.priority)).observe(record.scheduled - record.arrival)
+        if record.first_token is None or record.last_token is None:
+            return
+        self._computed.observe(record.prompt_tokens - record.cached_tokens)
+        self._ttft.observe(record.first_token - record.arrival)
+        self._prefill.observe(record.first_token - record.scheduled)
+        self._decode.observe(record.last_token - record.first_token)
+        self._inference.observe(record.last_token - record.scheduled)
+        if record.completion_tokens > record.n and not record.pauses:
+            self._per_token.observe(record.tpot)
 
 
 def _reason(record: RequestRecord) -> str:

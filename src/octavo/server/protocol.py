@@ -2,8 +2,8 @@
 
 A field is one of three things:
 
-- **honoured**: a field of the structs below. One that has the name of a field of `SamplingParams`
-  is passed on to it (`sampling_params`).
+- **honoured**: a field of the structs below. The fields of `SamplingFields` are passed on to
+  `SamplingParams` (`sampling_params`).
 - **a label** (`LABELS`): it is checked and logged, and never changes an answer.
 - **refused**: the ``NEUTRAL_…`` tables list fields that clients send although they ask for nothing
   by them. They are accepted with one of the listed values, which mean what this server does anyway.
@@ -13,7 +13,7 @@ A field is one of three things:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -24,6 +24,7 @@ from octavo.sampling.params import (
     MAX_STOP_TOKEN_IDS,
     InvalidParameter,
     SamplingParams,
+    parameters,
 )
 from octavo.scheduler.request import LatencyTarget
 from octavo.server.body import convert, decode_object
@@ -108,33 +109,34 @@ class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return LatencyTarget(*(None if limit is None else limit / 1000 for limit in limits))
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The fields of both ways to generate. A null is the default."""
+if TYPE_CHECKING:
+
+    class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    # A field for each sampling parameter (sampling/params.py). `logprobs` means something else in
+    # each endpoint, which has a field of its own for it.
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [
+            (name, row.kind.http_type | None, None)
+            for name, row in parameters().items()
+            if name != "logprobs"
+        ],
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both ways to generate have. A null is the default."""
 
     model: str | None = None  # None: the model that is served
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
-    max_tokens: int | None = None
 
     # vLLM's extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     # Without NUL, which ends the salt of an API key (keys.py).
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^\0]*$")] | None = (
@@ -144,7 +146,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    banned_token_ids: list[int] | None = None  # the opposite of allowed_token_ids
     return_prediction_details: bool | None = None  # in the usage: draft tokens accepted or not
     slo: Slo | None = None  # what this request is promised, in place of the server's own
 
@@ -307,12 +308,8 @@ def refuse_unknown(fields: Mapping[str, Any], known: tuple[str, ...], path: str)
             raise ApiError(400, f"unknown parameter: {path}{name}", path + name)
 
 
-# Fields that are passed on as they are. Of these two each route makes its own sense.
-_SAMPLING = tuple(
-    name
-    for name in GenerateRequest.__struct_fields__
-    if name in SamplingParams.__dataclass_fields__ and name not in ("max_tokens", "logprobs")
-)
+# Parameters that are passed on as they are: each endpoint makes its own sense of the other two.
+_SAMPLING = tuple(name for name in parameters() if name not in ("max_tokens", "logprobs"))
 _TOKEN_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids")
 # Entries of such lists, over all choices: each sequence keeps its own, and a short body can ask for
 # a whole vocabulary in a thousand choices.

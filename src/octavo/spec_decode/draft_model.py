@@ -29,8 +29,6 @@ _IDLE = 64  # steps without drafting after which a cache may make place for anot
 
 def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafter:
     """The drafter, in memory, with so many blocks of cache."""
-    from octavo.executor.native.executor import NativeExecutor
-
     checkpoint, layout = draft.checkpoint, draft.layout
     limits, executor = target.scheduler.config, target.executor
     context = min(limits.max_model_len, checkpoint.config.context_length)
@@ -41,7 +39,7 @@ def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafte
         -(-context // layout.block_size),
         enable_prefix_caching=limits.enable_prefix_caching,
     )
-    drafting = NativeExecutor(
+    drafting = executor.companion(
         checkpoint,
         program(checkpoint.config, context),
         layout,
@@ -50,8 +48,6 @@ def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafte
         max_logits_rows=limits.max_num_seqs,
         max_seqs=limits.max_num_seqs,
         max_blocks_per_seq=kv.tables.shape[2],
-        pool=executor.pool,
-        isa=executor.isa,
     )
     checkpoint.release()  # the executor has its own packed copy
     return DraftModelDrafter(

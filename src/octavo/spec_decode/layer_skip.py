@@ -8,11 +8,10 @@ Inference and Self-Speculative Decoding", 2024.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from octavo.executor.base import Batch, Int32, StepResult
+from octavo.executor.base import Batch, Executor, Int32, StepResult
 from octavo.kv_cache.cache import NO_COPIES, KvCache
 from octavo.models.program import Program
 from octavo.models.subset import keep_layers
@@ -21,9 +20,6 @@ from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, Target
 from octavo.spec_decode.guess import Guess, draw_next
-
-if TYPE_CHECKING:  # the compiled module is not needed to name its types
-    from octavo.executor.native.executor import NativeExecutor
 
 
 class LayerSkipDrafter:
@@ -37,7 +33,7 @@ class LayerSkipDrafter:
 
     def __init__(
         self,
-        executor: NativeExecutor,
+        executor: Executor,
         program: int,
         kv: KvCache,
         sampler: Sampler,

@@ -15,12 +15,12 @@ from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone
-from octavo.server.routes import Route
+from octavo.server.routes import HttpRoute
 
 
 def app_of(handler: Any, engine: FakeEngine, **config: Any) -> App:
     """An application with one route, /a."""
-    routes = [Route("GET", "/a", handler)]
+    routes = [HttpRoute("GET", "/a", handler)]
     return App(engine, served_model(), ServeConfig(**config), routes=routes)  # type: ignore[arg-type]
 
 

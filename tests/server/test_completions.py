@@ -13,13 +13,9 @@ from serving import listening, real_engine, started
 from octavo.engine.outputs import TokenLogprobs
 from octavo.scheduler.request import FinishReason, Outcome
 from octavo.server.completions import CompletionReply
+from octavo.server.logprobs import CompletionLogprobsWriter, TokenDisplay
+from octavo.server.protocol import CompletionLogprobs, Usage
 from octavo.server.reply import Output
-from octavo.server.responses import (
-    CompletionLogprobs,
-    CompletionLogprobsWriter,
-    TokenDisplay,
-    Usage,
-)
 from patience import until
 
 

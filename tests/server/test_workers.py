@@ -15,7 +15,7 @@ from octavo.server.app import App
 from octavo.server.config import ServeConfig
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, ClientGone
-from octavo.server.routes import Route
+from octavo.server.routes import HttpRoute
 from octavo.server.workers import Workers, unless_gone
 from patience import PATIENCE, until
 
@@ -72,7 +72,7 @@ async def test_a_refused_body_is_let_go_of_at_once(engine: FakeEngine) -> None:
         pass
 
     scope: Scope = {"type": "http", "method": "POST", "path": "/a", "headers": []}
-    app = App(engine, served_model(), ServeConfig(), routes=[Route("POST", "/a", refuses)])  # type: ignore[arg-type]
+    app = App(engine, served_model(), ServeConfig(), routes=[HttpRoute("POST", "/a", refuses)])  # type: ignore[arg-type]
     gc.disable()
     try:
         await app(scope, receive, send)

@@ -11,7 +11,7 @@ import pytest
 from starlette.types import Message
 
 from octavo.server.streaming import Writer
-from octavo.server.workers import Watch
+from octavo.server.workers import DisconnectWatch
 from patience import until
 
 
@@ -98,7 +98,7 @@ async def test_closing_a_watch_hides_no_cancellation() -> None:
             raise
 
     async def closes() -> None:
-        watch = Watch(receive, lambda: None)
+        watch = DisconnectWatch(receive, lambda: None)
         await asyncio.sleep(0)
         await watch.close()
 

@@ -18,7 +18,7 @@ _FEW = 8  # items of a list, that are written one by one
 
 
 def log_access(context: RequestContext, level: int = logging.INFO) -> None:
-    """The line, and what the client called itself for those who debug. Never a prompt's text."""
+    """Log the line and, at level debug, the client's labels. Never logs a prompt's text."""
     if not access.isEnabledFor(level):
         return
     facts = facts_of(context)
@@ -39,9 +39,10 @@ def log_access(context: RequestContext, level: int = logging.INFO) -> None:
 
 
 def facts_of(context: RequestContext) -> Facts:
-    """All that is known, by the names of the JSON log; what is not is left out. Times in
-    milliseconds. Of several prompts tokens are sums, and the times what the client saw: the first
-    token of any, the last end.
+    """Return all that is known, by the names of the JSON log. Times are in milliseconds.
+
+    For several prompts, tokens are sums, and times are those that the client saw: the first token
+    of any, the last end.
     """
     facts: Facts = {
         "request_id": context.request_id,
@@ -60,7 +61,7 @@ def facts_of(context: RequestContext) -> Facts:
 
 
 def of_records(records: list[RequestRecord], now: float) -> Facts:
-    """``now``: clock seconds, for what has not ended."""
+    """Return what records tell. ``now``, in clock seconds, is the time for what has not ended."""
     if not records:
         return {}
     outcomes = [record.outcome.value if record.outcome else "running" for record in records]
@@ -84,8 +85,8 @@ def of_records(records: list[RequestRecord], now: float) -> Facts:
 
 
 def _met(records: list[RequestRecord], now: float) -> bool | None:
-    """Whether all promises were kept; None: nothing was promised, or that cannot be said because
-    the client left before.
+    """Return whether all promises were kept; None: nothing was promised, or the client left before
+    that could be said.
     """
     found = {standing(record, now) for record in records} - {None}
     if found & {"missed", "shed"}:
@@ -98,7 +99,7 @@ def _since(
     which: Callable[[Iterable[float]], float],
     when: Callable[[RequestRecord], float | None],
 ) -> float | None:
-    """Milliseconds from arrival to ``when``."""
+    """Return the milliseconds from arrival to ``when``."""
     waited = [at - record.arrival for record in records if (at := when(record)) is not None]
     return _ms(which(waited)) if waited else None
 
@@ -127,12 +128,12 @@ def _text(value: object) -> str:
 
 
 def _shortened(path: str) -> str:
-    """No client writes a long line into the log."""
+    """Return the path, cut so that no client writes a long line into the log."""
     if len(path) <= _LONGEST_PATH:
         return path
     return f"{path[:_LONGEST_PATH]}… ({len(path)} characters)"
 
 
 def _plain(text: str) -> str:
-    """What a client sent, without what could break the line or pass for another."""
+    """Return what a client sent, without what could break the line or pass for another."""
     return ascii(text)[1:-1]

@@ -42,9 +42,9 @@ from octavo.server.hosts import Hosts
 from octavo.server.keys import digest
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
+from octavo.server.protocol import json
 from octavo.server.quota import accounts
-from octavo.server.responses import json
-from octavo.server.routes import DOCS_ROUTES, ROUTES, Route
+from octavo.server.routes import DOCS_ROUTES, ROUTES, HttpRoute
 from octavo.server.shared_snapshot import SharedSnapshot
 from octavo.server.streaming import send_whole
 from octavo.server.workers import Refusals, Workers
@@ -81,7 +81,7 @@ class App:
         metrics: Metrics | None = None,
         trace: Trace | None = None,
         clients: Clients | None = None,
-        routes: Sequence[Route] = ROUTES,
+        routes: Sequence[HttpRoute] = ROUTES,
     ) -> None:
         if metrics is None:
             metrics = Metrics(model.name, engine.stats, model.max_model_len)
@@ -251,7 +251,7 @@ class App:
             if context.charge is not None:
                 context.charge.close()
 
-    def _route(self, scope: Scope, context: RequestContext) -> Route:
+    def _route(self, scope: Scope, context: RequestContext) -> HttpRoute:
         """Return the route of a request that may use it. Raises `ApiError` 401, 404 or 405."""
         route = self._paths.get(context.path)
         if self._accounts and (route is None or not route.open):

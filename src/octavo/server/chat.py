@@ -8,9 +8,16 @@ from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
 from octavo.server.model import ServedModel
 from octavo.server.prompts import chat_prompt
-from octavo.server.protocol import ChatRequest, read, sampling_params
+from octavo.server.protocol import (
+    ChatChoice,
+    ChatCompletion,
+    ChatMessage,
+    ChatRequest,
+    json,
+    read,
+    sampling_params,
+)
 from octavo.server.reply import Output, Reply, finish
-from octavo.server.responses import ChatChoice, ChatCompletion, ChatMessage, json
 
 
 def prepare(model: ServedModel, config: ServeConfig, body: bytes) -> Reply:

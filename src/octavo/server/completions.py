@@ -9,17 +9,19 @@ from typing import Any
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.server.config import ServeConfig
 from octavo.server.errors import ApiError
+from octavo.server.logprobs import CompletionLogprobsWriter
 from octavo.server.model import ServedModel
 from octavo.server.prompts import completion_prompts
-from octavo.server.protocol import CompletionRequest, read, sampling_params
-from octavo.server.reply import Output, Reply, finish
-from octavo.server.responses import (
+from octavo.server.protocol import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionLogprobsWriter,
+    CompletionRequest,
     json,
+    read,
+    sampling_params,
 )
+from octavo.server.reply import Output, Reply, finish
 
 _DEFAULT_MAX_TOKENS = 16
 

@@ -79,7 +79,7 @@ class _Stop(Exception):
         self.error = error
 
 
-class _Answer:
+class _AnswerTransport:
     """The transport as an answer sees it: what has been sent of its beginning is not sent again,
     and to close it is to end the connection.
     """
@@ -246,7 +246,7 @@ class Connection(HttpToolsProtocol):
         self._reading = "body"
         self._beside = self._unread = self._chunks = 0
         self._stop_timer()
-        self.cycle.transport = cast(asyncio.Transport, _Answer(self))
+        self.cycle.transport = cast(asyncio.Transport, _AnswerTransport(self))
         # A client that is answered before it got leave to send its body may send it or not: what
         # comes next is unknown until the body's first bytes.
         self._keep_alive = self.cycle.keep_alive

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from octavo import __version__
-from octavo.server import protocol, responses
+from octavo.server import protocol
 from octavo.server.config import ServeConfig
-from octavo.server.responses import json
+from octavo.server.protocol import json
 
 if TYPE_CHECKING:
-    from octavo.server.routes import Route
+    from octavo.server.routes import HttpRoute
 
 HTML = "text/html; charset=utf-8"
 
 
-def openapi(routes: Iterable[Route], config: ServeConfig) -> dict[str, Any]:
+def openapi(routes: Iterable[HttpRoute], config: ServeConfig) -> dict[str, Any]:
     """Return the OpenAPI 3.1 document."""
     routes = [route for route in routes if route.summary]
     types = [each for route in routes for each in (route.request, route.response) if each]
-    types.append(responses.ErrorAnswer)
+    types.append(protocol.ErrorAnswer)
     shown, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -51,7 +51,7 @@ def openapi(routes: Iterable[Route], config: ServeConfig) -> dict[str, Any]:
     return document
 
 
-def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
+def _operation(route: HttpRoute, schemas: dict[Any, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if route.response is not None:
         content = _json(schemas[route.response])
@@ -63,7 +63,7 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
             "200": {"description": "OK", "content": content},
             "default": {
                 "description": "An error object; its code is the HTTP status.",
-                "content": _json(schemas[responses.ErrorAnswer]),
+                "content": _json(schemas[protocol.ErrorAnswer]),
             },
         },
     }

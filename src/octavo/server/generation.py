@@ -28,7 +28,7 @@ from octavo.server.model import ServedModel
 from octavo.server.protocol import Slo
 from octavo.server.reply import Output, Reply
 from octavo.server.streaming import MergedStream, Writer, send_whole
-from octavo.server.workers import SMALL, Kind, Watch, work_on
+from octavo.server.workers import SMALL, DisconnectWatch, Kind, work_on
 
 if TYPE_CHECKING:
     from octavo.server.app import App
@@ -44,7 +44,7 @@ _PRIORITY = re.compile(rb'"priority"\s*:\s*(-?[0-9]{1,10})')
 Prepare = Callable[[ServedModel, ServeConfig, bytes], Reply]
 
 
-class Generation:
+class GenerateCall:
     """One request to a generate route, from its body to the end of its answer."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Generation:
             context.charge = context.account.open()
         self._engine.check_room(self._app.workers.pending)
         reply, refused = await self._read(kind)
-        watch = Watch(self._receive, self._abort)
+        watch = DisconnectWatch(self._receive, self._abort)
         try:
             context.answer_id, context.asked = reply.id, reply.request
             context.model = reply.model.name
@@ -117,7 +117,7 @@ class Generation:
         return outline
 
     def _checked(self, body: bytes) -> tuple[Reply, ApiError | ValueError | None]:
-        """In a worker thread: return the request, and why it can never be answered, if so."""
+        """Return the request, and why it can never be answered, if so. Runs in a worker thread."""
         reply = self._prepare(self._app.model, self._app.config, body)
         try:
             self._on_terms(reply, self._key)
@@ -173,7 +173,7 @@ class Generation:
     def _merged(self, reply: Reply) -> MergedStream:
         return MergedStream(self._streams, reply.n, self._app.metrics.inter_token.observe)
 
-    async def _whole(self, reply: Reply, watch: Watch) -> None:
+    async def _whole(self, reply: Reply, watch: DisconnectWatch) -> None:
         outputs = [Output() for _ in range(reply.num_choices)]
         failure: ApiError | None = None
         async for index, delta in self._merged(reply):
@@ -193,7 +193,7 @@ class Generation:
         body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
         await send_whole(self._send, body)
 
-    async def _stream(self, reply: Reply, watch: Watch) -> ApiError | None:
+    async def _stream(self, reply: Reply, watch: DisconnectWatch) -> ApiError | None:
         """Send the answer. Returns the error that ended the stream, as its client was told."""
         cycle = self._context.cycle
         writer = Writer(self._send, None if cycle is None else cycle())

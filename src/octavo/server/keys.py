@@ -1,8 +1,8 @@
 """API keys with names: each may have a priority, a latency target, a share and quotas.
 
 A key file is one JSON object, ``{"keys": [{"key": "sk-…", "name": "chat", …}, …]}``, with the
-fields of `_Entry`. ``sha256`` (hexadecimal) stands for a key that the file should not tell. Names
-go to the log and the metrics; keys never do.
+fields of `_KeyEntry`. ``sha256`` (hexadecimal) stands for a key that the file should not tell.
+Names go to the log and the metrics; keys never do.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def unnamed(keys: Iterable[str]) -> tuple[ApiKey, ...]:
     )
 
 
-class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class _KeyEntry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     key: str | None = None
     sha256: str | None = None
@@ -126,8 +126,8 @@ class _Entry(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return ApiKey(digest=found, target=None if slo is None else slo.target(), **fields)
 
 
-class _File(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    keys: list[_Entry]
+class _KeyFile(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    keys: list[_KeyEntry]
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -139,7 +139,7 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     try:
         if len(content) > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES} bytes is no key file")
-        keys = tuple(entry.api_key() for entry in convert(decode_object(content), _File).keys)
+        keys = tuple(entry.api_key() for entry in convert(decode_object(content), _KeyFile).keys)
         if not keys:
             raise ValueError("there is no key in it")
         check_distinct(keys)

@@ -59,7 +59,7 @@ class ServedModel:
             raise ApiError(404, f"the model {name!r} does not exist here", "model")
 
     def check_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises `ApiError` 400 naming the first id outside the vocabulary."""
+        """Raise `ApiError` 400 naming the first id outside the vocabulary."""
         size = self.tokenizer.vocab_size
         if token_ids and (min(token_ids) < 0 or max(token_ids) >= size):
             bad = next(token for token in token_ids if not 0 <= token < size)
@@ -68,7 +68,7 @@ class ServedModel:
             )
 
     def encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
-        """Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
+        """Return token ids. Raises `ApiError` 400 for a text that the tokenizer cannot encode."""
         self.check_length(len(text), param)
         try:
             return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)

@@ -1,6 +1,6 @@
-"""The request bodies, field by field: what is honoured, what is a label, what is refused.
+"""The bodies of requests and answers, field by field.
 
-A field is one of three things:
+A field of a request is one of three things:
 
 - **honoured**: a field of the structs below. The fields of `SamplingFields` are passed on to
   `SamplingParams` (`sampling_params`).
@@ -13,11 +13,12 @@ A field is one of three things:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
 
+from octavo.engine.snapshot import EngineSnapshot
 from octavo.sampling.params import (
     MAX_LOGIT_BIASES,
     MAX_STOP_STRINGS,
@@ -26,7 +27,7 @@ from octavo.sampling.params import (
     SamplingParams,
     parameters,
 )
-from octavo.scheduler.request import LatencyTarget
+from octavo.scheduler.request import LatencyTarget, RequestRecord
 from octavo.server.body import convert, decode_object
 from octavo.server.counting import check_counts
 from octavo.server.errors import ApiError
@@ -213,6 +214,182 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     tokens: list[int]
+
+
+# Answers. What OpenAI's API does not have is left out unless it was asked for.
+
+json = msgspec.json.Encoder()
+Finish = Literal["stop", "length"]
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    """Draft tokens that became output, and those checked in vain (not charged)."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
+
+    @staticmethod
+    def of(records: list[RequestRecord], *, predictions: bool | None = False) -> Usage:
+        usage = Usage(0, 0, 0, PromptTokensDetails(0))
+        if predictions:
+            usage.completion_tokens_details = CompletionTokensDetails(0, 0)
+        for record in records:
+            usage.add(
+                record.prompt_tokens,
+                record.completion_tokens,
+                record.cached_tokens,
+                record.draft_tokens,
+                record.accepted_tokens,
+            )
+        return usage
+
+    def add(self, prompt: int, completion: int, cached: int, drafted: int, accepted: int) -> None:
+        self.prompt_tokens += prompt
+        self.completion_tokens += completion
+        self.total_tokens += prompt + completion
+        self.prompt_tokens_details.cached_tokens += cached
+        if self.completion_tokens_details is not UNSET:
+            self.completion_tokens_details.accepted_prediction_tokens += accepted
+            self.completion_tokens_details.rejected_prediction_tokens += drafted - accepted
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]  # characters from the start of this choice's text
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob]
+
+
+class PromptLogprob(msgspec.Struct):
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
+
+
+class CompletionChoice(msgspec.Struct, kw_only=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Finish | None
+    stop_reason: str | int | None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "octavo"
+    root: str
+    parent: None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Tokenized(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    version: str
+
+
+class RequestList(msgspec.Struct):
+    model: str
+    version: str
+    draining: bool
+    engine: EngineSnapshot
+
+
+class ErrorBody(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: int
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorBody
 
 
 # How many values a field of a long body may have, beside what its model could use (`most_values`).

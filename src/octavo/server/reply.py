@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 import uuid
 from abc import ABC, abstractmethod
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from octavo.engine.outputs import Delta, TokenLogprobs
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, Request, RequestRecord
 from octavo.server.errors import ApiError
+from octavo.server.logprobs import TokenDisplay
 from octavo.server.model import ServedModel
 from octavo.server.prompts import Prompt
-from octavo.server.protocol import GenerateRequest
-from octavo.server.responses import TokenDisplay, Usage, json
+from octavo.server.protocol import Finish, GenerateRequest, Usage, json
 
 
 class Output:
@@ -176,7 +176,7 @@ class Reply(ABC):
         usage.add(prompts, tokens, *(new - old for new, old in zip(now, before, strict=True)))
 
 
-def finish(reason: FinishReason | None) -> Literal["stop", "length"] | None:
+def finish(reason: FinishReason | None) -> Finish | None:
     """Return how a choice ended as the API says it. Other ends are errors, without a choice."""
     if reason is FinishReason.STOP:
         return "stop"

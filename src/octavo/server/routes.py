@@ -1,8 +1,8 @@
 """All routes, in one table: `ROUTES`. The application, its documentation, the answers 404 and 405,
 the labels of metrics and the levels of the access log come from it.
 
-To add a route, write its handler, add its row, and put its request and answer into protocol.py and
-responses.py.
+To add a route, write its handler, add its row, and put the structs of its request and answer
+into protocol.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from starlette.types import Receive, Send
 
 from octavo import __version__
 from octavo.scheduler.request import AdmissionError, RequestRecord
-from octavo.server import chat, completions, docs, protocol, responses
+from octavo.server import chat, completions, docs, protocol
 from octavo.server.context import RequestContext
 from octavo.server.errors import ApiError, unavailable
-from octavo.server.generation import Generation, Prepare
+from octavo.server.generation import GenerateCall, Prepare
 from octavo.server.model import ServedModel
 from octavo.server.prompts import chat_prompt
-from octavo.server.responses import json
+from octavo.server.protocol import json
 from octavo.server.workers import Kind, work_on
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _MOST_LISTED = 1000
 Handler = Callable[["App", RequestContext, Receive, Send], Awaitable[object]]
 
 
-class Route(NamedTuple):
+class HttpRoute(NamedTuple):
     method: Literal["GET", "POST"]
     path: str  # or the beginning of several paths, before a parameter in braces
     handler: Handler
@@ -60,7 +60,7 @@ class Route(NamedTuple):
 
 def generate(prepare: Prepare, kind: Kind) -> Handler:
     async def handler(app: App, context: RequestContext, receive: Receive, send: Send) -> None:
-        await Generation(app, context, receive, send, prepare).run(kind)
+        await GenerateCall(app, context, receive, send, prepare).run(kind)
 
     return handler
 
@@ -87,18 +87,18 @@ def quick(answer: Callable[[App, RequestContext], object]) -> Handler:
     return handler
 
 
-def list_models(app: App, context: RequestContext) -> responses.ModelList:
-    return responses.ModelList(data=[_card(app.model, name) for name in app.model.names])
+def list_models(app: App, context: RequestContext) -> protocol.ModelList:
+    return protocol.ModelList(data=[_card(app.model, name) for name in app.model.names])
 
 
-def get_model(app: App, context: RequestContext) -> responses.ModelCard:
+def get_model(app: App, context: RequestContext) -> protocol.ModelCard:
     name = context.path.removeprefix("/v1/models/")
     app.model.check_name(name)
     return _card(app.model, name)
 
 
-def _card(model: ServedModel, name: str) -> responses.ModelCard:
-    return responses.ModelCard(
+def _card(model: ServedModel, name: str) -> protocol.ModelCard:
+    return protocol.ModelCard(
         id=name, created=model.created, root=model.root, max_model_len=model.max_model_len
     )
 
@@ -126,18 +126,18 @@ def metrics(app: App, context: RequestContext) -> tuple[bytes, str]:
     return app.metrics.exposition(context.headers.get(b"accept", b"").decode("latin-1"))
 
 
-def version(app: App, context: RequestContext) -> responses.Version:
-    return responses.Version(__version__)
+def version(app: App, context: RequestContext) -> protocol.Version:
+    return protocol.Version(__version__)
 
 
 async def list_requests(
     app: App, context: RequestContext, receive: Receive, send: Send
-) -> responses.RequestList:
+) -> protocol.RequestList:
     """Tell what the engine does, for `octavo top` and for operators' scripts: whose requests, for
     how long and how far, but never a prompt's or an answer's text or tokens.
     """
     seen = await app.snapshot.take(_limit(context.query))
-    return responses.RequestList(app.model.name, __version__, app.engine.draining, seen)
+    return protocol.RequestList(app.model.name, __version__, app.engine.draining, seen)
 
 
 def _limit(query: bytes) -> int:
@@ -155,7 +155,7 @@ def _limit(query: bytes) -> int:
     return int(given[0][1])
 
 
-def tokenize(model: ServedModel, body: bytes) -> responses.Tokenized:
+def tokenize(model: ServedModel, body: bytes) -> protocol.Tokenized:
     request = protocol.read(body, protocol.TokenizeRequest, model.longest_list)
     model.check_name(request.model)
     if request.messages is not None and request.prompt is None:
@@ -169,68 +169,68 @@ def tokenize(model: ServedModel, body: bytes) -> responses.Tokenized:
     else:
         raise ApiError(400, "give either prompt or messages", "prompt")
     shown = [model.token_text(each) for each in token_ids] if request.return_token_strs else None
-    return responses.Tokenized(len(token_ids), model.max_model_len, token_ids, shown)
+    return protocol.Tokenized(len(token_ids), model.max_model_len, token_ids, shown)
 
 
-def detokenize(model: ServedModel, body: bytes) -> responses.Detokenized:
+def detokenize(model: ServedModel, body: bytes) -> protocol.Detokenized:
     request = protocol.read(body, protocol.DetokenizeRequest, model.longest_list)
     model.check_name(request.model)
     model.check_ids(request.tokens, "tokens")
-    return responses.Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))
+    return protocol.Detokenized(model.tokenizer.decode(request.tokens, skip_special_tokens=False))
 
 
 _STATUS = dict[str, str]
 ROUTES = (
-    Route(
+    HttpRoute(
         "GET", "/v1/models", quick(list_models), "List what is served.",
-        response=responses.ModelList,
+        response=protocol.ModelList,
     ),
-    Route(
+    HttpRoute(
         "GET", "/v1/models/{model}", quick(get_model), "One of them.",
-        response=responses.ModelCard,
+        response=protocol.ModelCard,
     ),
-    Route(
+    HttpRoute(
         "POST", "/v1/completions", generate(completions.prepare, "text"), "Go on with a text.",
-        protocol.CompletionRequest, responses.Completion,
+        protocol.CompletionRequest, protocol.Completion,
     ),
-    Route(
+    HttpRoute(
         "POST", "/v1/chat/completions", generate(chat.prepare, "chat"),
-        "Go on with a conversation.", protocol.ChatRequest, responses.ChatCompletion,
+        "Go on with a conversation.", protocol.ChatRequest, protocol.ChatCompletion,
     ),
-    Route(
+    HttpRoute(
         "POST", "/tokenize", in_thread(tokenize, "chat"), "Text to tokens.",
-        protocol.TokenizeRequest, responses.Tokenized,
+        protocol.TokenizeRequest, protocol.Tokenized,
     ),
-    Route(
+    HttpRoute(
         "POST", "/detokenize", in_thread(detokenize, "text"), "Tokens to text.",
-        protocol.DetokenizeRequest, responses.Detokenized,
+        protocol.DetokenizeRequest, protocol.Detokenized,
     ),
-    Route(
+    HttpRoute(
         "GET", "/health", quick(live), "200 while the engine lives.",
         response=_STATUS, open=True, polled=True,
     ),
-    Route("GET", "/ping", quick(live), open=True, polled=True),
-    Route(
+    HttpRoute("GET", "/ping", quick(live), open=True, polled=True),
+    HttpRoute(
         "GET", "/live", quick(live), "200 unless the engine has stopped or hangs.",
         response=_STATUS, open=True, polled=True,
     ),
-    Route(
+    HttpRoute(
         "GET", "/ready", quick(ready), "200 while new requests are admitted.",
         response=_STATUS, open=True, polled=True,
     ),
-    Route("GET", "/metrics", quick(metrics), "Prometheus metrics.", polled=True),
-    Route(
+    HttpRoute("GET", "/metrics", quick(metrics), "Prometheus metrics.", polled=True),
+    HttpRoute(
         "GET", "/requests", list_requests,
         "What the engine is at, request by request, without any text; limit: how many to list.",
-        response=responses.RequestList, polled=True,
+        response=protocol.RequestList, polled=True,
         query={"limit": {"type": "integer", "minimum": 0, "maximum": _MOST_LISTED}},
     ),
-    Route(
+    HttpRoute(
         "GET", "/version", quick(version), "The server's version.",
-        response=responses.Version,
+        response=protocol.Version,
     ),
 )  # fmt: skip
 DOCS_ROUTES = (
-    Route("GET", "/openapi.json", quick(lambda app, _: json.encode(app.openapi))),
-    Route("GET", "/docs", quick(lambda app, _: (app.docs_page, docs.HTML))),
+    HttpRoute("GET", "/openapi.json", quick(lambda app, _: json.encode(app.openapi))),
+    HttpRoute("GET", "/docs", quick(lambda app, _: (app.docs_page, docs.HTML))),
 )

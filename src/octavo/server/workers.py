@@ -94,7 +94,7 @@ class Workers:
 
 async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
     """Return what comes of ``work``. Cancels it and raises `ClientGone` if the client leaves."""
-    watch = Watch(receive, work.cancel)
+    watch = DisconnectWatch(receive, work.cancel)
     try:
         return await work
     except asyncio.CancelledError:
@@ -106,7 +106,7 @@ async def unless_gone(receive: Receive, work: asyncio.Future[T]) -> T:
         del work, watch  # whose exception holds this frame
 
 
-class Watch:
+class DisconnectWatch:
     """Notices that the client leaves, in every state of its request."""
 
     def __init__(self, receive: Receive, on_gone: Callable[[], object]) -> None:

@@ -122,7 +122,7 @@ class RequestMetrics:
         for priority in priorities:
             self._queue_of_priority.reserve(str(priority), ())
 
-    def refuse(self, reason: str, client: str) -> None:
+    def refuse(self, reason: str, client: str = "") -> None:
         self._rejected[reason].inc()
         self._requests_of_client(client, Outcome.REJECTED.value).inc()
 

@@ -1,196 +1,23 @@
-"""The response bodies. What OpenAI's API does not have is left out unless it was asked for."""
+"""Tokens and their log probabilities as answers show them."""
 
 from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections.abc import Sequence
-from typing import Literal
-
-import msgspec
-from msgspec import UNSET, Struct, UnsetType
 
 from octavo.engine.outputs import TokenLogprobs
-from octavo.engine.snapshot import EngineSnapshot
-from octavo.scheduler.request import RequestRecord
 from octavo.server.model import ServedModel
-
-FinishReason = Literal["stop", "length"]
+from octavo.server.protocol import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
 
 _CHARACTER_BYTES = 8  # tokens that are looked at for a character that is not complete
 _CONTINUATION = frozenset([b"", *(bytes([byte]) for byte in range(0x80, 0xC0))])  # in UTF-8
-
-
-class PromptTokensDetails(Struct):
-    cached_tokens: int
-
-
-class CompletionTokensDetails(Struct):
-    """Draft tokens that became output, and those checked in vain (not charged)."""
-
-    accepted_prediction_tokens: int
-    rejected_prediction_tokens: int
-
-
-class Usage(Struct):
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
-
-    @staticmethod
-    def of(records: list[RequestRecord], *, predictions: bool | None = False) -> Usage:
-        usage = Usage(0, 0, 0, PromptTokensDetails(0))
-        if predictions:
-            usage.completion_tokens_details = CompletionTokensDetails(0, 0)
-        for record in records:
-            usage.add(
-                record.prompt_tokens,
-                record.completion_tokens,
-                record.cached_tokens,
-                record.draft_tokens,
-                record.accepted_tokens,
-            )
-        return usage
-
-    def add(self, prompt: int, completion: int, cached: int, drafted: int, accepted: int) -> None:
-        self.prompt_tokens += prompt
-        self.completion_tokens += completion
-        self.total_tokens += prompt + completion
-        self.prompt_tokens_details.cached_tokens += cached
-        if self.completion_tokens_details is not UNSET:
-            self.completion_tokens_details.accepted_prediction_tokens += accepted
-            self.completion_tokens_details.rejected_prediction_tokens += drafted - accepted
-
-
-class CompletionLogprobs(Struct):
-    text_offset: list[int]  # characters from the start of this choice's text
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class TopLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-
-
-class ChatLogprob(Struct):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    top_logprobs: list[TopLogprob]
-
-
-class ChatLogprobs(Struct):
-    content: list[ChatLogprob]
-
-
-class PromptLogprob(Struct):
-    logprob: float
-    rank: int | None
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; None for the first token
-
-
-class CompletionChoice(Struct, kw_only=True):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class Completion(Struct, kw_only=True):
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage
-
-
-class ChatMessage(Struct, kw_only=True):
-    role: str
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(Struct, kw_only=True):
-    index: int
-    message: ChatMessage
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None
-    token_ids: list[int] | UnsetType = UNSET
-
-
-class ChatCompletion(Struct, kw_only=True):
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage
-    prompt_token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
-
-
-class ModelCard(Struct, kw_only=True):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "octavo"
-    root: str
-    parent: None = None
-    max_model_len: int
-
-
-class ModelList(Struct, kw_only=True):
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class Tokenized(Struct):
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(Struct):
-    prompt: str
-
-
-class Version(Struct):
-    version: str
-
-
-class RequestList(Struct):
-    model: str
-    version: str
-    draining: bool
-    engine: EngineSnapshot
-
-
-class ErrorBody(Struct):
-    message: str
-    type: str
-    param: str | None
-    code: int
-
-
-class ErrorAnswer(Struct):
-    error: ErrorBody
-
-
-json = msgspec.json.Encoder()
 
 
 class TokenDisplay:

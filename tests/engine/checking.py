@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from octavo.engine.clock import Clock, VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch, Float32, Int32, StepResult
 from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
@@ -379,11 +379,11 @@ def build(
         duration=duration,
     )
     executor.scheduler = scheduler
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if itl_target is not None:
         # Guesses that are far off: each step takes ``duration``.
         costs = CostModel(program(model(windows)), kv_layout)
-        pace = Pace(costs, Rates(1e7, 1e8, 1e-5), measured=False)
+        pace = StepTimePredictor(costs, Rates(1e7, 1e8, 1e-5), measured=False)
     return Engine(
         executor,
         scheduler,
@@ -393,5 +393,5 @@ def build(
         eos_token_ids=eos,
         seed=seed,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from executor import tiny
-from octavo.engine.pace import Pace, guessed
 from octavo.engine.recompute import Recomputing, _chunk
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.cost import CostModel, Rates
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
@@ -21,7 +21,7 @@ def predicted(start: int, tokens: int) -> float:
 
 
 def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:
-    pace = Pace(COSTS, RATES)
+    pace = StepTimePredictor(COSTS, RATES)
     recomputing = Recomputing(pace, 100)
     assert recomputing.seconds(0, 80) == pytest.approx(predicted(0, 80) * pace.margin)
     total = predicted(50, 100) + predicted(150, 100) + predicted(250, 7)
@@ -31,7 +31,7 @@ def test_it_is_the_paces_in_steps_of_the_engines_size() -> None:
 
 
 def test_it_follows_the_pace() -> None:
-    pace = Pace(COSTS, RATES)
+    pace = StepTimePredictor(COSTS, RATES)
     recomputing = Recomputing(pace, 100)
     before = recomputing.per_token
     for _ in range(40):
@@ -44,5 +44,8 @@ def test_it_follows_the_pace() -> None:
 
 def test_a_guess_is_not_believed_to_be_too_slow() -> None:
     """Of a machine not known yet: it may be several times as fast as the guess."""
-    known, unknown = Pace(COSTS, guessed(2)), Pace(COSTS, guessed(2), measured=False)
+    known, unknown = (
+        StepTimePredictor(COSTS, guessed(2)),
+        StepTimePredictor(COSTS, guessed(2), measured=False),
+    )
     assert Recomputing(unknown, 100).seconds(0, 100) < Recomputing(known, 100).seconds(0, 100) / 5

@@ -28,7 +28,7 @@ from octavo import _native
 from octavo.engine.clock import RealClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.outputs import Delta
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype, KvLayout
@@ -229,7 +229,7 @@ class Recorder(NativeSampler):
         for index, (seq, run) in enumerate(
             zip(step.scheduled.samples, step.drawn.runs, strict=True)
         ):
-            trace = self.of(seq.owner.request.request_id)
+            trace = self.of(seq.owner.request_id)
             state = seq.output.sampler
             places = range(state.num_generated - len(run), state.num_generated)
             rows = [self.drawn_from[id(state), place] for place in places]
@@ -312,7 +312,8 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         vocab_size=vocab,
         eos_token_ids={EOS},
         speculator=speculator,
-        pace=setting.itl_target and Pace(executor.costs, guessed(setting.threads), measured=False),
+        step_times=setting.itl_target
+        and StepTimePredictor(executor.costs, guessed(setting.threads), measured=False),
     )
     engine.observers.append(recorder)
     try:

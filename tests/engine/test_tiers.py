@@ -17,10 +17,10 @@ from octavo.engine.snapshot import snapshot
 from octavo.kv_cache.measured import Measured
 from octavo.kv_cache.read_ahead import ReadingAhead
 from octavo.sampling.params import SamplingParams
-from octavo.scheduler.budget import Budget
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
 from octavo.scheduler.sequence import Status
+from octavo.scheduler.token_budget import TokenBudget
 
 
 def made(
@@ -664,7 +664,7 @@ def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
     hit = Hit(1e-6)
     scheduler = hit.engine.scheduler
     kv, seq = scheduler.kv, hit.half()
-    budget = Budget(scheduler.config, scheduler.decode_positions(), hit.engine.pace)
+    budget = TokenBudget(scheduler.config, scheduler.decode_positions(), hit.engine.step_times)
     budget.take(0, budget.fit(0, 100), 0)
     scheduler._served.add(seq)  # the stream would be the one
     while kv.pool.num_free:

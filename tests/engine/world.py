@@ -19,10 +19,9 @@ from engine.drafting import Branching, Oracle
 from engine.shooting import Shot, shooting
 from engine.tiering import FaultyDisk, slow_tiers
 from octavo.engine.clock import VirtualClock
-from octavo.engine.detokenize import Released
+from octavo.engine.detokenize import IncrementalDetokenizer, Released
 from octavo.engine.engine import Step
 from octavo.engine.outputs import Delta
-from octavo.engine.text import NoText
 from octavo.kv_cache.measured import Measured
 from octavo.sampling.params import InvalidParameter, SamplingParams
 from octavo.scheduler.request import (
@@ -59,13 +58,13 @@ class Leaping(VirtualClock):
         self._now += seconds
 
 
-class Words(NoText):
+class Words(IncrementalDetokenizer):
     """A word a token, the last of which is held back. The next push after ``fail`` fails."""
 
     fail = False
 
     def __init__(self, params: SamplingParams, ending_ids: frozenset[int]) -> None:
-        super().__init__(params, ending_ids)
+        super().__init__(None, params, ending_ids)
         self._held = ""
 
     def push(self, token_ids: Sequence[int]) -> Released:
@@ -285,7 +284,7 @@ class World:
                 import_blocks(blocks, data)
 
             self.executor.import_blocks = slow_import  # type: ignore[method-assign]
-        self.engine._text = Words
+        self.engine.new_text = Words
         Words.fail = False
         if setting.drafter is not None:
             oracle = Oracle(setting.drafter, self.sampler)
@@ -329,16 +328,16 @@ class World:
         unfinished = [
             seq
             for life in self.lives.values()
-            if (state := self.engine._requests.get(life.record.request_id))
+            if (state := self.engine.requests.get(life.record.request_id))
             for seq in state.sequences
-            if seq.status not in (Status.FORKING, Status.FETCHING, Status.HELD, Status.FINISHED)
+            if seq.status not in (Status.FORKING, Status.FETCHING, Status.PAUSED, Status.FINISHED)
         ]
         whole = not self.setting.chunked_prefill  # then a prompt may wait for others to end
-        if unfinished and not step.scheduled.stale and scheduler.alone is None and not whole:
+        if unfinished and not step.scheduled.stale and scheduler.isolated is None and not whole:
             rank = scheduler.policy.rank
             # Among those that run: who waits comes to its turn. With a disk, too: whoever was let
             # in while another waited for it, or was paused, is not sent away again.
-            if scheduler.policy.displaces_any or self.setting.disk or self.pauses:
+            if scheduler.policy.preempts or self.setting.disk or self.pauses:
                 unfinished = scheduler.decoding + scheduler.prefilling
             if self.setting.itl_target is not None:
                 # Who is let in by a step, ahead of others by rank, may find no time left in it.
@@ -544,11 +543,11 @@ class World:
         self.ran = scheduler.decoding + scheduler.prefilling
         num_blocks = scheduler.kv.loading.num_blocks
         self.to_load = {seq: num_blocks(seq.slot) for seq in scheduler.prefilling}
-        held = [] if scheduler._suspects else [*scheduler._paused]
+        held = [] if scheduler.isolated else [*scheduler._pausing]
         with self.shot() as shot:
             deltas = self.engine.step()
         for delta in deltas:  # but for a last word of one that is ended
-            paused = any(state.record.request_id == delta.request_id for state in held)
+            paused = any(state.request_id == delta.request_id for state in held)
             begun = delta.request_id in self.lives and self.lives[delta.request_id].deltas
             assert not (paused and begun and delta.token_ids), "a paused request went on"
         self.shots += shot is not None and shot.hit is not None
@@ -561,7 +560,7 @@ class World:
             assert written == len(seq.token_ids) - 1
             held = written  # rejected drafts keep no blocks
             if self.setting.memory == "reserve":
-                held = seq.owner.num_prompt_tokens + seq.owner.max_tokens - 1
+                held = seq.max_length - 1
             assert scheduler.kv.num_blocks[seq.slot] == -(-held // self.setting.block_size)
         if not self.engine.has_work():
             self.engine.check_integrity()

@@ -13,6 +13,7 @@ from serving import listening, real_engine, started
 
 from engine.drafting import Coin
 from engine.tiering import PerToken
+from octavo.engine.calibration import Prediction
 from octavo.executor.cost import Rates
 from octavo.kv_cache.disk import Disk
 from octavo.kv_cache.host_memory import HostMemory
@@ -21,7 +22,6 @@ from octavo.kv_cache.worker import ThreadWorker
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.server.metrics import Metrics
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.plan.prediction import Prediction
 from patience import PATIENCE, until
 
 MODEL = "tiny"

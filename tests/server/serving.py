@@ -12,9 +12,8 @@ from serve_fakes import VOCAB, ByteTokenizer, served_model
 
 from octavo.engine.async_engine import AsyncEngine
 from octavo.engine.clock import RealClock
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -74,8 +73,10 @@ def real_engine(
         RealClock(),
         vocab_size=VOCAB,
         eos_token_ids=tokenizer.eos_token_ids,
-        pace=Pace(executor.costs, guessed(1), measured=False) if "itl_target" in limits else None,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        step_times=StepTimePredictor(executor.costs, guessed(1), measured=False)
+        if "itl_target" in limits
+        else None,
+        tokenizer=tokenizer,
     )
     return AsyncEngine(engine, hang_timeout=hang_timeout), executor
 

@@ -75,7 +75,7 @@ def test_states_and_figures() -> None:
     assert (rows["third"].prompt_tokens_done, rows["third"].prompt_tokens) == (0, 12)
     assert rows["first"].ttft is not None
     assert rows["first"].ttft <= rows["first"].age
-    record = engine.scheduler.decoding[0].owner.record
+    record = engine.scheduler.decoding[0].owner
     seconds = record.last_token - record.first_token
     assert rows["first"].tokens_per_second == pytest.approx(4 / seconds)
     assert rows["second"].ttft is None

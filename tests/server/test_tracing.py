@@ -215,7 +215,7 @@ async def test_a_client_that_leaves_and_an_engine_that_dies() -> None:
             steps.let(2)
             await until(lambda: steps.asked == 3, "a third step")
             leaves.cancel()
-            await until(lambda: engine._aborts)
+            await until(lambda: engine._calls)
             steps.let()
             (*_, left) = await asyncio.to_thread(collector.spans, 5)
             await until(lambda: engine._busy_since is None, "the end of its step")

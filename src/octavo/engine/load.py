@@ -12,10 +12,9 @@ import octavo.loader
 from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.build import build_executor, capabilities, weight_bytes
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
@@ -240,9 +239,9 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         digest=config.kv_offload_dir is not None,
         rates=guessed(config.threads or usable_cpus()[0]),
     )
-    pace: Pace | None = None
+    pace: StepTimePredictor | None = None
     if config.itl_target is not None or config.kv_offload_bytes:
-        pace = Pace(executor.costs, guessed(executor.threads), measured=False)
+        pace = StepTimePredictor(executor.costs, guessed(executor.threads), measured=False)
     if config.kv_offload_bytes:
         assert pace is not None
         try:
@@ -294,11 +293,11 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         RealClock(),
         vocab_size=checkpoint.config.vocab_size,
         eos_token_ids=tokenizer.eos_token_ids,
-        text=lambda params, ending_ids: IncrementalDetokenizer(tokenizer, params, ending_ids),
+        tokenizer=tokenizer,
         max_logprobs=config.max_logprobs,
         seed=config.seed,
         speculator=speculator,
-        pace=pace,
+        step_times=pace,
     )
     # What was loaded stays: the collector need not walk it between steps. Garbage would stay, too.
     gc.collect()

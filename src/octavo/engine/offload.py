@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import octavo
-from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Executor
 from octavo.kv_cache.disk import HEADER_BYTES, Disk
 from octavo.kv_cache.folders import check_folder
@@ -62,7 +62,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 def make_tiers(
     executor: Executor,
-    pace: Pace,
+    pace: StepTimePredictor,
     program: Program,
     tokenizer: Tokenizer,
     *,

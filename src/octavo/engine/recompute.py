@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from octavo.engine.pace import Pace
+from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch
 
 
 class Recomputing:
-    """What `Pace` predicts for steps of nothing else, less what it may be off by, so that nothing
-    is loaded that would be computed in less. Is the tiers' `Computing`.
+    """What is predicted for steps of nothing else, less what it may be off by, so that nothing is
+    loaded that would be computed in less. Is the tiers' `Computing`.
     """
 
-    def __init__(self, pace: Pace, max_tokens: int) -> None:
+    def __init__(self, pace: StepTimePredictor, max_tokens: int) -> None:
         """``max_tokens``: of a step."""
         self._pace = pace
         self._max_tokens = max_tokens

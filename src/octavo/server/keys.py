@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from octavo.scheduler.policies.config import PolicyName
+from octavo.scheduler.policies.config import field_users
 from octavo.scheduler.request import LatencyTarget
 from octavo.server.body import convert, decode_object
 from octavo.server.errors import ApiError
@@ -150,25 +150,21 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
     return keys
 
 
-_OF_POLICIES: tuple[tuple[str, float, PolicyName], ...] = (
-    ("priority", 0, "priority"),
-    ("weight", 1.0, "fair"),
-)
-
-
 def in_effect(
-    keys: tuple[ApiKey, ...], policy: PolicyName, file: Path | None
+    keys: tuple[ApiKey, ...], policy: str, file: Path | None
 ) -> tuple[tuple[ApiKey, ...], list[str]]:
     """Return the keys of ``file`` without the fields that a scheduling policy ignores, and a
     sentence for each such field.
     """
     told = []
-    for field, default, its_policy in _OF_POLICIES:
+    for field, default in (("priority", 0), ("weight", 1.0)):
+        users = field_users(field)
         names = [key.name for key in keys if getattr(key, field) != default]
-        if names and policy != its_policy:
+        if names and policy not in users:
             told.append(
                 f"{file or 'the named keys'}: {field} of {', '.join(names)} has no effect under "
-                f"--scheduling-policy {policy}; it has one under --scheduling-policy {its_policy}"
+                f"--scheduling-policy {policy}; it has one under --scheduling-policy "
+                f"{' or '.join(users)}"
             )
             changed: dict[str, Any] = {field: default}
             keys = tuple(replace(key, **changed) for key in keys)

@@ -26,9 +26,11 @@ import uvicorn
 
 from octavo import __version__
 from octavo.engine.async_engine import AsyncEngine
+from octavo.engine.calibration import Calibration
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import LoadedEngine
 from octavo.engine.sampling_defaults import sampling_defaults
+from octavo.scheduler.policies.config import POLICIES
 from octavo.server.app import App
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
@@ -36,7 +38,6 @@ from octavo.server.connection import Connection
 from octavo.server.keys import in_effect
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel, public_name, utf8
-from octavo.tools.plan.calibration import Calibration
 
 if TYPE_CHECKING:
     from octavo.server.tracing import Tracer
@@ -46,7 +47,7 @@ log = logging.getLogger("octavo.server")
 _QUEUED = 4  # requests that may wait, for each sequence that may run
 _QUEUED_TOKENS = 1 << 20  # prompt tokens that may wait: some 40 MB
 ONE_CLIENT = (
-    "scheduling_policy fair is the same as fcfs here: without several API keys all requests are of "
+    "scheduling_policy %s is the same as fcfs here: without several API keys all requests are of "
     "one client (--api-key, --api-key-file)"
 )
 OWN_CACHE = (
@@ -119,15 +120,15 @@ def build_server(
         loaded.checkpoint, config.generation_config, config.override_generation_config
     )
     calibration = Calibration.of_engine(loaded)
-    if calibration is not None and loaded.engine.pace is not None:
-        loaded.engine.pace.calibrate(calibration.current, calibration.noise)
+    if calibration is not None:
+        loaded.engine.step_times.calibrate(calibration.current, calibration.noise)
     for line in (*loaded.report().splitlines(), _predictions(calibration), defaults.report()):
         if line:
             log.info("%s", line)
     if named and loaded.config.enable_prefix_caching:
         log.info("%s", ONE_CACHE if config.share_prefix_cache else OWN_CACHE)
-    if loaded.config.scheduling_policy == "fair" and len(config.keys) < 2:
-        log.warning("%s", ONE_CLIENT)
+    if POLICIES[loaded.config.scheduling_policy].by_client and len(config.keys) < 2:
+        log.warning(ONE_CLIENT, loaded.config.scheduling_policy)
     served = ServedModel(
         names=tuple(map(utf8, config.served_model_name or (public_name(model),))),
         tokenizer=loaded.checkpoint.tokenizer,

@@ -1,4 +1,4 @@
-"""Who gives its place in a full queue to whom, against the rule worked out for all that wait."""
+"""Which request a newcomer replaces in a full queue, by the rule worked out for all that wait."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 
-from octavo.engine.places import Places
-from octavo.scheduler import admission
-from octavo.scheduler.policies.config import PolicyConfig, PolicyName
+from octavo.scheduler.admission import Admission
+from octavo.scheduler.policies.config import POLICIES, PolicyConfig
 from octavo.scheduler.request import AdmissionError, LatencyTarget, RequestRecord
 
 AGEING, BEST_EFFORT = 10.0, 5.0
-POLICIES: tuple[PolicyName, ...] = ("fcfs", "priority", "deadline", "fair")
 
 
-def policy(name: PolicyName) -> PolicyConfig:
+def policy(name: str) -> PolicyConfig:
     settings: dict[str, Any] = {
         "priority": {"priority_ageing": AGEING},
         "deadline": {"best_effort_deadline": BEST_EFFORT},
@@ -27,21 +25,23 @@ def policy(name: PolicyName) -> PolicyConfig:
 
 
 class Queue:
-    """A scheduler's, with an engine that may be late in taking out those that were replaced."""
+    """Of a scheduler whose engine may be late in removing the requests that were replaced."""
 
-    def __init__(self, name: PolicyName, requests: int | None, tokens: int | None) -> None:
-        self.config: Any = SimpleNamespace(
-            policy=policy(name), max_num_queued_reqs=requests, max_num_queued_tokens=tokens
-        )
+    def __init__(self, name: str, requests: int | None, tokens: int | None) -> None:
+        self.bound = requests
+        config = SimpleNamespace(max_num_queued_reqs=requests, max_num_queued_tokens=tokens)
+        self.policy = policy(name).new_policy()
         self.there: list[RequestRecord] = []
-        self.places = Places(self)  # type: ignore[arg-type]
+        scheduler: Any = SimpleNamespace(config=config, policy=self.policy, waiting=self)
+        self.admission = Admission(scheduler)
         self.leaving: list[RequestRecord] = []
 
-    def check_queue(self, num_prompt_tokens: int, pending: int, pending_tokens: int) -> None:
-        tokens = sum(record.prompt_tokens for record in self.there)
-        admission.check_queue(
-            self.config, len(self.there) + pending, tokens + pending_tokens, num_prompt_tokens
-        )
+    def __len__(self) -> int:
+        return len(self.there)
+
+    @property
+    def tokens(self) -> int:
+        return sum(record.prompt_tokens for record in self.there)
 
     @property
     def kept(self) -> list[RequestRecord]:
@@ -49,16 +49,14 @@ class Queue:
         return [record for record in self.there if id(record) not in gone]
 
     def submit(self, *asks: RequestRecord) -> list[RequestRecord]:
-        replaced = self.places.check(asks)
-        self.places.take(replaced)
+        replaced = self.admission.find_places(asks)
+        self.admission.enter(asks, replaced)
         self.leaving += replaced
-        for record in asks:
-            self.there.append(record)
-            self.places.enter(record)
+        self.there += asks
         return replaced
 
-    def settle(self) -> None:
-        """The engine ends those that were replaced."""
+    def end_replaced(self) -> None:
+        """Let the engine end those that were replaced."""
         for record in self.leaving:
             if record.scheduled is None:
                 record.outcome = "rejected"  # type: ignore[assignment]
@@ -67,8 +65,8 @@ class Queue:
         self.leaving.clear()
 
 
-def behind(name: PolicyName, waiting: list[RequestRecord], asks: RequestRecord) -> Any:
-    """Who is to give its place, by the rule itself; None: nobody."""
+def replaceable(name: str, waiting: list[RequestRecord], asks: RequestRecord) -> Any:
+    """Return those of whom one is to be replaced, by the rule itself; None: no request."""
     if name == "fcfs" or not waiting:
         return None
     if name == "fair":
@@ -97,12 +95,13 @@ def behind(name: PolicyName, waiting: list[RequestRecord], asks: RequestRecord) 
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_the_last_of_all_gives_its_place_to_who_comes_before_it(name: PolicyName) -> None:
+def test_a_newcomer_replaces_the_last_of_all_if_it_comes_before_it(name: str) -> None:
     rng = random.Random(name)
     replaced_ever = refused_ever = 0
     for _ in range(60):
         queue = Queue(name, rng.randrange(1, 9), None)
-        bound = queue.config.max_num_queued_reqs
+        bound = queue.bound
+        assert bound is not None
         weights = {client: rng.choice((1.0, 2.0, 3.0)) for client in "abc"}
         now, ended = 0.0, list[RequestRecord]()
         for number in range(60):
@@ -114,7 +113,7 @@ def test_the_last_of_all_gives_its_place_to_who_comes_before_it(name: PolicyName
                 target=rng.choice((None, LatencyTarget(ttft=rng.uniform(0.1, 9.0)))),
             )  # fmt: skip
             before = queue.kept
-            expected = behind(name, before, record)
+            expected = replaceable(name, before, record)
             refused = None
             replaced: list[RequestRecord] = []
             try:
@@ -142,13 +141,13 @@ def test_the_last_of_all_gives_its_place_to_who_comes_before_it(name: PolicyName
                 runs.scheduled = now
                 queue.there.remove(runs)
             if rng.random() < 0.5:
-                queue.settle()
+                queue.end_replaced()
     assert refused_ever
     assert (replaced_ever > 0) is (name != "fcfs")
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_as_many_go_as_its_tokens_need_and_none_if_that_is_not_enough(name: PolicyName) -> None:
+def test_as_many_are_replaced_as_its_tokens_need_and_none_if_that_is_not_enough(name: str) -> None:
     queue = Queue(name, None, 100)
     for number in range(10):
         queue.submit(RequestRecord(str(number), 1.0, 10, client="many", priority=3))
@@ -158,7 +157,7 @@ def test_as_many_go_as_its_tokens_need_and_none_if_that_is_not_enough(name: Poli
             queue.submit(small)
         return
     assert len(queue.submit(small)) == 3
-    queue.settle()
+    queue.end_replaced()
     large = RequestRecord("large", 2.1, 90, client="two", target=LatencyTarget(ttft=0.001))
     if name == "fair":  # its client has as much with it as the other, before there is room
         with pytest.raises(AdmissionError):
@@ -175,7 +174,7 @@ def test_as_many_go_as_its_tokens_need_and_none_if_that_is_not_enough(name: Poli
     assert queue.kept == [top]
 
 
-def test_who_has_waited_long_enough_keeps_its_place() -> None:
+def test_a_request_that_has_waited_long_enough_keeps_its_place() -> None:
     """A stream of urgent newcomers, and a client that comes back at once whenever it is refused."""
     queue = Queue("priority", 1, None)
     low = RequestRecord("low", 0.0, 1, priority=2)
@@ -183,12 +182,12 @@ def test_who_has_waited_long_enough_keeps_its_place() -> None:
     with pytest.raises(AdmissionError):
         queue.submit(RequestRecord("urgent", 2 * AGEING, 1))
     assert queue.submit(RequestRecord("more urgent", 2 * AGEING, 1, priority=-1)) == [low]
-    queue.settle()
+    queue.end_replaced()
     with pytest.raises(AdmissionError):
         queue.submit(RequestRecord("again", 2 * AGEING, 1, priority=2))
 
 
-def test_among_those_alike_nobody_is_replaced() -> None:
+def test_among_equals_no_request_is_replaced() -> None:
     for name in POLICIES:
         queue = Queue(name, 2, None)
         for number in range(2):
@@ -198,7 +197,7 @@ def test_among_those_alike_nobody_is_replaced() -> None:
                 queue.submit(RequestRecord(str(number), float(number), 1))
 
 
-def test_several_that_come_at_once_count_together() -> None:
+def test_several_that_come_together_count_together() -> None:
     """Of fair shares: else their client would have more than who came before."""
     queue = Queue("fair", 4, None)
     for number in range(4):
@@ -208,30 +207,30 @@ def test_several_that_come_at_once_count_together() -> None:
         queue.submit(*several)
     # A third one would leave the first client one place: these two have as many as it.
     assert len(queue.submit(*several[:2])) == 2
-    queue.settle()
+    queue.end_replaced()
     assert Counter(record.client for record in queue.kept) == {"a": 2, "b": 2}
 
 
-def test_what_has_left_is_forgotten() -> None:
+def test_requests_that_have_left_the_queue_are_forgotten() -> None:
     queue = Queue("priority", 4, None)
     for number in range(2000):
         record = RequestRecord(str(number), float(number), 1, priority=number % 3)
         queue.submit(record)
         record.scheduled = 1.0
         queue.there.remove(record)
-    assert len(queue.places._records) < 200
+    assert len(queue.admission._queued) < 200
 
 
-def test_those_being_read_do_not_keep_out_who_comes_before_one_that_waits() -> None:
-    """Nobody knows how urgent they are; they are counted when they are submitted."""
+def test_requests_being_read_do_not_keep_out_one_that_comes_before_a_waiting_one() -> None:
+    """How urgent they are is not known; they are counted when they are submitted."""
     for name in POLICIES:
         queue = Queue(name, 4, None)
         urgent = RequestRecord(
             "urgent", 5.0, 1, priority=-1, client="b", target=LatencyTarget(ttft=0.1)
         )
-        assert queue.places.outranks(urgent) is (name != "fcfs")  # nobody waits
+        assert queue.admission.would_replace(urgent) is (name != "fcfs")  # nobody waits
         for number in range(4):
             queue.submit(RequestRecord(str(number), 4.0, 1, client="a"))
         again = RequestRecord("again", 5.0, 1, client="a")
-        assert queue.places.outranks(urgent) is (name != "fcfs")
-        assert not queue.places.outranks(again)
+        assert queue.admission.would_replace(urgent) is (name != "fcfs")
+        assert not queue.admission.would_replace(again)

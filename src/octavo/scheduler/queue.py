@@ -1,4 +1,4 @@
-"""Who waits: the policy's queue, and those for whom something is read from disk first."""
+"""The waiting sequences: the policy's queue, and those whose prefix is first read from disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from octavo.kv_cache.cache import KvCache
 from octavo.scheduler.policies.base import Policy
 from octavo.scheduler.sequence import Sequence, Status
 
-_READ_FOR = 8  # of those who wait, from disk, so that it is there when they are let in
+_READ_FOR = 8  # waiting sequences: what they need is read from disk before their turn
 
 
-class Waiting(Collection[Sequence]):
-    """Who is queued, new or preempted, or soon will be."""
+class WaitingQueue(Collection[Sequence]):
+    """All sequences that wait to be admitted, new or preempted."""
 
     def __init__(self, policy: Policy, kv: KvCache) -> None:
-        self.fetching: list[Sequence] = []  # not queued yet: something is read from disk for them
+        self.fetching: list[Sequence] = []  # not in the policy's queue yet: the disk is read first
         self.tokens = 0  # of all
         self._policy = policy
         self._kv = kv
@@ -31,12 +31,12 @@ class Waiting(Collection[Sequence]):
     def __contains__(self, seq: object) -> bool:
         return any(seq is other for other in self)
 
-    def add(self, seq: Sequence, arrival: float, now: float) -> None:
-        """Who is new. If this fails, nothing of it is left."""
+    def add(self, seq: Sequence, now: float) -> None:
+        """Queue a sequence that is new. If this fails, nothing of it is left."""
         try:
             if len(self) < _READ_FOR:
                 self._read_ahead(seq, now)
-            self.push(seq, arrival)
+            self.push(seq, seq.owner.arrival)
         except BaseException:
             others = [other for other in self._policy if other is not seq]
             self._policy.clear()
@@ -47,10 +47,11 @@ class Waiting(Collection[Sequence]):
             raise
 
     def push(self, seq: Sequence, now: float) -> None:
-        """It joins the queue, or will when what is read for it is there."""
+        """Queue a sequence, now or when what is read for it has arrived."""
         tokens = self.tokens + len(seq.token_ids)
         seq.queued = now
         if seq.ahead is None:
+            seq.status = Status.WAITING
             self._policy.push(seq)
         else:
             seq.status = Status.FETCHING
@@ -58,7 +59,9 @@ class Waiting(Collection[Sequence]):
         self.tokens = tokens
 
     def remove(self, seq: Sequence) -> None:
-        """It has ended, or will run. What was read for it stays until `end_ahead`."""
+        """Remove a sequence that has ended, or is admitted. What was read for it stays until
+        `end_ahead`.
+        """
         if seq.status is Status.FETCHING:
             self.fetching.remove(seq)
         else:
@@ -66,14 +69,13 @@ class Waiting(Collection[Sequence]):
         self.tokens -= len(seq.token_ids)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
         self._policy.clear()
         self.fetching.clear()
         self.tokens = 0
 
     def poll(self, *, may_read: bool) -> None:
-        """Queue those for whom all has been read, or reading takes longer than computing would.
-        ``may_read``: and begin with whoever has come near its turn.
+        """Queue the sequences for which all has been read, or for which reading takes longer than
+        computing would. ``may_read``: also begin to read for those that are near their turn.
         """
         reading, policy = self._kv.reading, self._policy
         if reading is None:
@@ -98,18 +100,18 @@ class Waiting(Collection[Sequence]):
 
     def _read_ahead(self, seq: Sequence, now: float) -> None:
         """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
-        pool, and go to host memory from there. What is lost of them later, while it waits, is not
-        read: it would have to let others pass it meanwhile.
+        pool, and go to host memory from there. What is evicted while it waits is not read again:
+        others would have to be admitted before it meanwhile.
         """
         reading = self._kv.reading
         if reading is None or seq.sought or reading.room <= 0:
             return
         seq.sought = True
         if not seq.owner.scores_prompt:
-            seq.ahead = self._kv.read_ahead(seq.token_ids, seq.owner.request.cache_salt, now)
+            seq.ahead = self._kv.read_ahead(seq.token_ids, seq.owner.cache_salt, now)
 
     def end_ahead(self, seq: Sequence) -> None:
-        """What was read for it may be evicted again."""
+        """Let what was read for it be evicted again."""
         if seq.ahead is not None and (reading := self._kv.reading) is not None:
             reading.end(seq.ahead)
             seq.ahead = None

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from engine.checking import VOCAB, layout, model
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Step
-from octavo.engine.pace import Pace, guessed
+from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.base import Batch, StepResult
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
-from octavo.scheduler.budget import ALONE, LEAST
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request, RequestRecord
 from octavo.scheduler.scheduler import Scheduler
+from octavo.scheduler.token_budget import ALONE, LEAST
 from octavo.spec_decode.scripted import ScriptedDrafter
 from octavo.spec_decode.speculator import Speculator
 
@@ -70,7 +70,7 @@ class Seen:
     def on_step(self, step: Step) -> None:
         scheduled = step.scheduled
         counts = np.diff(scheduled.batch.seq_offsets).tolist()
-        names = [seq.owner.request.request_id for seq in scheduled.sequences]
+        names = [seq.owner.request_id for seq in scheduled.sequences]
         self.tokens.append(dict(zip(names, counts, strict=False)))
         self.seconds.append(step.ended - step.started)
         self.decoded.append(bool(scheduled.decodes))
@@ -114,7 +114,7 @@ def build(
     pace = None
     if target is not None:
         known = begins is None
-        pace = Pace(machine.costs, begins or RATES, measured=known, learns=not known)
+        pace = StepTimePredictor(machine.costs, begins or RATES, measured=known, learns=not known)
     sampler, clock = ScriptedSampler(VOCAB, 0.0), VirtualClock()
     speculator = None
     if acceptance is not None:
@@ -122,7 +122,7 @@ def build(
         speculator = Speculator(drafter, VOCAB, 8, now=clock.now)
     engine = Engine(
         machine, Scheduler(limits, kv, 4000), sampler, clock,
-        vocab_size=VOCAB, seed=1, speculator=speculator, pace=pace,
+        vocab_size=VOCAB, seed=1, speculator=speculator, step_times=pace,
     )  # fmt: skip
     seen = Seen()
     engine.observers.append(seen)
@@ -277,14 +277,12 @@ def test_drafts_count_against_the_target() -> None:
 
 def errors(engine: Engine, seen: Seen, load: int = 15) -> list[float]:
     """How far steps with prompts are from what was predicted before them, as logarithms."""
-    pace = engine.pace
-    assert pace is not None
+    pace = engine.step_times
     found: list[float] = []
 
     class Beside:
         def on_step(self, step: Step) -> None:
             if step.scheduled.chunks:
-                assert pace is not None
                 seconds = step.ended - step.started
                 found.append(abs(log(pace.predict(step.scheduled.batch) / seconds)))
 
@@ -339,8 +337,7 @@ def test_steps_that_were_held_up_do_not_mislead_it() -> None:
     machine.spread, machine.held_up = 0.05, 0.03
     found = errors(engine, seen, 40)
     assert np.median(found) < 0.1
-    assert engine.pace is not None
-    assert 0.03 < engine.pace.spread < 0.3
+    assert 0.03 < engine.step_times.spread < 0.3
 
 
 @pytest.mark.parametrize("noise", [0.03, 0.1])
@@ -351,15 +348,13 @@ def test_a_simulated_margin_is_what_a_real_engines_comes_to(noise: float) -> Non
     assert isinstance(machine, Machine)
     machine.spread = noise
     errors(engine, seen, 40)
-    assert engine.pace is not None
-    simulated = Pace(machine.costs, RATES, noise=noise, learns=False)
-    assert simulated.margin == pytest.approx(engine.pace.margin, abs=0.025)
+    simulated = StepTimePredictor(machine.costs, RATES, noise=noise, learns=False)
+    assert simulated.margin == pytest.approx(engine.step_times.margin, abs=0.025)
 
 
 def test_no_figure_of_a_clock_breaks_it() -> None:
     engine, _ = build(begins=RATES)
-    pace = engine.pace
-    assert pace is not None
+    pace = engine.step_times
     add(engine, "a", 100, 5)
     engine.step()
     scheduled = engine.scheduler.schedule(0.0)
@@ -383,7 +378,7 @@ def test_no_figure_of_a_clock_breaks_it() -> None:
 def test_more_tokens_never_take_less_time(rates: Rates, decodes: list[int], start: int) -> None:
     engine, _ = build()
     assert isinstance(engine.executor, SimulatedExecutor)
-    pace = Pace(engine.executor.costs, rates)
+    pace = StepTimePredictor(engine.executor.costs, rates)
     pace.begin(np.array(decodes, np.int32))
     seconds = [pace.seconds(start, tokens, 0) for tokens in range(200)]
     assert seconds == sorted(seconds)
@@ -397,3 +392,41 @@ def test_a_target_needs_predictions_and_chunks() -> None:
     engine, _ = build()
     with pytest.raises(ValueError, match="takes predictions"):
         Engine(engine.executor, engine.scheduler, engine.sampler, engine.clock, vocab_size=VOCAB)
+
+
+def test_the_mean_of_all_steps_is_fitted() -> None:
+    times = StepTimePredictor()
+    rng = random.Random(1)
+    for _ in range(500):
+        decoding, prompt = rng.randrange(0, 32), rng.choice((0, 0, 100, 512))
+        noise = rng.uniform(0.9, 1.1)
+        times.on_step(decoding, prompt, noise * (2e-3 + 5e-4 * decoding + 1e-4 * prompt))
+    assert times.linear == pytest.approx((2e-3, 5e-4, 1e-4), rel=0.3)
+
+
+def test_a_slow_first_step_is_soon_forgotten_and_a_stall_counts_little() -> None:
+    times = StepTimePredictor()
+    times.on_step(1, 100, 5.0)
+    for _ in range(100):
+        times.on_step(4, 0, 0.01)
+        times.on_step(4, 100, 0.02)
+    assert sum(times.linear) < 0.05
+    before = times.linear
+    times.on_step(4, 0, 60.0)
+    each, sequence, _ = times.linear
+    assert each + 4 * sequence < 1.5 * (before[0] + 4 * before[1])
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 256), st.integers(0, 512), st.floats(0, 100, allow_subnormal=False)
+        ),
+        max_size=50,
+    )
+)
+def test_whatever_steps_take_no_part_is_negative(steps: list[tuple[int, int, float]]) -> None:
+    times = StepTimePredictor()
+    for step in steps:
+        times.on_step(*step)
+    assert all(0 <= part <= 100 for part in times.linear)

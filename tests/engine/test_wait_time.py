@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
-from octavo.engine.waiting import LONGEST, Forecast, StepTimes, Waiting
+from octavo.engine.wait_time import LONGEST, WaitTimePredictor
 from octavo.executor.cost import Rates
 from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
@@ -20,6 +19,7 @@ from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
+from octavo.scheduler.admission import Forecast
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.policies.config import PolicyConfig
 from octavo.scheduler.request import AdmissionError, LatencyTarget, Request, RequestRecord
@@ -60,7 +60,7 @@ class Simulated:
             VirtualClock(),
             vocab_size=MODEL.vocab_size,
         )
-        self.waiting = Waiting(self.engine)
+        self.waiting = WaitTimePredictor(self.engine)
         self.engine.observers.append(self.waiting)
         self.told: list[tuple[Forecast, RequestRecord]] = []
 
@@ -97,7 +97,12 @@ def errors(told: Sequence[tuple[Forecast, RequestRecord]]) -> list[tuple[float, 
 
 
 def check(simulated: Simulated, target: LatencyTarget, forecast: Forecast) -> None:
-    simulated.waiting.check(asks(100, target=target), forecast, target=True)
+    admission = simulated.engine.scheduler.admission
+    admission.within_target = True
+    expected = simulated.waiting.expected_output
+    told = SimpleNamespace(forecast=lambda *_: forecast, expected_output=expected)
+    admission.forecaster = cast(Any, told)
+    admission.check_forecast([asks(100, target=target)], 0, 0)
 
 
 def test_before_anything_is_known_nobody_waits() -> None:
@@ -193,44 +198,6 @@ def test_what_would_miss_its_target_is_told_when_it_would_not() -> None:
     check(simulated, LatencyTarget(ttft=forecast.ttft / 2), waiting.forecast(asks(100)))
 
 
-def test_step_times_are_fitted() -> None:
-    times = StepTimes()
-    rng = random.Random(1)
-    for _ in range(500):
-        decoding, prompt = rng.randrange(0, 32), rng.choice((0, 0, 100, 512))
-        noise = rng.uniform(0.9, 1.1)
-        times.learn(decoding, prompt, noise * (2e-3 + 5e-4 * decoding + 1e-4 * prompt))
-    assert times.fitted == pytest.approx((2e-3, 5e-4, 1e-4), rel=0.3)
-
-
-def test_a_slow_first_step_is_soon_forgotten_and_a_stall_counts_little() -> None:
-    times = StepTimes()
-    times.learn(1, 100, 5.0)
-    for _ in range(100):
-        times.learn(4, 0, 0.01)
-        times.learn(4, 100, 0.02)
-    assert sum(times.fitted) < 0.05
-    before = times.fitted
-    times.learn(4, 0, 60.0)
-    each, sequence, _ = times.fitted
-    assert each + 4 * sequence < 1.5 * (before[0] + 4 * before[1])
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 256), st.integers(0, 512), st.floats(0, 100, allow_subnormal=False)
-        ),
-        max_size=50,
-    )
-)
-def test_whatever_steps_take_no_part_is_negative(steps: list[tuple[int, int, float]]) -> None:
-    times = StepTimes()
-    for step in steps:
-        times.learn(*step)
-    assert all(0 <= part <= 100 for part in times.fitted)
-
-
 def test_predictions_are_bounded() -> None:
     simulated = Simulated()
     for _ in range(4):
@@ -240,7 +207,7 @@ def test_predictions_are_bounded() -> None:
     assert forecast.wait == LONGEST
 
 
-def queued(policy: str, *others: dict[str, Any]) -> Waiting:
+def queued(policy: str, *others: dict[str, Any]) -> WaitTimePredictor:
     """Of an engine where one may run, and does, and these wait."""
     simulated = Simulated(max_num_seqs=1, policy=PolicyConfig(scheduling_policy=policy))
     for _ in range(4):

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
-from octavo.server.context import RequestContext
+from octavo.server.context import CONTEXT, RequestContext
 from octavo.server.errors import ApiError, ClientGone
 from octavo.server.routes import HttpRoute
 
@@ -59,7 +59,7 @@ async def test_who_broke_it_off(
         await app(scope, receive, send)
     labels = {"handler": "/a", "method": "GET", "status": str(status)}
     assert app.metrics.registry.get_sample_value("octavo:http_requests_total", labels) == 1
-    assert RequestContext.of(scope).error_type == error_type
+    assert scope[CONTEXT].error_type == error_type
 
 
 async def test_a_field_given_very_often_is_put_together_once(engine: FakeEngine) -> None:
@@ -93,6 +93,6 @@ async def test_a_field_given_very_often_is_put_together_once(engine: FakeEngine)
     headers = Headers([*[(b"a", Value(b"bbb"))] * 9000, (b"authorization", b"Bearer k")])
     scope: Scope = {"type": "http", "method": "GET", "path": "/a", "headers": headers}
     await app_of(answers, engine, api_key=("k",))(scope, receive, send)
-    assert RequestContext.of(scope).status == 200
+    assert scope[CONTEXT].status == 200
     assert copied < 9000 * len(b"bbb, ")
     assert headers.walks == 1

@@ -29,7 +29,7 @@ from octavo.server.access_log import log_access
 from octavo.server.body import Bodies
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
-from octavo.server.context import CYCLE, RequestContext
+from octavo.server.context import CONTEXT, CYCLE, RequestContext
 from octavo.server.errors import (
     ApiError,
     ClientGone,
@@ -137,7 +137,7 @@ class App:
         headers = _joined(scope["headers"])
         given = headers.get(b"x-request-id")
         valid = given is not None and _REQUEST_ID.fullmatch(given) is not None
-        context = RequestContext(
+        context = scope[CONTEXT] = RequestContext(
             given.decode() if given and valid else uuid.uuid4().hex,
             scope["method"],
             scope["path"].removeprefix(scope.get("root_path", "")),
@@ -145,7 +145,6 @@ class App:
             scope.get("query_string", b""),
             scope.get(CYCLE),
         )
-        context.attach(scope)
         request_id = (b"x-request-id", context.request_id.encode())
         complete = False
 
@@ -211,7 +210,7 @@ class App:
 
     async def _guarded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, with an error object for whatever is raised inside."""
-        context = RequestContext.of(scope)
+        context: RequestContext = scope[CONTEXT]
         try:
             answer = await self._settled(scope, context, receive, send)
             if isinstance(answer, tuple):

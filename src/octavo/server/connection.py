@@ -40,7 +40,7 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from octavo.server.context import CYCLE, RequestContext
+from octavo.server.context import CONTEXT, CYCLE
 from octavo.server.errors import ApiError, draining, unavailable
 
 if TYPE_CHECKING:
@@ -363,7 +363,7 @@ class Connection(HttpToolsProtocol):
                 return
             self.cycle.disconnected = True  # so that its own answer does not follow this one
             self.cycle.message_event.set()
-            context = RequestContext.begun(cast(Scope, self.scope))
+            context = cast(Scope, self.scope).get(CONTEXT)
             if context is not None and not has_left:
                 context.cut_off = error.status
         else:

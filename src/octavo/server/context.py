@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from weakref import ref
 
-from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from octavo.scheduler.request import RequestRecord
 from octavo.server.protocol import LABELS, GenerateRequest
 from octavo.server.quota import Account, Charge
 
-_KEY = "octavo.context"
-CYCLE = "octavo.cycle"  # in a scope: `RequestContext.cycle`
+# Under these names a scope has its `RequestContext`, and what becomes `RequestContext.cycle`.
+CONTEXT = "octavo.context"
+CYCLE = "octavo.cycle"
 
 
 @dataclass(slots=True)
@@ -55,16 +55,3 @@ class RequestContext:
         """The labels (`LABELS`) that the body gives."""
         given = {name: getattr(self.asked, name, None) for name in LABELS}
         return {name: value for name, value in given.items() if value is not None}
-
-    def attach(self, scope: Scope) -> None:
-        scope[_KEY] = self
-
-    @staticmethod
-    def begun(scope: Scope) -> RequestContext | None:
-        return scope.get(_KEY)
-
-    @staticmethod
-    def of(scope: Scope) -> RequestContext:
-        context = scope[_KEY]
-        assert isinstance(context, RequestContext)
-        return context

@@ -78,11 +78,13 @@ class GenerateCall:
             if context.charge is not None and refused is None:
                 context.charge.prompts([len(each.prompt_token_ids) for each in reply.requests])
             self._submit(reply, refused)
+            observe = self._app.metrics.inter_token.observe
+            merged = MergedStream(self._streams, reply.n, observe)
             if reply.request.stream:
-                failure = await self._stream(reply, watch)
+                failure = await self._stream(reply, merged, watch)
                 context.error_type = failure.type if failure is not None else ""
             else:
-                await self._whole(reply, watch)
+                await self._whole(reply, merged, watch)
         finally:
             del refused  # if it is what is raised, it holds this frame, as everywhere below
             self._abort()  # what has not ended: nobody reads it any more
@@ -170,13 +172,10 @@ class GenerateCall:
         if context.charge is not None:
             context.charge.of(context.records)
 
-    def _merged(self, reply: Reply) -> MergedStream:
-        return MergedStream(self._streams, reply.n, self._app.metrics.inter_token.observe)
-
-    async def _whole(self, reply: Reply, watch: DisconnectWatch) -> None:
-        outputs = [Output() for _ in range(reply.num_choices)]
+    async def _whole(self, reply: Reply, merged: MergedStream, watch: DisconnectWatch) -> None:
+        outputs = [Output() for _ in range(len(reply.prompts) * reply.n)]
         failure: ApiError | None = None
-        async for index, delta in self._merged(reply):
+        async for index, delta in merged:
             outputs[index].add(delta)
             if failure is None and not watch.gone:
                 failure = self._failure(delta, reply.records[index // reply.n])
@@ -193,14 +192,16 @@ class GenerateCall:
         body = await asyncio.to_thread(reply.whole, outputs) if large else reply.whole(outputs)
         await send_whole(self._send, body)
 
-    async def _stream(self, reply: Reply, watch: DisconnectWatch) -> ApiError | None:
+    async def _stream(
+        self, reply: Reply, merged: MergedStream, watch: DisconnectWatch
+    ) -> ApiError | None:
         """Send the answer. Returns the error that ended the stream, as its client was told."""
         cycle = self._context.cycle
         writer = Writer(self._send, None if cycle is None else cycle())
         beat: asyncio.Task[None] | None = None
         if interval := self._app.config.sse_keep_alive_interval:
             beat = asyncio.create_task(writer.keep_alive(interval))
-        merged, failure = self._merged(reply), None
+        failure: ApiError | None = None
 
         def at_once(place: int, record: RequestRecord, delta: Delta) -> bool:
             """Write what most deltas bring, if nothing has to wait for anything."""

@@ -118,10 +118,6 @@ class Reply(ABC):
             )
         )
 
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.n
-
     def chunk(self, index: int, delta: Delta) -> bytes:
         """Return the events that tell of ``delta``; b"" if there is nothing to tell yet."""
         if self._usage_so_far is not None:

@@ -16,7 +16,7 @@ from serving import real_engine, started
 
 from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
 from octavo.server.metrics import Metrics
@@ -232,11 +232,15 @@ def test_every_reason_is_there_before_it_is_needed() -> None:
 
 
 def test_sources_add_up() -> None:
-    tiers = TierStats(host_bytes=1, host_capacity=2, disk_bytes=3, disk_capacity=4)
+    connectors = {
+        "host": ConnectorStats(used_bytes=1, capacity_bytes=2),
+        "disk": ConnectorStats(used_bytes=3, capacity_bytes=4),
+    }
     counted = metrics(
         EngineStats(
-            prompt_tokens=100, prefix_queries=90, prefix_hits=60, prefix_hits_host=20,
-            prefix_hits_disk=10, waiting=5, waiting_deferred=2, tiers=tiers,
+            prompt_tokens=100, prefix_queries=90, prefix_hits=60,
+            external_hits={"host": 20, "disk": 10}, waiting=5, waiting_deferred=2,
+            connectors=connectors,
         )
     )  # fmt: skip
     by_source = {

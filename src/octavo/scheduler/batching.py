@@ -139,53 +139,46 @@ class BatchBuilder:
         if not chunks and not branches:
             batch = self._batch(total, offsets[: count + 1], slots, self._counting[:total])
             return Scheduled(batch, decodes[:], [], samples, sample_rows, [], drafts)
-        spans = count + len(chunks) + sum(map(len, (branches or {}).values()))
-        seq_slots = self._seq_slots[:spans]
-        seq_slots[:count] = slots
-        offsets = np.concatenate((offsets[: count + 1], self._counting[: spans - count]))
-        rows = [self._counting[:total]]
+        # (slot, tokens, first position, rows of logits) of what follows the decodes. Branches come
+        # last, so that they have the last rows of logits, whichever part is held.
+        spans: list[tuple[int, Items[int], int, int]] = []
         prompt_rows: list[PromptRows] = []
         num_rows = total
-        for index, chunk in enumerate(chunks, count):
+        for chunk in chunks:
             seq, start, size = chunk
-            end = total + size
-            self._token_ids[total:end] = seq.token_ids[start : start + size]
-            self._positions[total:end] = self._counting[start : start + size]
-            seq_slots[index] = seq.slot
-            offsets[index + 1] = end
+            wanted = chunk.logits_rows
+            spans.append((seq.slot, seq.token_ids[start : start + size], start, wanted))
             if seq.owner.scores_prompt:
                 first = max(start, seq.num_scored)
                 scored = min(start + size, seq.owner.prompt_tokens - 1) - first
                 if scored > 0:
                     row = num_rows + first - start
                     prompt_rows.append(PromptRows(seq, row, first + 1, scored))
-            if chunk.logits_rows:
-                rows.append(self._counting[end - chunk.logits_rows : end])
-                num_rows += chunk.logits_rows
+            num_rows += wanted
             if chunk.is_last:
                 drawing = [seq, *seq.followers]
                 samples += drawing
                 sample_rows += [num_rows - 1] * len(drawing)
-            total = end
-        # Branches come last, so that they have the last rows of logits, whichever part is held.
         placed: dict[int, list[Branch]] = {}
-        span = count + len(chunks)
         for index, guesses in (branches or {}).items():
             seq = decodes[index]
             start = int(self._kv.num_tokens[seq.slot])
             placed[index] = []
             for slot, token_ids in guesses:
-                size = 1 + len(token_ids)
-                end = total + size
-                self._token_ids[total:end] = [seq.token_ids[-1], *token_ids]
-                self._positions[total:end] = self._counting[start : start + size]
-                seq_slots[span] = slot
-                span += 1
-                offsets[span] = end
-                rows.append(self._counting[total + 1 : end])
+                spans.append((slot, [seq.token_ids[-1], *token_ids], start, len(token_ids)))
                 placed[index].append(Branch(slot, token_ids, num_rows))
-                num_rows += size - 1
-                total = end
+                num_rows += len(token_ids)
+        seq_slots = self._seq_slots[: count + len(spans)]
+        seq_slots[:count] = slots
+        offsets = np.concatenate((offsets[: count + 1], self._counting[: len(spans)]))
+        rows = [self._counting[:total]]
+        for index, (slot, tokens, start, wanted) in enumerate(spans, count):
+            end = total + len(tokens)
+            self._token_ids[total:end] = tokens
+            self._positions[total:end] = self._counting[start : start + len(tokens)]
+            seq_slots[index], offsets[index + 1] = slot, end
+            rows.append(self._counting[end - wanted : end])
+            total = end
         batch = self._batch(total, offsets, seq_slots, np.concatenate(rows))
         return Scheduled(
             batch, decodes[:], chunks, samples, sample_rows, prompt_rows, drafts, branches=placed

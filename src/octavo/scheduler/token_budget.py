@@ -21,6 +21,7 @@ The rules, all in this place:
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from typing import Protocol
 
@@ -110,7 +111,7 @@ class TokenBudget:
             limit -= (limit - predictor.seconds(0, 0, 0)) / 2
         if seconds(most) <= limit:
             return most
-        return _last(most, seconds, limit) or int(not self._served)
+        return _most_within(limit, most, seconds) or int(not self._served)
 
     def take(self, start: int, tokens: int, rows: int) -> None:
         """Take so many tokens of a sequence, and rows of logits, from the budget."""
@@ -154,7 +155,7 @@ class TokenBudget:
         def seconds(tokens: int) -> float:
             return predictor.seconds(at, tokens, tokens)
 
-        return most if seconds(most) <= limit else _last(most, seconds, limit)
+        return most if seconds(most) <= limit else _most_within(limit, most, seconds)
 
     def _begin(self, predictor: StepTiming) -> float:
         """Return the seconds that the step may take."""
@@ -165,16 +166,6 @@ class TokenBudget:
         return self._limit
 
 
-def _last(beyond: int, seconds: Callable[[int], float], limit: float) -> int:
-    """Return the most tokens, below ``beyond``, that take no longer than ``limit``; 0 if none do.
-
-    Kernels compute tokens in panels, so seconds rise in steps, and this is the end of one.
-    """
-    low, high = 0, beyond
-    while high - low > 1:
-        middle = (low + high) // 2
-        if seconds(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
+def _most_within(limit: float, beyond: int, seconds: Callable[[int], float]) -> int:
+    """Return the most tokens, below ``beyond``, that take at most ``limit``; 0 if none do."""
+    return bisect_right(range(1, beyond), limit, key=seconds)

@@ -65,6 +65,11 @@ class NativeExecutor(Executor):
     capabilities = Capabilities(
         "native",
         KvDtype.served(),
+        # Raise this when a change can alter a bit of a block or of logits for the same weights,
+        # tokens and tier: in kernels and compiler flags, in lowering, in what a family's Program
+        # computes, in how a loader converts weights, or in how blocks are packed. Files of cached
+        # blocks then get other names and are not found any more. A change that leaves all bits as
+        # they are does not raise it (tests/engine/test_same_bits.py, tests/oracle).
         numerics=1,
         hidden_rows=True,
         added_programs=True,

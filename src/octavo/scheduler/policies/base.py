@@ -12,7 +12,7 @@ Command line, validation, server, simulator and documentation ask the class abou
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -34,7 +34,7 @@ class Setting(NamedTuple):
     metavar: str | None = None  # the unit, as the option's help shows it
 
 
-class Policy(Collection["Sequence"]):
+class Policy:
     """The queue of waiting sequences, and an order of the running ones. As it stands here, both
     follow one key, and no sequence preempts another before blocks run out.
     """
@@ -85,9 +85,6 @@ class Policy(Collection["Sequence"]):
     def __iter__(self) -> Iterator[Sequence]:
         """Iterate over the queue, whatever state a failure has left it in."""
         return iter(self._queue)
-
-    def __contains__(self, seq: object) -> bool:
-        return any(seq is other for other in self)
 
     def in_turn(self) -> Iterator[Sequence]:
         """Iterate over the queue in the order in which all would be admitted if there were capacity

@@ -42,7 +42,6 @@ class Priority(Policy):
         """``ageing``: seconds at the head of its queue that are worth a level."""
         self._ageing = ageing
         self._queues: dict[int, AgeingQueue] = {}
-        self._priorities: list[int] = []  # of the queues, sorted
         self._turns: list[tuple[float, int]] = []  # of the queues, sorted: the lower, the sooner
         self._turn_of: dict[int, tuple[float, int]] = {}
         self._size = 0
@@ -52,7 +51,6 @@ class Priority(Policy):
         queue = self._queues.get(priority)
         if queue is None:
             queue = self._queues[priority] = AgeingQueue()
-            insort(self._priorities, priority)
         queue.push(seq, self.now)
         self._size += 1
         self._update(priority, queue)
@@ -78,11 +76,9 @@ class Priority(Policy):
             self._turn_of[priority] = turn
         else:
             del self._queues[priority], self._turn_of[priority]
-            del self._priorities[bisect_left(self._priorities, priority)]
 
     def clear(self) -> None:
         self._queues.clear()
-        self._priorities.clear()
         self._turns.clear()
         self._turn_of.clear()
         self._size = 0
@@ -112,7 +108,7 @@ class Priority(Policy):
         return self._level(seq), seq.order
 
     def preemptor(self) -> Sequence | None:
-        return self._queues[self._priorities[0]].first if self._priorities else None
+        return self._queues[min(self._queues)].first if self._queues else None
 
     def may_preempt(self, waiting: Sequence, running: Sequence) -> bool:
         return waiting.owner.priority < self._level(running)

@@ -5,20 +5,39 @@ Every server has every metric, whatever it was asked to do: a dashboard finds ea
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from octavo.engine.stats import EngineStats
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors import NAMES
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.server.metrics.families import Readings
-
-_NO_TIERS = TierStats()
-
-
-def _tiers(stats: EngineStats) -> TierStats:
-    return stats.tiers or _NO_TIERS
 
 
 def _external_hits(stats: EngineStats) -> int:
-    """Return the prompt tokens that were loaded from another tier than the pool."""
-    return stats.prefix_hits_host + stats.prefix_hits_disk
+    """Return the prompt tokens that were loaded by connectors."""
+    return sum(stats.external_hits.values())
+
+
+Figure = Callable[[ConnectorStats], float]
+
+
+def _by_connector(stats: EngineStats, figure: Figure) -> dict[str, float]:
+    """Return a figure of every connector, by name; 0 for those that the engine does not use."""
+    absent = dict.fromkeys(NAMES, ConnectorStats())
+    return {name: figure(each) for name, each in (absent | {**stats.connectors}).items()}
+
+
+def _of_all(figure: Figure) -> Callable[[EngineStats], float]:
+    """Return what reads a figure's sum over all connectors."""
+    return lambda stats: sum(_by_connector(stats, figure).values())
+
+
+def _copied_bytes(name: str) -> Callable[[EngineStats], Mapping[str, float]]:
+    """Return what reads the bytes that a connector other than host memory has copied."""
+    return lambda stats: {
+        f"{NAMES[0]}_to_{name}": _by_connector(stats, lambda c: c.saved_bytes)[name],
+        f"{name}_to_{NAMES[0]}": _by_connector(stats, lambda c: c.loaded_bytes)[name],
+    }
 
 
 GAUGES: Readings[EngineStats] = {
@@ -67,12 +86,12 @@ GAUGES: Readings[EngineStats] = {
     ),
     "kv_offload_used_bytes": (
         "Bytes of KV that a tier holds.",
-        lambda s: {"host": _tiers(s).host_bytes, "disk": _tiers(s).disk_bytes},
+        lambda s: _by_connector(s, lambda c: c.used_bytes),
         "tier",
     ),
     "kv_offload_capacity_bytes": (
         "Bytes of KV that a tier may hold.",
-        lambda s: {"host": _tiers(s).host_capacity, "disk": _tiers(s).disk_capacity},
+        lambda s: _by_connector(s, lambda c: c.capacity_bytes),
         "tier",
     ),
 }
@@ -123,8 +142,8 @@ COUNTERS: Readings[EngineStats] = {
         "Prompt tokens not recomputed, by the tier of the cache that held them.",
         lambda s: {
             "device": s.prefix_hits - _external_hits(s),
-            "host": s.prefix_hits_host,
-            "disk": s.prefix_hits_disk,
+            **dict.fromkeys(NAMES, 0),
+            **s.external_hits,
         },
         "source",
     ),
@@ -157,10 +176,10 @@ COUNTERS: Readings[EngineStats] = {
         "Time that paced steps were predicted to take, without copies of blocks from other tiers.",
         lambda s: s.predicted_seconds,
     ),
-    # Of the tiers of the prefix cache beyond the pool; all 0 where there are none.
+    # Of the connectors; all 0 where there are none.
     "external_prefix_cache_queries": (
         "Prompt tokens looked up in other tiers, those that the pool's blocks do not hold.",
-        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.tiers else 0,
+        lambda s: s.prefix_queries - s.prefix_hits + _external_hits(s) if s.connectors else 0,
     ),
     "external_prefix_cache_hits": ("Prompt tokens found there.", lambda s: _external_hits(s)),
     "preempted_tokens_loaded": (
@@ -169,43 +188,46 @@ COUNTERS: Readings[EngineStats] = {
     ),
     "kv_offload_loading_seconds": (
         "Time that loading blocks into the pool took.",
-        lambda s: _tiers(s).loading_seconds,
+        _of_all(lambda c: c.loading_seconds),
     ),
     "kv_offload_corrupted_blocks": (
         "Blocks on disk that were not what was written, and were dropped.",
-        lambda s: _tiers(s).corrupted_blocks,
+        _of_all(lambda c: c.corrupted_blocks),
     ),
     "kv_offload_failed_reads": (
         "Blocks on disk that could not be read, and stay there.",
-        lambda s: _tiers(s).failed_reads,
+        _of_all(lambda c: c.failed_loads),
     ),
     "kv_offload_failed_writes": (
         "Blocks that could not be written to disk.",
-        lambda s: _tiers(s).failed_writes,
+        _of_all(lambda c: c.failed_saves),
     ),
     "kv_offload_not_worth_loading": (
         "Hits left alone because computing was predicted to be quicker.",
-        lambda s: _tiers(s).not_worth_loading,
+        _of_all(lambda c: c.skipped_hits),
     ),
     "kv_offload_blocks": (
         "Blocks copied between the pool (device) and host memory.",
         lambda s: {
-            "device_to_host": _tiers(s).spilled_blocks,
-            "host_to_device": _tiers(s).loaded_blocks,
-        },
-        "transfer",
-    ),
-    "kv_offload_disk_bytes": (
-        "Bytes copied between host memory and disk.",
-        lambda s: {
-            "host_to_disk": _tiers(s).disk_bytes_written,
-            "disk_to_host": _tiers(s).disk_bytes_read,
+            f"device_to_{NAMES[0]}": _by_connector(s, lambda c: c.saved_blocks)[NAMES[0]],
+            f"{NAMES[0]}_to_device": _by_connector(s, lambda c: c.loaded_blocks)[NAMES[0]],
         },
         "transfer",
     ),
     "kv_offload_fetches": (
         "Requests that waited for the disk, and got all of it in time or computed the rest (late).",
-        lambda s: {"in_time": _tiers(s).reads_in_time, "late": _tiers(s).reads_late},
+        lambda s: {
+            "in_time": _of_all(lambda c: c.loads_in_time)(s),
+            "late": _of_all(lambda c: c.loads_late)(s),
+        },
         "result",
     ),
+    **{
+        f"kv_offload_{name}_bytes": (
+            f"Bytes copied between host memory and {name}.",
+            _copied_bytes(name),
+            "transfer",
+        )
+        for name in NAMES[1:]
+    },
 }

@@ -1,8 +1,8 @@
-"""The prefix index: which blocks already hold the keys and values of a token sequence.
+"""The prefix index: which blocks hold the keys and values of which token sequence.
 
 Full blocks are chained: a node stands for the tokens of one block after one particular parent
-node, and its key is a hash over (parent's key, token ids), starting from the salt. A hit counts
-only if parent and token ids are the same, so that equal hashes of different prompts are harmless.
+node, and its key is a hash over (parent's key, token ids), starting from the salt. A node is found
+only if parent and token ids are equal, so that equal hashes of different prompts do no harm.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ Hash = Callable[[int, bytes], int]
 
 
 def chain_hash(parent: int, content: bytes) -> int:
-    """Python's keyed SipHash: not predictable from outside the process."""
+    """Hash with Python's keyed SipHash, which cannot be predicted outside the process."""
     return hash((parent, content))
 
 
 class Node:
-    """One full block of tokens after one prefix, and the blocks that hold it, one a group."""
+    """One full block of tokens after one prefix, and the pool's blocks that hold it."""
 
     __slots__ = ("blocks", "digest", "key", "parent", "refs", "tokens")
 
@@ -27,16 +27,14 @@ class Node:
         self.key = key
         self.parent = parent
         self.tokens = tokens  # little-endian int32 ids; the salt at a root
-        self.blocks = [-1] * num_groups
-        self.digest: bytes | None = (
-            None  # its name in other tiers (kv_cache/digest.py), once asked for
-        )
+        self.blocks = [-1] * num_groups  # -1: no block holds it for the group
+        self.digest: bytes | None = None  # `BlockHashes.of` it, once that was asked for
         # Child nodes and running sequences that continue from here, and blocks that hold it.
         self.refs = 0
 
     @property
     def num_held(self) -> int:
-        """Blocks that hold it."""
+        """How many blocks hold it."""
         return sum(block >= 0 for block in self.blocks)
 
 
@@ -46,6 +44,8 @@ class PrefixIndex:
     def __init__(self, num_blocks: int, num_groups: int, hasher: Hash = chain_hash) -> None:
         self.num_groups = num_groups
         self._hash = hasher
+        # Called when a block begins (True) or ceases (False) to hold a node's content.
+        self.on_change: Callable[[Node, int, bool], None] | None = None
         self._nodes: dict[int, Node] = {}
         self._holder: list[tuple[Node, int] | None] = [None] * num_blocks
 
@@ -53,14 +53,14 @@ class PrefixIndex:
         return len(self._nodes)
 
     def find(self, parent: Node | None, tokens: bytes) -> Node | None:
-        """The node of ``tokens`` after ``parent`` (None: a root, with the salt as tokens)."""
+        """Return the node of ``tokens`` after ``parent`` (None: a root, the salt as tokens)."""
         node = self._nodes.get(self._hash(parent.key if parent else 0, tokens))
         if node is None or node.parent is not parent or node.tokens != tokens:
             return None
         return node
 
     def add(self, parent: Node | None, tokens: bytes) -> Node | None:
-        """Find or make; None if another prefix owns the key, and then nothing is cached."""
+        """Find or make the node. Return None if another prefix has its key: it is not cached."""
         key = self._hash(parent.key if parent else 0, tokens)
         node = self._nodes.get(key)
         if node is None:
@@ -72,44 +72,50 @@ class PrefixIndex:
         return node
 
     def child_key(self, parent: int, tokens: bytes) -> int:
-        """The key of a node of ``tokens`` after one of that key; 0: a root."""
+        """Return the key of a node of ``tokens`` after a node with key ``parent`` (0: a root)."""
         return self._hash(parent, tokens)
 
     def has_key(self, key: int) -> bool:
         return key in self._nodes
 
     def holder(self, block: int) -> tuple[Node, int] | None:
-        """The node and group whose content the block holds."""
+        """Return the node and group whose content the block holds."""
         return self._holder[block]
 
     def held(self) -> Iterator[tuple[Node, int, int]]:
-        """(node, group, block) of all that is cached."""
+        """Yield (node, group, block) for every cached block."""
         for block, holder in enumerate(self._holder):
             if holder is not None:
                 yield *holder, block
 
     def holds(self, block: int) -> bool:
-        """Whether the block's content is cached, and the block therefore must not be written."""
+        """Return whether the block's content is cached, so that the block must not be written."""
         return self._holder[block] is not None
 
     def put(self, node: Node, group: int, block: int) -> None:
-        """``block`` now holds the node's content for ``group``; a block already there stays."""
+        """Enter ``block`` as holding the node's content for ``group``; a block already there
+        stays.
+        """
         if node.blocks[group] < 0:
             node.blocks[group] = block
             node.refs += 1
             self._holder[block] = node, group
+            if self.on_change is not None:
+                self.on_change(node, group, True)
 
     def forget(self, block: int) -> None:
-        """The block is about to be overwritten."""
+        """Remove the block, which is about to be overwritten."""
         holder = self._holder[block]
         if holder is not None:
             node, group = holder
             self._holder[block] = None
             node.blocks[group] = -1
+            if self.on_change is not None:
+                self.on_change(node, group, False)
             self.unpin(node)
 
     def pin(self, node: Node) -> None:
-        """A sequence will add children to this node: keep it."""
+        """Keep the node: a sequence will add children to it."""
         node.refs += 1
 
     def unpin(self, node: Node) -> None:
@@ -122,7 +128,7 @@ class PrefixIndex:
             node.refs -= 1
 
     def check(self) -> None:
-        """Blocks and nodes name each other; `RuntimeError` otherwise."""
+        """Raise `RuntimeError` unless blocks and nodes refer to each other."""
         held = 0
         children = Counter(node.parent for node in self._nodes.values())
         for node in self._nodes.values():

@@ -1,5 +1,5 @@
-"""The folders of the tier on disk, entered one by one from its root on, so that no link in the
-place of any is followed.
+"""The folders of the disk connector, opened one by one from its root on, so that a link in the
+place of a folder is not followed.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 @contextmanager
 def opened(root: str, folder: str = "", *, make: bool = False) -> Iterator[int]:
-    """A descriptor of ROOT/``folder``, for calls relative to it. What is not there is made, for its
-    owner only, if ``make``. Raises `OSError`; for a link, be it the root, `NotADirectoryError`.
+    """Open ROOT/``folder`` and yield its descriptor, for calls relative to it. If ``make``, make
+    folders that are missing, for their owner only. Raise `OSError`; for a link, the root included,
+    `NotADirectoryError`.
     """
     where = _enter(root, None, make)
     try:
@@ -42,22 +43,22 @@ def _enter(name: str, within: int | None, make: bool) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make it and what it lies in where that is not there, for the owner only. Raises `OSError`."""
+    """Make the folder and its parents if they are missing, for the owner only. Raise `OSError`."""
     for each in (*reversed(folder.parents), folder):
         if not each.is_dir():
             each.mkdir(mode=0o700, exist_ok=True)
 
 
 def check_folder(folder: Path) -> None:
-    """Make it where it is not there, and try to write to it. Raises `OSError`."""
+    """Make the folder if it is missing, and try to write to it. Raise `OSError`."""
     make_folder(folder)
     with tempfile.TemporaryFile(dir=folder):
         pass
 
 
 def unlink(name: str, where: int) -> None:
-    """Whatever has that name in the folder ``where``, if it is no folder with something in it.
-    Raises `OSError`.
+    """Remove the entry ``name`` of the folder ``where``, unless it is a folder that is not empty.
+    Raise `OSError`.
     """
     try:
         os.unlink(name, dir_fd=where)

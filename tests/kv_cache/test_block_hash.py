@@ -5,13 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from octavo.kv_cache import digest
+from octavo.kv_cache import block_hash
 
 
 def chain(engine: bytes, salt: bytes, *blocks: bytes) -> bytes:
-    name = digest.root(engine, salt)
+    name = block_hash.root(engine, salt)
     for block in blocks:
-        name = digest.after(name, block)
+        name = block_hash.after(name, block)
     return name
 
 
@@ -32,7 +32,7 @@ def test_every_part_counts() -> None:
 
 def test_the_same_in_another_process() -> None:
     code = (
-        "from octavo.kv_cache.digest import after, root\n"
+        "from octavo.kv_cache.block_hash import after, root\n"
         "print(after(root(b'e', b's'), b'tokens').hex())"
     )
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

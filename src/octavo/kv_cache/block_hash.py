@@ -1,36 +1,36 @@
-"""What a cached block is called outside of its engine: a chain of digests over the tokens.
+"""Hashes that name a cached block outside its engine: a chain of digests over the tokens.
 
 The prefix index keys its nodes by Python's keyed hash, which means nothing to another process and
 is only as good as the comparison of token ids behind it. Where that comparison is not possible, in
-another tier, a block is named by a digest that nobody can find a second text for (BLAKE2b, RFC
-7693): of what the engine computes with, the request's salt, and all tokens up to the block's end.
+a connector, a block is named by a digest for which nobody can find a second text (BLAKE2b, RFC
+7693): over what the engine computes with, the request's salt, and all tokens up to the block's end.
 """
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
-from octavo.kv_cache.prefix import Node
+from octavo.kv_cache.prefix_index import Node
 
-Key = tuple[bytes, int]  # the digest of all tokens up to the block's end, and the group
+Key = tuple[bytes, int]  # the hash of all tokens up to the block's end, and the layer group
 
 DIGEST_BYTES = 32
 
 
 def root(engine: bytes, salt: bytes) -> bytes:
-    """Of no tokens yet. ``engine`` is the digest of everything that decides what a block holds
-    beside the tokens: weights, their formats, kernels, the cache's layout.
+    """Return the hash of no tokens yet. ``engine`` is the digest of everything besides the tokens
+    that decides what a block holds: weights, their formats, numerics, the cache's layout.
     """
     return _digest(len(engine).to_bytes(8, "little") + engine + salt, b"root")
 
 
 def after(parent: bytes, tokens: bytes) -> bytes:
-    """Of the prefix ``parent`` and a block's ``tokens`` behind it, as in `PrefixIndex`."""
+    """Return the hash of the prefix ``parent`` and the ``tokens`` of the next block."""
     return _digest(parent + tokens, b"block")
 
 
-class Names:
-    """What the blocks of one engine are called; each is worked out once."""
+class BlockHashes:
+    """The hashes of one engine's blocks, each computed once."""
 
     def __init__(self, engine: bytes) -> None:
         self._engine = engine
@@ -45,7 +45,7 @@ class Names:
         return known
 
     def of(self, node: Node) -> bytes:
-        """The digest of all tokens up to the node's end."""
+        """Return the hash of all tokens up to the node's end."""
         chain = []
         at: Node | None = node
         while at is not None and at.digest is None:

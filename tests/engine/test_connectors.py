@@ -1,4 +1,4 @@
-"""What goes to other tiers of the prefix cache and what comes from there: when it is worth it."""
+"""What connectors save and load, and when loading is worth it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from engine.checking import CheckingExecutor, Crash, build, layout
-from engine.tiering import FakeDisk, ToldTiers, slow_tiers
+from engine.connecting import FakeDisk, ToldConnectors, told_connectors
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.snapshot import snapshot
-from octavo.kv_cache.measured import Measured
-from octavo.kv_cache.read_ahead import ReadingAhead
+from octavo.kv_cache.connectors.prefetch import Prefetcher
+from octavo.kv_cache.transfer_cost import Measured
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.policies.fair import Fair
 from octavo.scheduler.request import LatencyTarget, Outcome, Request, RequestRecord
@@ -33,19 +33,19 @@ def made(
     policy: str = "fcfs",
     target: float | None = None,
     **more: Any,
-) -> tuple[Engine, ToldTiers]:
+) -> tuple[Engine, ToldConnectors]:
     clock = VirtualClock()
-    tiers = slow_tiers(layout(windows), host, disk=disk, clock=clock, **more)
+    connectors = told_connectors(layout(windows), host, disk=disk, clock=clock, **more)
     built = build(
         windows=windows,
         num_blocks=blocks,
         max_model_len=length,
         scheduling_policy=policy,
         itl_target=target,
-        tiers=tiers,
+        connectors=connectors,
         clock=clock,
     )
-    return built, tiers
+    return built, connectors
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])
@@ -53,12 +53,13 @@ def test_a_reader_that_takes_no_jobs_costs_no_slot(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
     disk = Whole(layout([None]).block_bytes)
-    _, tiers = made(host=16, disk=disk, seconds_per_token=10.0)
+    _, connectors = made(host=16, disk=disk, seconds_per_token=10.0)
     keys = [(bytes([number]) * 32, 0) for number in range(6)]
     for key in keys:
         disk.write(key, np.zeros(disk.block_bytes, np.uint8))
-    reading, worker = tiers.reading, tiers.workers[0]
-    assert reading is not None
+    blocks = [(key, disk) for key in keys]
+    prefetcher, worker = connectors.prefetcher, connectors.workers[0]
+    assert prefetcher is not None
     real = worker.submit
 
     def refuse(job: Any) -> None:
@@ -69,18 +70,18 @@ def test_a_reader_that_takes_no_jobs_costs_no_slot(
     with monkeypatch.context() as patched:
         patched.setattr(worker, "submit", refuse)
         with pytest.raises(MemoryError):
-            reading.begin(keys, 0, 24, 0.0)
-    assert reading.num_slots == count
-    assert tiers.memory.num_takeable == 16 - count
-    tiers.settle()
-    tiers.check([])
-    ahead = reading.begin(keys[count:], 0, 24, 0.0)
+            prefetcher.start(blocks, 0, 24, 0.0)
+    assert prefetcher.num_slots == count
+    assert connectors.staging.num_takeable == 16 - count
+    connectors.settle()
+    connectors.check([])
+    ahead = prefetcher.start(blocks[count:], 0, 24, 0.0)
     assert ahead is not None
-    tiers.settle()
-    assert reading.is_ready(ahead, 0.0)
+    connectors.settle()
+    assert prefetcher.is_ready(ahead, 0.0)
     assert len(ahead.pinned) == 6 - count
-    reading.end(ahead)
-    tiers.check([])
+    prefetcher.end(ahead)
+    connectors.check([])
 
 
 class Whole(FakeDisk):
@@ -90,7 +91,7 @@ class Whole(FakeDisk):
         if key not in self.files:
             return False
         into[:] = self.files[key]
-        self.bytes_read += self.block_bytes
+        self.counters.loaded_bytes += self.block_bytes
         return True
 
     def write(self, key: Any, data: Any) -> None:
@@ -138,10 +139,10 @@ def text(number: int, length: int = 100) -> list[int]:
 def left_on_disk() -> Whole:
     """By an engine that has answered a prompt, `text` 1, and is no more."""
     disk = whole()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "first", text(1))
     run(engine)
-    tiers.settle()
+    connectors.settle()
     return disk
 
 
@@ -154,7 +155,7 @@ def overwritten(engine: Engine) -> None:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 40), (24, None, 100)])
 def test_what_the_pool_forgot_is_taken_from_host_memory(windows: Sequence[int | None]) -> None:
-    engine, tiers = made(windows, blocks=8 * len(windows), host=200)
+    engine, connectors = made(windows, blocks=8 * len(windows), host=200)
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)
@@ -162,9 +163,9 @@ def test_what_the_pool_forgot_is_taken_from_host_memory(windows: Sequence[int | 
     run(engine)
     assert again.cached_tokens == 96
     stats = engine.stats()
-    assert (stats.prefix_hits, stats.prefix_hits_host, stats.prefix_hits_disk) == (96, 96, 0)
-    assert tiers.stats().loaded_blocks > 0
-    assert tiers.stats().spilled_blocks > 0
+    assert (stats.prefix_hits, stats.external_hits) == (96, {"host": 96})
+    assert connectors.stats()["host"].loaded_blocks > 0
+    assert connectors.stats()["host"].saved_blocks > 0
 
 
 def test_a_whole_prompt_from_host_memory_computes_its_last_token() -> None:
@@ -179,31 +180,31 @@ def test_a_whole_prompt_from_host_memory_computes_its_last_token() -> None:
     assert engine.stats().computed_tokens - before == 1 + 19
 
 
-def loading_takes(tiers: ToldTiers, seconds: float) -> None:
+def loading_takes(connectors: ToldConnectors, seconds: float) -> None:
     """A block, for as long as it is not measured again."""
-    tiers.worth.loading = Measured(seconds, tiers.clock.now)
+    connectors.cost.loading = Measured(seconds, connectors.clock.now)
 
 
 def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
-    engine, tiers = made()
-    loading_takes(tiers, 1000.0)
+    engine, connectors = made()
+    loading_takes(connectors, 1000.0)
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)
-    assert tiers.stats().spilled_blocks == 0  # nor is it kept
-    loading_takes(tiers, 0.0)
+    assert connectors.stats()["host"].saved_blocks == 0  # nor is it kept
+    loading_takes(connectors, 0.0)
     ask(engine, "second", text(2))
     run(engine)
     overwritten(engine)
-    assert tiers.stats().spilled_blocks > 0
-    loading_takes(tiers, 1000.0)
+    assert connectors.stats()["host"].saved_blocks > 0
+    loading_takes(connectors, 1000.0)
     again = ask(engine, "again", text(2))
     for _ in range(3):  # looking changes nothing
         engine.scheduler.kv.lookup(array("i", text(2)), None)
     run(engine)
     assert again.cached_tokens == 0
-    assert tiers.stats().not_worth_loading == 1
-    loading_takes(tiers, 0.0)
+    assert connectors.stats()["host"].skipped_hits == 1
+    loading_takes(connectors, 0.0)
     overwritten(engine)
     again = ask(engine, "once more", text(2))
     run(engine)
@@ -212,13 +213,13 @@ def test_what_is_dearer_to_load_than_to_compute_is_computed() -> None:
 
 def test_one_hiccup_does_not_switch_host_memory_off() -> None:
     """Nor many, for ever: what is not loaded is not measured, so it is tried again some time."""
-    engine, tiers = made()
+    engine, connectors = made()
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     real = executor.import_blocks
 
     def slow(*given: Any) -> None:
-        tiers.clock.advance(1.0)
+        connectors.clock.advance(1.0)
         real(*given)
 
     def found(name: str) -> int:
@@ -240,7 +241,7 @@ def test_one_hiccup_does_not_switch_host_memory_off() -> None:
     else:
         raise AssertionError("what took a second a block was taken for worth it")
     executor.import_blocks = real  # type: ignore[method-assign]
-    tiers.clock.advance(600.0)
+    connectors.clock.advance(600.0)
     ask(engine, "computed again", text(1))
     run(engine)
     assert found("later") == 96
@@ -250,9 +251,9 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
     """And what waits for the disk keeps no more than itself."""
     size = layout().block_bytes
     disk = whole()
-    engine, tiers = made(disk=disk, blocks=20, length=320)
-    assert tiers.writing is not None
-    tiers.writing._take_filled = lambda most: []  # type: ignore[method-assign]
+    engine, connectors = made(disk=disk, blocks=20, length=320)
+    assert connectors.saves is not None
+    connectors.saves._take = lambda most: []  # type: ignore[method-assign]
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
     exported = 0
@@ -260,7 +261,7 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
 
     def export(blocks: Any, into: Any) -> Any:
         nonlocal exported
-        assert into.base is tiers.memory.data
+        assert into.base is connectors.staging.data
         exported += len(blocks)
         return real(blocks, into)
 
@@ -271,15 +272,15 @@ def test_what_is_copied_out_goes_straight_to_its_place() -> None:
     run(engine)
     ask(engine, "second", text(2, 300))
     run(engine)
-    tiers.settle()
-    assert exported == tiers.stats().spilled_blocks > 9
+    connectors.settle()
+    assert exported == connectors.stats()["host"].saved_blocks > 9
     assert written
     assert all(data.base is None or data.base.nbytes == size for data in written)
 
 
 def test_salts_and_engines_share_nothing() -> None:
     disk = whole()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "first", text(1), "a")
     run(engine)
     overwritten(engine)
@@ -288,7 +289,7 @@ def test_salts_and_engines_share_nothing() -> None:
         run(engine)
         assert again.cached_tokens == cached
         overwritten(engine)
-    tiers.settle()
+    connectors.settle()
     for name, cached in ((b"another", 0), (b"engine", 96)):
         other, _ = made(disk=disk, engine=name)
         again = ask(other, "again", text(1), "a")
@@ -299,30 +300,33 @@ def test_salts_and_engines_share_nothing() -> None:
 def test_after_a_restart_the_disk_answers() -> None:
     disk = left_on_disk()
     # Killed: nothing is flushed. What had been computed before the last step is there.
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     again = ask(engine, "again", text(1))
     assert engine.scheduler.waiting.fetching
     assert engine.stats().waiting == 1
     run(engine)
     assert again.cached_tokens == 96
     stats = engine.stats()
-    assert (stats.prefix_hits_host, stats.prefix_hits_disk) == (0, 96)
-    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (1, 0)
+    assert stats.external_hits == {"host": 0, "disk": 96}
+    assert (connectors.stats()["disk"].loads_in_time, connectors.stats()["disk"].loads_late) == (
+        1,
+        0,
+    )
     # The second time it comes from host memory.
     overwritten(engine)
     ask(engine, "third", text(1))
     run(engine)
-    assert engine.stats().prefix_hits_host == 96
+    assert engine.stats().external_hits["host"] == 96
 
 
 def test_at_the_end_everything_is_written() -> None:
     disk = whole()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "first", text(1), max_tokens=28)
     run(engine)
-    tiers.settle()
+    connectors.settle()
     disk.files.clear()
-    writer = tiers.workers[1]
+    writer = connectors.workers[1]
     submit = writer.submit
     writer.submit = lambda job: (submit(job), writer.run(1))[0]  # type: ignore[method-assign]
     engine.close()
@@ -331,8 +335,8 @@ def test_at_the_end_everything_is_written() -> None:
 
 def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk)
-    tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    engine, connectors = made(disk=disk)
+    connectors.workers[0].run = lambda count: None  # type: ignore[method-assign]
     waiting = ask(engine, "waiting", text(1))
     other = ask(engine, "other", text(2, 40))
     engine.step()
@@ -343,26 +347,26 @@ def test_others_go_on_while_a_request_waits_for_the_disk() -> None:
 
 def test_nobody_waits_longer_than_computing_would_take() -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk, seconds_per_token=0.01)
-    tiers.workers[0].run = lambda count: None  # type: ignore[method-assign]
+    engine, connectors = made(disk=disk, seconds_per_token=0.01)
+    connectors.workers[0].run = lambda count: None  # type: ignore[method-assign]
     late = ask(engine, "late", text(1))
     run(engine)
     assert late.outcome is Outcome.FINISHED
     assert late.cached_tokens == 0
     assert late.scheduled is not None
     assert 0.95 < late.scheduled - late.arrival < 1.0  # 96 tokens of a hundredth of a second
-    assert tiers.stats().reads_late == 1
+    assert connectors.stats()["disk"].loads_late == 1
     # What comes too late is of use to the next.
-    del tiers.workers[0].run
-    tiers.settle()
-    assert len(tiers.memory) == 6
-    tiers.check([])
+    del connectors.workers[0].run
+    connectors.settle()
+    assert len(connectors.staging) == 6
+    connectors.check([])
 
 
 def test_a_disk_slower_than_computing_is_not_asked() -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk, seconds_per_token=1e-9)
-    tiers.worth.reading = Measured(1.0, tiers.clock.now)
+    engine, connectors = made(disk=disk, seconds_per_token=1e-9)
+    connectors.prefetcher._seconds["disk"] = Measured(1.0, connectors.clock.now)
     again = ask(engine, "again", text(1))
     assert not engine.scheduler.waiting.fetching
     run(engine)
@@ -382,24 +386,30 @@ def test_a_block_lost_on_the_way_ends_the_prefix_there() -> None:
 
 def test_asking_whether_all_is_read_counts_nothing() -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "again", text(1))
     (seq,) = engine.scheduler.waiting.fetching
-    assert seq.ahead is not None
-    assert tiers.reading is not None
+    assert seq.prefetch is not None
+    assert connectors.prefetcher is not None
     for _ in range(3):
-        assert not tiers.reading.is_ready(seq.ahead, tiers.clock.now())
-    tiers.settle()
+        assert not connectors.prefetcher.is_ready(seq.prefetch, connectors.clock.now())
+    connectors.settle()
     for _ in range(3):
-        assert tiers.reading.is_ready(seq.ahead, tiers.clock.now())
-    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (0, 0)
+        assert connectors.prefetcher.is_ready(seq.prefetch, connectors.clock.now())
+    assert (connectors.stats()["disk"].loads_in_time, connectors.stats()["disk"].loads_late) == (
+        0,
+        0,
+    )
     run(engine)
-    assert (tiers.stats().reads_in_time, tiers.stats().reads_late) == (1, 0)
+    assert (connectors.stats()["disk"].loads_in_time, connectors.stats()["disk"].loads_late) == (
+        1,
+        0,
+    )
 
 
 def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
-    tiers = slow_tiers(layout(), 4, disk=None, clock=VirtualClock())
-    content = np.zeros((4, tiers.memory.data.shape[1]), np.uint8)
+    connectors = told_connectors(layout(), 4, disk=None, clock=VirtualClock())
+    content = np.zeros((4, connectors.staging.data.shape[1]), np.uint8)
     content[1] = 7
 
     class Blocks:
@@ -409,25 +419,25 @@ def test_copies_within_the_pool_are_no_blocks_loaded() -> None:
         def import_blocks(self, blocks: Any, data: Any) -> None:
             content[blocks] = data
 
-    tiers.arena = Blocks()
-    slot = tiers.memory.take()
+    connectors.register_kv_caches(Blocks())
+    slot = connectors.staging.take()
     assert slot is not None
-    tiers.memory.data[slot] = 9
+    connectors.staging.data[slot] = 9
     key = (b"key", 0)
-    tiers.memory.put(key, slot)
+    connectors.staging.put(key, slot)
     copies = [(1, 2), (2, 3)]
-    tiers.load(key, 1, copies)
-    tiers.transfer()
+    connectors.load(key, 1, copies)
+    connectors.transfer()
     assert not copies
     assert content[:, 0].tolist() == [0, 9, 7, 7]
-    assert tiers.stats().loaded_blocks == 1
+    assert connectors.stats()["host"].loaded_blocks == 1
 
 
 def test_who_was_let_in_is_not_read_for_when_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Although nothing was read for it before, for want of room: others would pass it."""
     engine, _ = made(disk=left_on_disk())
     with monkeypatch.context() as patched:
-        patched.setattr(ReadingAhead, "room", 0)
+        patched.setattr(Prefetcher, "capacity", 0)
         again = ask(engine, "again", text(1), max_tokens=20)
         engine.step()
     scheduler = engine.scheduler
@@ -442,24 +452,24 @@ def test_who_was_let_in_is_not_read_for_when_it_returns(monkeypatch: pytest.Monk
 
 def test_an_aborted_request_lets_go_of_what_was_read_for_it() -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "gone", text(1))
-    tiers.workers[0].run(3)
+    connectors.workers[0].run(3)
     engine.scheduler.waiting.poll(may_read=True)
-    assert tiers.memory.num_pins == 3
+    assert connectors.staging.num_pins == 3
     assert engine.abort("gone")
-    assert not tiers.memory.num_pins
+    assert not connectors.staging.num_pins
     run(engine)
-    tiers.settle()
-    tiers.check([])
+    connectors.settle()
+    connectors.check([])
 
 
 def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
     """Swapped, that is, and not computed again; and as quick as that is decided otherwise."""
     for worth, least in ((True, 16), (False, 0)):
-        engine, tiers = made(blocks=7, length=80)
+        engine, connectors = made(blocks=7, length=80)
         if not worth:
-            loading_takes(tiers, 1000.0)
+            loading_takes(connectors, 1000.0)
         first = ask(engine, "first", text(1, 34), max_tokens=35)
         second = ask(engine, "second", text(2, 34), max_tokens=35, seed=2)
         run(engine)
@@ -471,27 +481,27 @@ def test_a_preempted_sequence_takes_its_blocks_back_from_host_memory() -> None:
 def holding(texts: int) -> Whole:
     """So many texts of 34 tokens, of an engine that is no more."""
     disk = whole()
-    engine, tiers = made(disk=disk, blocks=200)
+    engine, connectors = made(disk=disk, blocks=200)
     for number in range(texts):
         ask(engine, f"first {number}", text(number, 34))
     run(engine)
-    tiers.settle()
+    connectors.settle()
     return disk
 
 
 def test_those_at_the_end_of_the_queue_do_not_hold_host_memory() -> None:
     """What is read ahead is for those who come next, and leaves room for others."""
-    engine, tiers = made(disk=holding(20), blocks=8, host=64, seconds_per_token=10.0)
+    engine, connectors = made(disk=holding(20), blocks=8, host=64, seconds_per_token=10.0)
     again = [ask(engine, f"again {number}", text(number, 34)) for number in range(20)]
     assert len(engine.scheduler.waiting.fetching) == 8
-    tiers.settle()
-    assert tiers.memory.num_pinned == 16
+    connectors.settle()
+    assert connectors.staging.num_pinned == 16
     for _ in range(10_000):
         if not engine.has_work():
             break
         engine.step()
         assert len(engine.scheduler.waiting.fetching) <= 16
-        assert tiers.memory.num_pinned <= 32
+        assert connectors.staging.num_pinned <= 32
     assert not engine.has_work()
     assert [record.cached_tokens for record in again] == [32] * 20
 
@@ -520,15 +530,15 @@ def test_who_comes_next_by_the_policy_is_read_for_next(policy: str) -> None:
 
 def test_a_prompt_too_long_for_host_memory_is_read_in_part() -> None:
     disk = whole()
-    engine, tiers = made(disk=disk, blocks=30, length=300)
+    engine, connectors = made(disk=disk, blocks=30, length=300)
     ask(engine, "first", text(1, 290))
     run(engine)
-    tiers.settle()
-    engine, tiers = made(disk=disk, blocks=30, length=300, host=8)
+    connectors.settle()
+    engine, connectors = made(disk=disk, blocks=30, length=300, host=8)
     again = ask(engine, "again", text(1, 290))
     other = ask(engine, "other", text(1, 290), "another salt")
-    assert tiers.reading is not None
-    assert tiers.reading.num_slots == 4
+    assert connectors.prefetcher is not None
+    assert connectors.prefetcher.num_slots == 4
     run(engine)
     assert (again.cached_tokens, other.cached_tokens) == (64, 0)
 
@@ -537,7 +547,7 @@ def test_a_request_that_is_refused_on_its_way_into_the_queue_pins_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     disk = left_on_disk()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
 
     def full(state: object) -> None:
         raise MemoryError
@@ -546,18 +556,18 @@ def test_a_request_that_is_refused_on_its_way_into_the_queue_pins_nothing(
         patched.setattr(engine.scheduler.shedding, "add", full)
         with pytest.raises(MemoryError):
             ask(engine, "refused", text(1))
-    tiers.settle()
-    assert not tiers.memory.num_pins
+    connectors.settle()
+    assert not connectors.staging.num_pins
     engine.check_integrity()
 
 
 def test_prompt_logprobs_are_computed_whole() -> None:
     disk = whole()
-    engine, tiers = made(disk=disk)
+    engine, connectors = made(disk=disk)
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)
-    tiers.settle()
+    connectors.settle()
     again = ask(engine, "again", text(1), prompt_logprobs=0)
     assert not engine.scheduler.waiting.fetching
     run(engine)
@@ -570,7 +580,7 @@ class Hit:
     """
 
     def __init__(self, target: float | None, policy: str = "fcfs") -> None:
-        self.engine, self.tiers = made(
+        self.engine, self.connectors = made(
             blocks=40, length=400, host=200, target=target, policy=policy
         )
         for number in (1, 7, 8, 9):
@@ -583,7 +593,7 @@ class Hit:
         self.fails_after: int | None = None
         self._import = executor.import_blocks
         executor.import_blocks = self.slow_import  # type: ignore[method-assign]
-        loading_takes(self.tiers, 0.001)
+        loading_takes(self.connectors, 0.001)
         self.stream = ask(self.engine, "stream", text(5, 20), max_tokens=100)
         for _ in range(30):  # what a step takes is learned
             self.engine.step()
@@ -595,7 +605,7 @@ class Hit:
         if self.copied == self.fails_after:
             self.fails_after = None
             raise Crash("injected")
-        self.tiers.clock.advance(0.001)
+        self.connectors.clock.advance(0.001)
         self.copied += 1
         self._import(*given)
 
@@ -620,9 +630,9 @@ class Hit:
         assert self.again.outcome is Outcome.FINISHED
         assert self.again.cached_tokens == cached
         stats = self.engine.stats()
-        assert (stats.prefix_hits, stats.prefix_hits_host) == (cached, from_host)
+        assert (stats.prefix_hits, stats.external_hits.get("host", 0)) == (cached, from_host)
         assert not stats.swapped_tokens
-        assert not self.tiers.memory.num_pins
+        assert not self.connectors.staging.num_pins
 
 
 def test_without_a_target_a_hit_is_copied_in_at_once() -> None:
@@ -670,7 +680,7 @@ def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
     while kv.pool.num_free:
         kv.pool.allocate()
     assert scheduler._chunk(seq, budget, ()) is None
-    kv.loading.end(seq.slot)
+    kv._to_load.pop(seq.slot)
     assert scheduler._chunk(seq, budget, ()) is None
     assert not scheduler.num_preemptions
 
@@ -678,11 +688,11 @@ def test_nobody_gives_way_for_what_a_step_has_no_time_for() -> None:
 def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:
     hit = Hit(0.006)
     hit.half()
-    assert hit.tiers.memory.num_pins
+    assert hit.connectors.staging.num_pins
     shown = {request.id: request for request in snapshot(hit.engine, 10).requests}
     assert shown["again"].prompt_tokens_done == 0
     assert hit.engine.abort("again")
-    assert not hit.tiers.memory.num_pins
+    assert not hit.connectors.staging.num_pins
     hit.engine.scheduler.check_integrity()
     run(hit.engine)
     assert not hit.again.cached_tokens
@@ -692,7 +702,7 @@ def test_half_of_a_hit_is_let_go_of_with_its_request() -> None:
 def test_half_of_a_hit_is_taken_back_after_a_preemption() -> None:
     hit = Hit(0.006)
     hit.engine.scheduler._preempt(hit.half())
-    assert not hit.tiers.memory.num_pins
+    assert not hit.connectors.staging.num_pins
     there = hit.copied * 16  # tokens, which are still in the pool
     hit.end(from_host=288 - there)
     assert hit.copied == 18
@@ -729,7 +739,7 @@ def test_what_two_hits_have_in_common_is_copied_in_once() -> None:
 
 
 def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:
-    engine, tiers = made()
+    engine, connectors = made()
     ask(engine, "first", text(1))
     run(engine)
     executor = engine.executor
@@ -744,12 +754,12 @@ def test_blocks_that_cannot_be_copied_in_cost_nobody_an_answer() -> None:
         again = ask(engine, f"again {number}", text(1))
         run(engine)
         assert again.outcome is Outcome.FINISHED
-    assert tiers.stats().loaded_blocks == 0
+    assert connectors.stats()["host"].loaded_blocks == 0
 
 
 @pytest.mark.parametrize("takes", [0.0, 100.0])
 def test_nor_whoever_runs_alone_then(takes: float) -> None:
-    engine, tiers = made()
+    engine, connectors = made()
     ask(engine, "first", text(1))
     run(engine)
     overwritten(engine)
@@ -759,21 +769,21 @@ def test_nor_whoever_runs_alone_then(takes: float) -> None:
     def broken(*_: object) -> None:
         nonlocal failed
         failed += 1
-        tiers.clock.advance(takes)
+        connectors.clock.advance(takes)
         raise Crash("injected")
 
     executor.import_blocks = broken  # type: ignore[method-assign]
     again = ask(engine, "again", text(1))
     while not failed:
         engine.step()
-    tiers.clock.advance(100.0)
+    connectors.clock.advance(100.0)
     run(engine)
     assert failed == 2
     assert again.outcome is Outcome.FINISHED
 
 
 def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
-    engine, tiers = made(disk=whole())
+    engine, connectors = made(disk=whole())
     executor = engine.executor
     assert isinstance(executor, CheckingExecutor)
 
@@ -787,12 +797,12 @@ def test_blocks_that_cannot_be_copied_out_are_forgotten() -> None:
     again = ask(engine, "again", text(1))
     run(engine)
     assert again.outcome is Outcome.FINISHED
-    assert not len(tiers.memory)
+    assert not len(connectors.staging)
 
 
 def test_tiers_need_a_prefix_cache() -> None:
     with pytest.raises(ValueError, match="prefix cache is off"):
         build(
-            tiers=slow_tiers(layout(), 4, disk=None, clock=VirtualClock()),
+            connectors=told_connectors(layout(), 4, disk=None, clock=VirtualClock()),
             enable_prefix_caching=False,
         )

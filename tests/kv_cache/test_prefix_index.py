@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from octavo.kv_cache.prefix import Node, PrefixIndex, chain_hash
+from octavo.kv_cache.prefix_index import Node, PrefixIndex, chain_hash
 
 
 def tokens(*ids: int) -> bytes:

@@ -1,11 +1,13 @@
-"""What lies in a folder of cached blocks, of all engines: how much it is, and what goes first.
+"""The index of a folder of cached blocks, of all engines: its size, and what is evicted first.
 
-What counts is a file with a block's name, where that belongs. Whatever else lies there is not
-counted and stays, and links are not followed.
+A file counts if it has a block's name and lies where that name belongs. Other files are not counted
+and stay, and links are not followed.
 
-Several servers write to a folder and evict from it, and none tells the others. Each knows all files
-from its start on and lists a folder of them anew from time to time, a small one at a time, so that
-nobody waits: by the time it has written a 64th of the budget it has seen what the others did.
+The files are the truth, and the index is kept in memory: several servers write to a folder and
+evict from it without telling each other, a file may vanish or be damaged at any time, and a second
+record on disk could only contradict them. Each server knows all files from its start on. From then
+on it lists one small folder at a time, so that no write waits for long; by the time it has written
+a 64th of the budget it has seen what the others did.
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 
-from octavo.kv_cache.digest import DIGEST_BYTES
-from octavo.kv_cache.folders import opened, unlink
+from octavo.kv_cache.block_hash import DIGEST_BYTES
+from octavo.kv_cache.connectors.folders import opened, unlink
 
 UNFINISHED = ".tmp"
 _ENGINE = re.compile("[0-9a-f]{16}")
 _SHARD = re.compile("[0-9a-f]{2}")
 _BLOCK = re.compile(rf"[0-9a-f]{{{2 * DIGEST_BYTES}}}-(0|[1-9][0-9]{{0,5}})(\.[0-9a-f]+\.tmp)?")
-_ABANDONED = 600.0  # seconds after which an unfinished file is nobody's
-_KEPT = 1 - 1 / 16  # of the budget: the rest is for what others write before it is seen here
+_ABANDONED = 600.0  # seconds after which no server is still writing an unfinished file
+_KEPT = 1 - 1 / 16  # of the budget: the rest is for files of others that are not seen here yet
 _SEEN = 1 / 64  # of the budget is written while all folders are listed once
-_AT_ONCE = 64  # files removed for one, at most
-_TOLD = 1 << 16  # files used or gone of late that are remembered until the next is written
+_AT_ONCE = 64  # files removed for one write, at most
+_REPORTS = 1 << 16  # files used or gone that are remembered until the next write
 
 
-class Ledger:
-    """The files ROOT/<engine>/<2 hex>/<name>, least recently used first; a path is what comes after
-    the root. For one thread, but for `use` and `gone`, which another may call.
+class DiskIndex:
+    """The files ROOT/<engine>/<2 hex>/<name>, least recently used first. A path is what follows the
+    root. Used by one thread, except `use` and `gone`, which a second thread may call.
 
-    ``found`` is asked about a file that lies there, and says how many bytes it counts; None if it
-    is no block, and was removed. ``lost`` is told the path of one that is no more.
+    ``found`` is called for a file that lies there, and returns the bytes that it counts; None if it
+    is not a block and was removed. ``lost`` is called with the path of a file that is gone.
     """
 
     def __init__(
@@ -48,48 +50,46 @@ class Ledger:
         lost: Callable[[str], None],
     ) -> None:
         self.budget = budget
-        self.used = 0  # bytes, as far as is known here
+        self.used = 0  # bytes, as far as this process knows
         self._root = root
         self._found, self._lost = found, lost
         self._files: OrderedDict[str, tuple[int, int]] = OrderedDict()  # size, last use in ns
         self._folders: dict[str, set[str]] = {}  # the same paths
-        # Of these, what takes less on disk than it is long, perhaps only because its file system
-        # has not got round to it: it is looked at again in each round.
+        # Files that take less space than they are long, perhaps only because their file system has
+        # not allocated it yet: their size is read again whenever their folder is listed.
         self._growing: set[str] = set()
-        self._told: deque[tuple[str, bool]] = deque(maxlen=_TOLD)
-        self._unlisted = self._list()  # folders of this round
+        # Files that another thread has used (True) or missed, in order.
+        self._reports: deque[tuple[str, bool]] = deque(maxlen=_REPORTS)
+        self._unlisted = self._list()  # folders still to be listed in this round
         self._round = len(self._unlisted)
         self._due = 0.0  # folders to be listed by now
-        there: list[tuple[int, int, str]] = []
         for folder in self._unlisted:
-            with suppress(OSError), opened(self._root, folder) as where:
-                there += self._read(_paths(where, folder), where)
-        for used, size, path in sorted(there):
-            self._enter(path, size, used)
+            self._compare(folder)
+        self._files = OrderedDict(sorted(self._files.items(), key=lambda file: file[1][1]))
 
     def use(self, path: str) -> None:
-        """It was wanted just now."""
+        """Make the file the most recently used, for all servers."""
         now = time.time_ns()
         folder, name = os.path.split(path)
         with suppress(OSError), opened(self._root, folder) as where:
             os.utime(name, ns=(now, now), dir_fd=where, follow_symlinks=False)
-        self._told.append((path, True))
+        self._reports.append((path, True))
 
     def gone(self, path: str) -> None:
-        """It is no more."""
-        self._told.append((path, False))
+        """Forget the file, which is not there any more."""
+        self._reports.append((path, False))
 
     def add(self, path: str, size: int) -> None:
-        """It has just been written."""
+        """Enter a file that has just been written."""
         self._remove(path)
         self._enter(path, size, time.time_ns())
 
     def make_room(self, size: int) -> bool:
-        """For a file: look at what others have done lately, and remove what was used least. False
-        if there is more to remove than is done at once.
+        """Make room for a file: look at what other servers have done lately, and remove the least
+        recently used files. Return False if more must be removed than is done at once.
         """
-        while self._told:
-            path, there = self._told.popleft()
+        while self._reports:
+            path, there = self._reports.popleft()
             if not there:
                 self._remove(path)
             elif path in self._files:
@@ -103,7 +103,7 @@ class Ledger:
         return self.used + size <= most
 
     def _evict(self) -> None:
-        """The least recently used, unless another server has used it since."""
+        """Remove the least recently used file, unless another server has used it since."""
         path, (_, used) = next(iter(self._files.items()))
         folder, name = os.path.split(path)
         try:
@@ -114,8 +114,8 @@ class Ledger:
                     return
                 unlink(name, where)
         except (FileNotFoundError, NotADirectoryError):
-            pass  # another was quicker, or its folder has become something else
-        except OSError:  # it takes its place all the same
+            pass  # another server has removed it, or its folder is no folder any more
+        except OSError:  # it still takes its space
             self._move(path, used)
             return
         self._remove(path)
@@ -134,6 +134,7 @@ class Ledger:
                 self._compare(self._unlisted.pop())
 
     def _compare(self, folder: str) -> None:
+        """Enter and remove files as the folder now has them."""
         known = self._folders.get(folder, set())
         there: set[str] = set()
         new: list[tuple[int, int, str]] = []
@@ -143,7 +144,7 @@ class Ledger:
                 new += self._read((there - known) | (there & self._growing), where)
         except (FileNotFoundError, NotADirectoryError):
             pass
-        except OSError:  # nobody knows
+        except OSError:  # what it has is unknown
             return
         for path in known - there:
             self._remove(path)
@@ -156,7 +157,7 @@ class Ledger:
                 self._enter(path, size, used)
 
     def _list(self) -> list[str]:
-        """All folders of files."""
+        """Return all folders that may have files."""
         return [
             f"{engine}/{shard}"
             for engine in self._folders_in("", _ENGINE)
@@ -175,8 +176,8 @@ class Ledger:
             return []
 
     def _read(self, paths: Iterable[str], where: int) -> Iterator[tuple[int, int, str]]:
-        """(last use in ns, bytes, path) of those in the folder ``where`` that are blocks; what is
-        unfinished and abandoned is removed.
+        """Yield (last use in ns, bytes, path) of the blocks among files of the folder ``where``.
+        Remove unfinished files that are abandoned.
         """
         for path in paths:
             name = os.path.basename(path)
@@ -188,17 +189,14 @@ class Ledger:
                 continue
             if not path.endswith(UNFINISHED):
                 if (size := self._found(path, found)) is not None:
-                    if size < found.st_size:
-                        self._growing.add(path)
-                    else:
-                        self._growing.discard(path)
+                    (self._growing.add if size < found.st_size else self._growing.discard)(path)
                     yield found.st_mtime_ns, size, path
             elif abs(time.time() - found.st_mtime) > _ABANDONED:
                 with suppress(OSError):
                     unlink(name, where)
 
     def _move(self, path: str, used: int) -> None:
-        """It was used last, and then."""
+        """Make the file the most recently used; ``used``: when it was."""
         self._files[path] = self._files[path][0], used
         self._files.move_to_end(path)
 
@@ -217,15 +215,15 @@ class Ledger:
                 del self._folders[folder]
 
     def check(self) -> None:
-        """Files and bytes add up; `RuntimeError` otherwise."""
+        """Raise `RuntimeError` unless files and bytes add up."""
         if self.used != sum(size for size, _ in self._files.values()):
-            raise RuntimeError("the bytes of the disk tier are miscounted")
+            raise RuntimeError("the bytes of the disk cache are miscounted")
         if self._files.keys() != {path for paths in self._folders.values() for path in paths}:
-            raise RuntimeError("a file of the disk tier is in no folder")
+            raise RuntimeError("a file of the disk cache is in no folder")
 
 
 def _paths(where: int, folder: str) -> list[str]:
-    """Of whatever is named as a block that belongs in ``folder``. Raises `OSError`."""
+    """Return the paths in ``folder`` that are named as blocks of that folder. Raise `OSError`."""
     shard = os.path.basename(folder)
     return [
         f"{folder}/{name}"

@@ -1,17 +1,21 @@
-"""The tier of the prefix cache on disk: a file a block, trusted only when it proves itself.
+"""The connector on disk: one file for each block, whose content is verified whenever it is read.
 
-    FOLDER/octavo-kv-1/<16 hex: the engine>/<2 hex>/<64 hex: the block's digest>-<group>
+    FOLDER/octavo-kv-1/<16 hex: the engine>/<2 hex>/<64 hex: the block's hash>-<group>
 
-A file is a header of 96 bytes and the block's bytes. The header says what the reader expects: the
-format, engine and key, the length, and a CRC-32 of the bytes; who reads makes the header that ought
-to be there and compares. What is too short or too long, altered, somebody else's or no file at all
-is removed and counted, and its block is computed again. What could not be read is a miss, and
-stays: until its block has been written anew, or while there is no memory or no descriptor left.
+A file has a header of 96 bytes and the block's bytes. The header has the format, engine and key,
+the length, and a CRC-32 of the bytes; the reader builds the header that it expects and compares. A
+file that is too short or too long, altered, of another engine, or not a regular file is removed and
+counted, and its block is computed again. A file that cannot be read is a miss. It stays until the
+block is written again, or until the process has memory and descriptors again.
 
-Files are written under another name and renamed, so that a reader sees a whole one or none; they
-are not synced, for after a power failure the checksum tells. Names are contents: several servers
-may share a folder, each finding what the others have written (kv_cache/ledger.py), and a file that
-another has evicted is a miss. The budget is the folder's, whichever engine wrote the files.
+Files are written under another name and renamed, so that a reader sees a whole file or none. They
+are not synced: after a power failure the checksum detects damage. A name determines the content,
+so several servers may share a folder. Each finds the files of the others
+(kv_cache/connectors/disk_index.py), and a file that another server has evicted is a miss. The
+budget holds for the folder, whichever engine wrote the files.
+
+Files of another format or engine digest have other names or headers: they are never read, and are
+evicted when they are the least recently used.
 """
 
 from __future__ import annotations
@@ -22,17 +26,20 @@ import os
 import secrets
 import stat
 import struct
+import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from octavo.kv_cache.arena import Bytes
-from octavo.kv_cache.digest import DIGEST_BYTES, Key
-from octavo.kv_cache.folders import check_folder, opened, unlink
-from octavo.kv_cache.ledger import UNFINISHED, Ledger
+from octavo.kv_cache.block_hash import DIGEST_BYTES, Key
+from octavo.kv_cache.connectors.base import Bytes, ConnectorStats, KvConnector
+from octavo.kv_cache.connectors.disk_index import UNFINISHED, DiskIndex
+from octavo.kv_cache.connectors.folders import check_folder, opened, unlink
+from octavo.kv_cache.connectors.worker import ThreadWorker
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +48,20 @@ _HEADER = struct.Struct("<8s32s32sIQI8x")  # magic, engine, digest, group, lengt
 HEADER_BYTES = _HEADER.size
 _MAGIC = b"octavokv"
 _PAUSE = 60.0  # seconds without writing after the disk has failed
-_FOR_NOW = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # cannot be read
-_STRANGE = frozenset(  # something else is in a folder's place, or it is somebody else's
+_TEMPORARY = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN))  # of reading
+_ONE_FOLDER = frozenset(  # a folder is another user's, or something else is in its place
     (errno.EACCES, errno.EEXIST, errno.ELOOP, errno.ENOENT, errno.ENOTDIR, errno.EPERM)
 )
 
 
-class Disk:
-    """Blocks of ``block_bytes`` of one engine, as files. One thread may read, one write, and a
-    third ask `holds`, at the same time. Nothing here raises but the constructor (`OSError`), when
-    the folder cannot be made or written to.
+class Disk(KvConnector):
+    """Blocks of ``block_bytes`` of one engine, as files. One thread may `read`, one `write`, and a
+    third `lookup`, at the same time. Only the constructor raises (`OSError`), when the folder
+    cannot be made or written to.
     """
+
+    name = "disk"
+    bandwidth = 200e6
 
     def __init__(
         self,
@@ -62,67 +72,109 @@ class Disk:
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self.budget = budget
         self.block_bytes = block_bytes
-        self.bytes_read = 0
-        self.bytes_written = 0
-        self.corrupted = 0  # files that were not what their name says
-        self.failed_reads = 0  # of which nobody knows what the file is
-        self.failed_writes = 0
         self._engine = engine.ljust(DIGEST_BYTES, b"\0")[:DIGEST_BYTES]
         self._root = str(folder / FORMAT)
         self._folder = self._engine.hex()[:16]
         self._file_bytes = HEADER_BYTES + block_bytes
         self._now = now
         self._paused_until = -float("inf")
-        self._strange = False  # a folder was seen that could not be written to
+        self._warned = False  # about a folder that could not be written to
+        self._reader = ThreadWorker("octavo-kv-read")
+        self._writer = ThreadWorker("octavo-kv-write", patient=True)
         for own in (folder / FORMAT, folder / FORMAT / self._folder):
             if own.is_symlink():
                 raise OSError(errno.ELOOP, f"{own.name} is a link, which is not followed")
             check_folder(own)
-        self._index: dict[Key, None] = {}
-        self._ledger = Ledger(self._root, budget, self._found, self._lost)
+        self._keys: set[Key] = set()
+        self._lock = threading.Lock()  # of a change of the keys and its event
+        self._index = DiskIndex(self._root, budget, self._found, self._remove_path)
 
     @property
     def used(self) -> int:
-        """Bytes of all engines' files, as far as is known here."""
-        return self._ledger.used
+        """Bytes of all engines' files, as far as this process knows."""
+        return self._index.used
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self._keys)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter([*self._keys])
 
     def limit(self, budget: int) -> None:
-        """To so many bytes of files; less than a block: none are written."""
-        self.budget = self._ledger.budget = budget
+        """Set the budget to so many bytes of files; none is written if it is less than a block."""
+        self.budget = self._index.budget = budget
 
-    def holds(self, key: Key) -> bool:
-        return key in self._index
+    # The interface of all connectors
+
+    def lookup(self, key: Key) -> bool:
+        return key in self._keys
+
+    def start_load_kv(self, key: Key, into: Bytes) -> None:
+        def job() -> None:
+            ok, began = False, self._now()
+            try:
+                ok = self.read(key, into)
+            finally:
+                self._finish_load(key, ok, self._now() - began)
+
+        self._reader.submit(job)
+
+    def start_save_kv(self, key: Key, data: Bytes) -> None:
+        def job() -> None:
+            try:
+                self.write(key, data)
+            finally:
+                self._saved.append(key)
+
+        self._writer.submit(job)
+
+    def flush(self) -> None:
+        self._writer.hurry()
+
+    def shutdown(self) -> None:
+        self._reader.close(1.0)
+        self._writer.close(1.0)
+
+    def stats(self) -> ConnectorStats:
+        return replace(
+            self.counters,
+            blocks=len(self),
+            used_bytes=self.used,
+            capacity_bytes=self.budget,
+        )
+
+    # In the threads
 
     def read(self, key: Key, into: Bytes) -> bool:
-        """Fill ``into`` [block_bytes]; False if the block is not, or not rightly, there."""
+        """Fill ``into`` [block_bytes]. Return False if the block is not there or is damaged."""
         path = self._path(key)
         try:
             whole = self._read(key, path, into)
         except FileNotFoundError:  # evicted by another server, or by hand
-            self._index.pop(key, None)
-            self._ledger.gone(path)
+            self._remove(key)
+            self._index.gone(path)
             return False
         except OSError as error:
             self._count_unread(key, path, error)
             return False
         if not whole:
-            self._drop(key, path, "its content is not what was written")
+            self._remove(key)
+            self._discard(path, "its content is not what was written")
+            self._index.gone(path)
             return False
-        self._ledger.use(path)
-        self.bytes_read += self.block_bytes
+        self._index.use(path)
+        self.counters.loaded_bytes += self.block_bytes
         return True
 
     def write(self, key: Key, data: Bytes) -> None:
-        """Keep a block [block_bytes], if nothing prevents it."""
-        if key in self._index or self._now() < self._paused_until:
+        """Write a block [block_bytes], if nothing prevents it."""
+        if key in self._keys or self._now() < self._paused_until:
             return
         size = self._file_bytes
-        if size > self.budget or not self._ledger.make_room(size):
+        if size > self.budget or not self._index.make_room(size):
             return
         path = self._path(key)
         try:
@@ -130,14 +182,26 @@ class Disk:
         except OSError as error:
             self._count_unwritten(path, error)
             return
-        self._ledger.add(path, size)
-        self.bytes_written += self.block_bytes
-        self._index[key] = None
+        self._index.add(path, size)
+        self.counters.saved_bytes += self.block_bytes
+        self._add(key)
+
+    def _add(self, key: Key) -> None:
+        with self._lock:
+            if key not in self._keys:
+                self._keys.add(key)
+                self.events.stored(key, self.name)
+
+    def _remove(self, key: Key) -> None:
+        with self._lock:
+            if key in self._keys:
+                self._keys.remove(key)
+                self.events.removed(key, self.name)
 
     # A file
 
     def _path(self, key: Key) -> str:
-        """Of a block's file, from the root on."""
+        """Return the path of a block's file, from the root on."""
         digest, group = key
         name = digest.hex()
         return f"{self._folder}/{name[:2]}/{name}-{group}"
@@ -149,7 +213,7 @@ class Disk:
     def _read(self, key: Key, path: str, into: Bytes) -> bool:
         folder, name = os.path.split(path)
         with opened(self._root, folder) as where:
-            # What is no file is not opened: that may wait, or do whatever a device does.
+            # Only a regular file is opened: opening a pipe waits, opening a device may do anything.
             found = os.stat(name, dir_fd=where, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode) or found.st_size != self._file_bytes:
                 return False
@@ -182,14 +246,10 @@ class Disk:
                     os.unlink(unfinished, dir_fd=where)
                 raise
 
-    def _drop(self, key: Key, path: str, why: str) -> None:
-        self._index.pop(key, None)
-        self._discard(path, why)
-        self._ledger.gone(path)
-
     def _discard(self, path: str, why: str) -> bool:
-        self.corrupted += 1
-        if self.corrupted == 1:
+        """Count a file and remove it; return whether it could be removed."""
+        self.counters.corrupted_blocks += 1
+        if self.counters.corrupted_blocks == 1:
             self._warn(path, f"{why}; it is dropped")
         folder, name = os.path.split(path)
         try:
@@ -200,46 +260,46 @@ class Disk:
         return True
 
     def _count_unwritten(self, path: str, error: OSError) -> None:
-        self.failed_writes += 1
+        self.counters.failed_saves += 1
         if isinstance(error, IsADirectoryError):
             self._discard(path, "a folder in its place")
-        elif error.errno not in _STRANGE:
+        elif error.errno not in _ONE_FOLDER:
             self._paused_until = self._now() + _PAUSE
             why = error.strerror or str(error)
             logger.warning("kv offload: %s; nothing is written for %g seconds", why, _PAUSE)
-        elif not self._strange:  # other folders may be as good as ever
-            self._strange = True
+        elif not self._warned:  # other folders may be writable
+            self._warned = True
             self._warn(path, f"cannot be written: {error.strerror or error}")
 
     def _count_unread(self, key: Key, path: str, error: OSError) -> None:
-        self.failed_reads += 1
-        if self.failed_reads == 1:
+        self.counters.failed_loads += 1
+        if self.counters.failed_loads == 1:
             self._warn(path, f"cannot be read: {error.strerror or error}")
-        if error.errno not in _FOR_NOW:  # when it has been computed again it is written anew
-            self._index.pop(key, None)
+        if error.errno not in _TEMPORARY:  # then it is written again once it has been computed
+            self._remove(key)
 
     def _warn(self, path: str, why: str) -> None:
         logger.warning("kv offload: %s/%s: %s (more are only counted)", self._root, path, why)
 
-    # Files of others
+    # Files that other servers have written or removed
 
     def _found(self, path: str, found: os.stat_result) -> int | None:
-        """How many bytes a file counts; None if it is no block of ours, and was removed."""
+        """Enter a file. Return the bytes that it counts; None if it was damaged and is removed."""
         key = self._key(path)
         if key is not None and found.st_size == self._file_bytes:
-            self._index[key] = None
+            self._add(key)
             return found.st_size
         if key is not None and self._discard(path, "it is not as long as a block"):
             return None
-        # Another engine's, of whatever length. What it takes, for a hole takes nothing.
+        # A file of another engine, of any length. Holes in it take no space.
         return min(found.st_size, found.st_blocks * 512)
 
-    def _lost(self, path: str) -> None:
+    def _remove_path(self, path: str) -> None:
         if (key := self._key(path)) is not None:
-            self._index.pop(key, None)
+            self._remove(key)
 
     def _key(self, path: str) -> Key | None:
-        """Of a file of this engine."""
+        """Return the key of a file of this engine; None for another engine's."""
         if not path.startswith(f"{self._folder}/"):
             return None
         digest, _, group = os.path.basename(path).partition("-")
@@ -249,7 +309,7 @@ class Disk:
 def _transfer(
     call: Callable[[int, list[Any]], int], file: int, *parts: bytes | bytearray | memoryview
 ) -> int:
-    """Read or write all ``parts``, in as many calls as it takes; how many bytes it were."""
+    """Read or write all ``parts``, in as many calls as it takes. Return the number of bytes."""
     left = [memoryview(part) for part in parts]
     total = 0
     while left and (count := call(file, left)):

@@ -244,14 +244,6 @@ async def test_docs(make_client: Any) -> None:
     assert (await closed.get("/docs")).status_code == 404
 
 
-def test_every_route_is_in_the_documentation() -> None:
-    said = (Path(__file__).parents[2] / "docs/serving.md").read_text()
-    table = said.partition("\n## Routes\n")[2].partition("\nRequest fields")[0]
-    for route in (*ROUTES, *DOCS_ROUTES):
-        shown = route.path.replace("{model}", "NAME")
-        assert f"`{shown}`" in table or f"`{route.method} {shown}`" in table or not route.summary
-
-
 def test_a_field_has_one_meaning() -> None:
     for request, neutral in (
         (CompletionRequest, NEUTRAL_COMPLETION),

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 from octavo.cli import app
 from octavo.engine.config import EngineConfig
 from octavo.scheduler.policies.config import POLICIES
+from octavo.server.api_keys import in_effect, read_keys
 from octavo.server.config import ServeConfig
-from octavo.server.keys import in_effect, read_keys
 from octavo.server.routes import DOCS_ROUTES, ROUTES
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -12,9 +12,9 @@ import octavo
 from octavo.engine.async_engine import AsyncEngine
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import Request
+from octavo.server.api_keys import ApiKey
 from octavo.server.app import App
 from octavo.server.config import ServeConfig
-from octavo.server.keys import ApiKey
 from octavo.server.model import public_name
 from octavo.server.protocol import (
     LABELS,

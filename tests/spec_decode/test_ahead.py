@@ -29,8 +29,8 @@ def reading(seconds: float) -> tuple[Ahead, Seq]:
     """A text has just been read in so many seconds; 40 tokens may come."""
     drafter = Slow()
     planner = Ahead(cast(Any, drafter), StepTimes())
-    owner = SimpleNamespace(num_prompt_tokens=700, max_tokens=40)
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 700))
+    owner = SimpleNamespace(prompt_tokens=700)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 700), 740)
     planner._warm = True
     planner._unread = [700]
     drafter.read.add(seq)
@@ -86,8 +86,8 @@ def in_the_background() -> tuple[Background, Ahead, Seq]:
         steps.observe(size, 1e-3, prompts=False)
     planner._warm = True
     planner._tried = 100
-    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
-    return drafter, planner, Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    owner = SimpleNamespace(prompt_tokens=5)
+    return drafter, planner, Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5), 9999)
 
 
 def test_waiting_for_what_was_begun_is_no_price_of_a_draft_made_then() -> None:
@@ -129,8 +129,8 @@ def test_what_is_tried_in_vain_is_tried_ever_more_rarely() -> None:
     planner = Ahead(cast(Any, object()), steps)
     planner._warm = True
     planner.times.observe(1, 3, 1e-4)
-    owner = SimpleNamespace(num_prompt_tokens=5, max_tokens=9999)
-    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5))
+    owner = SimpleNamespace(prompt_tokens=5)
+    seq = Seq(cast(Any, owner), 0, (0, 0), array("i", [1] * 5), 9999)
 
     def trials(of: int) -> int:
         tried = 0

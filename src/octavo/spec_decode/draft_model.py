@@ -16,8 +16,9 @@ from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Scheduled
-from octavo.scheduler.sequence import RequestState, Status
+from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.scheduler.sequence import Status
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, Target
 from octavo.spec_decode.guess import Guess, draw_next
@@ -159,7 +160,7 @@ class DraftModelDrafter:
             if size > _FEW:
                 behind.append((seq, count))
             elif size <= left and self._reserve(cache, size):
-                more = self.kv.room(cache.slot) - size
+                more = self.kv.capacity(cache.slot) - size
                 count = min(count, 1 + more)
                 self.kv.reserve(cache.slot, size + count - 1)
                 cache.used = self._step
@@ -167,7 +168,7 @@ class DraftModelDrafter:
                 left -= size
         left = min(left, _CATCH_UP)
         behind.sort(key=lambda each: self._missing(each[0]))  # a long text keeps nobody waiting
-        reading: set[RequestState] = set()  # its other choices find what this one leaves
+        reading: set[RequestRecord] = set()  # its other choices find what this one leaves
         for seq, count in behind:
             cache = self._caches.get(seq)
             if left < 1 or (cache is None and seq.owner in reading):
@@ -178,7 +179,7 @@ class DraftModelDrafter:
             reading.add(seq.owner)
             start = int(self.kv.num_tokens[cache.slot])
             missing = len(seq.token_ids) - start
-            room = self.kv.room(cache.slot)
+            room = self.kv.capacity(cache.slot)
             size = min(missing, left, room)
             if size < 1:
                 continue
@@ -237,13 +238,13 @@ class DraftModelDrafter:
             right += 1
         cache.drafted.clear()
         self.kv.advance(cache.slot, right)
-        self.kv.settle(cache.slot)
+        self.kv.trim(cache.slot)
         self.kv.register(cache.slot, seq.token_ids)
 
     def _open(self, seq: Seq) -> _Cache | None:
         """A cache for a text, if it has place beside the others, but for those long unused."""
         kv = self.kv
-        salt = seq.owner.request.cache_salt
+        salt = seq.owner.cache_salt
         hit = kv.lookup(seq.token_ids, salt)
         need = needed_blocks(kv.layout, len(seq.token_ids)) - kv.blocks_in_use(hit)
         while need > kv.pool.num_free or not kv.num_free_slots:
@@ -294,7 +295,7 @@ class DraftModelDrafter:
             return len(seq.token_ids) - int(self.kv.num_tokens[cache.slot])
         found = self._found.get(seq)
         if found is None:
-            hit = self.kv.lookup(seq.token_ids, seq.owner.request.cache_salt)
+            hit = self.kv.lookup(seq.token_ids, seq.owner.cache_salt)
             found = self._found[seq] = hit.num_tokens
         return len(seq.token_ids) - found
 

@@ -41,7 +41,7 @@ class Guess:
     def begin(cls, seq: Seq, most: int, *, probabilities: bool, row: Float32 | None = None) -> Self:
         state: SamplerState = seq.output.sampler
         # A greedy draw is certain.
-        drawn = probabilities and seq.owner.request.params.temperature >= MIN_TEMPERATURE
+        drawn = probabilities and seq.owner.params.temperature >= MIN_TEMPERATURE
         return cls(seq, most, state.fork(seq.choice), [] if drawn else None, row=row)
 
     @property

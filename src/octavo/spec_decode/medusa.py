@@ -381,7 +381,7 @@ class MedusaDrafter:
 
 def _plain(seq: Seq) -> bool:
     """Whether the likeliest token is drawn, whatever came before."""
-    params = seq.owner.request.params
+    params = seq.owner.params
     return (
         params.temperature < MIN_TEMPERATURE
         and params.presence_penalty == params.frequency_penalty == 0.0

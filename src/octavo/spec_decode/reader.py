@@ -69,7 +69,7 @@ class Reader:
         if known.num_tokens:
             self._drafter.extend(known.number, tokens)
         else:
-            self._drafter.start(known.number, tokens, seq.owner.request.cache_salt)
+            self._drafter.start(known.number, tokens, seq.owner.cache_salt)
         if len(tokens) > _FEW:
             self.seconds += self._now() - before
         known.num_tokens += len(tokens)

@@ -509,7 +509,7 @@ class Speculator:
             if self._checked is not None:
                 kept = self._checked.num_drawn - beyond
                 self._checked = self._checked._replace(num_drawn=kept)
-        self._let_go(seq, len(seq.token_ids) - beyond - seq.owner.num_prompt_tokens, beyond)
+        self._let_go(seq, len(seq.token_ids) - beyond - seq.owner.prompt_tokens, beyond)
 
     def forget(self, seq: Seq) -> None:
         """A sequence will begin anew. It is no answer, and its tokens in the step that failed were

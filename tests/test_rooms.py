@@ -31,7 +31,7 @@ ENGINE: dict[str, set[str]] = {
         *("scheduler", "spec_decode", "sampling", "executor", "kv_cache", "models", "loader"),
         *("machine", "_native"),
     },
-    "server": {"engine", "scheduler", "sampling", "kv_cache.tiers", "loader", "machine"},
+    "server": {"engine", "scheduler", "sampling", "kv_cache.connectors", "loader", "machine"},
 }
 BELOW = {
     *("engine", "scheduler", "spec_decode", "sampling", "executor", "kv_cache", "models"),

@@ -14,9 +14,9 @@ from octavo.engine.engine import Engine
 from octavo.engine.step_time import StepTimePredictor
 from octavo.executor.base import Batch, Float32, Int32, StepResult
 from octavo.executor.cost import CostModel, Rates
+from octavo.kv_cache.connectors.manager import ConnectorManager
 from octavo.kv_cache.layout import KvDtype, KvGroup, KvLayout
-from octavo.kv_cache.prefix import Hash, chain_hash
-from octavo.kv_cache.tiers import Tiers
+from octavo.kv_cache.prefix_index import Hash, chain_hash
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
@@ -340,7 +340,7 @@ def build(
     max_num_queued_tokens: int | None = None,
     vocab: int = VOCAB,
     hasher: Hash = chain_hash,
-    tiers: Tiers | None = None,
+    connectors: ConnectorManager | None = None,
     clock: Clock | None = None,
     eos: Collection[int] = (),
     duration: float = 0.001,
@@ -369,8 +369,8 @@ def build(
     )
     kv_layout = layout(windows, block_size)
     scheduler = Scheduler(config, kv_layout, num_blocks, hasher=hasher)
-    if tiers is not None:
-        scheduler.kv.extend(tiers)
+    if connectors is not None:
+        scheduler.kv.attach(connectors)
     executor = CheckingExecutor(
         kv_layout,
         num_blocks,

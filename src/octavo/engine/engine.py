@@ -112,8 +112,8 @@ class Engine:
         self._ended: list[RequestRecord] = []  # since the last step
         self._logged: set[int] = set()  # ids of the observers whose failure was logged
         self._stats = EngineStats(kv_blocks=scheduler.kv.pool.num_blocks, itl_target=target)
-        if scheduler.kv.tiers is not None:
-            scheduler.kv.tiers.arena = executor
+        if scheduler.kv.connectors is not None:
+            scheduler.kv.connectors.register_kv_caches(executor)
 
     # Requests
 
@@ -302,6 +302,7 @@ class Engine:
             self._release()
         except Exception as error:
             start_over(self, error, deltas, self.culprit)
+        self.scheduler.kv.events.deliver()
         return deltas
 
     def _step(self, deltas: list[Delta]) -> None:
@@ -316,18 +317,18 @@ class Engine:
             self.end(record, FinishReason.SHED, deltas, why)
         self.culprit = isolated = scheduler.isolated
         scheduled = scheduler.schedule(started, speculator, step_times)
-        tiers, copying = scheduler.kv.tiers, 0.0
-        if tiers is not None:
+        connectors, copying = scheduler.kv.connectors, 0.0
+        if connectors is not None:
             before = clock.now()
             self.culprit = None  # no request makes copying fail
-            tiers.transfer()
+            connectors.transfer()
             self.culprit = isolated
             copying = clock.now() - before
         if scheduled is None:
             # There is nothing to compute while a prompt's blocks are being loaded, either.
-            reading = None if scheduler.prefilling else scheduler.kv.reading
-            if scheduler.waiting.fetching and reading is not None:
-                reading.wait(_FETCHING_WAIT)
+            prefetcher = None if scheduler.prefilling else scheduler.kv.prefetcher
+            if scheduler.waiting.fetching and prefetcher is not None:
+                prefetcher.wait(_FETCHING_WAIT)
             return
         if scheduled.drafts is not None and speculator is not None:
             scheduled.probabilities = speculator.probabilities(scheduled.decodes)
@@ -371,8 +372,8 @@ class Engine:
         scheduler.commit(scheduled, drawn.runs)
         self._deliver(scheduled, drawn, now, deltas)
         self.culprit = None
-        if tiers is not None:
-            tiers.after_step()
+        if connectors is not None:
+            connectors.after_step()
         ended = clock.now()
         stats = self._stats
         stats.schedule_seconds += ready - started
@@ -590,17 +591,17 @@ class Engine:
         if self.speculator is not None:
             self.speculator.close()
         self.flush()
-        if (tiers := self.scheduler.kv.tiers) is not None:
-            tiers.close()
+        if (connectors := self.scheduler.kv.connectors) is not None:
+            connectors.shutdown()
         self.executor.close()
         gc.unfreeze()  # what was loaded (engine/load.py) has cycles, and may be collected now
 
     def flush(self) -> None:
-        """Write what is cached to the tier on disk, if there is one; it takes a few seconds at
+        """Save what is cached to connectors that outlive the process; it takes a few seconds at
         most.
         """
-        if (tiers := self.scheduler.kv.tiers) is not None:
+        if (connectors := self.scheduler.kv.connectors) is not None:
             try:
-                tiers.flush(self.scheduler.kv.index)
+                connectors.flush(self.scheduler.kv.index)
             except Exception:
                 logger.exception("the prefix cache could not be written")

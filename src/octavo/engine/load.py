@@ -13,7 +13,7 @@ from octavo.engine.cache_plan import longest_draft, longest_length, plan_cache
 from octavo.engine.clock import RealClock
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine
-from octavo.engine.offload import check_disk, make_tiers
+from octavo.engine.offload import check_disk, make_connectors
 from octavo.engine.step_time import StepTimePredictor, guessed
 from octavo.executor.build import build_executor, capabilities, weight_bytes
 from octavo.kv_cache.layout import KvDtype
@@ -113,15 +113,15 @@ class LoadedEngine:
         )
 
     def _offload(self) -> Iterator[str]:
-        tiers = self.engine.scheduler.kv.tiers
-        if tiers is None:
+        connectors = self.engine.scheduler.kv.connectors
+        if connectors is None:
             return
-        stats = tiers.stats()
-        line = f"kv offload: {as_size(stats.host_capacity)} of host memory"
-        if tiers.disk is not None:
+        memory, *others = connectors.stats().values()
+        line = f"kv offload: {as_size(memory.capacity_bytes)} of host memory"
+        for stats in others:
             line += (
-                f", {as_size(stats.disk_capacity)} in {self.config.kv_offload_dir}, which holds "
-                f"{stats.disk_blocks} blocks of this model ({as_size(stats.disk_bytes)} in all)"
+                f", {as_size(stats.capacity_bytes)} in {self.config.kv_offload_dir}, which holds "
+                f"{stats.blocks} blocks of this model ({as_size(stats.used_bytes)} in all)"
             )
         yield line
 
@@ -245,7 +245,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
     if config.kv_offload_bytes:
         assert pace is not None
         try:
-            tiers = make_tiers(
+            connectors = make_connectors(
                 executor,
                 pace,
                 compute,
@@ -258,7 +258,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         except BaseException:
             executor.close()
             raise
-        scheduler.kv.extend(tiers)
+        scheduler.kv.attach(connectors)
     sampler = executor.new_sampler(checkpoint.config.vocab_size)
     if speculation is not None and speculation.computes:
         try:

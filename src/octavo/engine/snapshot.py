@@ -131,7 +131,7 @@ def _request(engine: Engine, record: RequestRecord, now: float) -> RequestSnapsh
             shown, done = "paused", record.prompt_tokens
         if seq.status is Status.PREFILLING:
             shown, done = "prefill", 0
-            if not kv.loading.num_blocks(seq.slot):
+            if not kv.num_to_load(seq.slot):
                 done = int(kv.num_tokens[seq.slot])
     return RequestSnapshot(
         id=record.request_id,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from octavo.kv_cache.tiers import TierStats
+from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.speculator import Speculator
@@ -33,11 +33,10 @@ class EngineStats:
     computed_tokens: int = 0  # put through the model, recomputation included
     preemptions: int = 0
     prefix_queries: int = 0  # prompt tokens looked up in the prefix index
-    prefix_hits: int = 0  # prompt tokens found there, or in another tier
-    prefix_hits_host: int = 0  # of these, those for which blocks were loaded from host memory,
-    prefix_hits_disk: int = 0  # and those for which blocks were read from disk
+    prefix_hits: int = 0  # prompt tokens found there, or by a connector
+    external_hits: Mapping[str, int] = field(default_factory=dict)  # of these, loaded, by connector
     swapped_tokens: int = 0  # of preempted sequences, loaded from there instead of recomputed
-    tiers: TierStats | None = None  # of the cache beyond the pool, where there is one
+    connectors: Mapping[str, ConnectorStats] = field(default_factory=dict)  # by name
     last_step_tokens: int = 0
     last_step_seconds: float = 0.0  # scheduling to delivery
     step_seconds: float = 0.0  # of all steps
@@ -121,10 +120,9 @@ class EngineStats:
             preemptions=scheduler.num_preemptions,
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
-            prefix_hits_host=scheduler.prefix_hits_host,
-            prefix_hits_disk=scheduler.prefix_hits_disk,
+            external_hits=dict(scheduler.external_hits),
             swapped_tokens=scheduler.swapped_tokens,
-            tiers=scheduler.kv.tiers.stats() if scheduler.kv.tiers else None,
+            connectors=scheduler.kv.connectors.stats() if scheduler.kv.connectors else {},
             accepted_per_position=self.accepted_per_position[:],
             drafter_failures=speculator.failures if speculator else 0,
             drafting_seconds=speculator.savings.drafting if speculator else 0.0,

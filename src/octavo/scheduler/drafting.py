@@ -60,7 +60,7 @@ def _fit(
     for seq, guess, places in zip(decoding, drafts, reserved, strict=True):
         count = min(len(guess), room, seq.num_to_come - 1)
         if count >= places:
-            count = min(count, kv.room(seq.slot) - 1)
+            count = min(count, kv.capacity(seq.slot) - 1)
             kv.reserve(seq.slot, 1 + count)
         fitted.append(guess[:count])
         room -= count

@@ -32,7 +32,7 @@ class WaitingQueue:
         """Queue a sequence that is new. If this fails, nothing of it is left."""
         try:
             if len(self) < _READ_FOR:
-                self._read_ahead(seq, now)
+                self._prefetch(seq, now)
             self.push(seq, seq.owner.arrival)
         except BaseException:
             others = [other for other in self._policy if other is not seq]
@@ -40,14 +40,14 @@ class WaitingQueue:
             for other in others:
                 self._policy.push(other)
             self.fetching = [other for other in self.fetching if other is not seq]
-            self.end_ahead(seq)
+            self.end_prefetch(seq)
             raise
 
     def push(self, seq: Sequence, now: float) -> None:
         """Queue a sequence, now or when what is read for it has arrived."""
         tokens = self.tokens + len(seq.token_ids)
         seq.queued = now
-        if seq.ahead is None:
+        if seq.prefetch is None:
             seq.status = Status.WAITING
             self._policy.push(seq)
         else:
@@ -57,7 +57,7 @@ class WaitingQueue:
 
     def remove(self, seq: Sequence) -> None:
         """Remove a sequence that has ended, or is admitted. What was read for it stays until
-        `end_ahead`.
+        `end_prefetch`.
         """
         if seq.status is Status.FETCHING:
             self.fetching.remove(seq)
@@ -74,41 +74,41 @@ class WaitingQueue:
         """Queue the sequences for which all has been read, or for which reading takes longer than
         computing would. ``may_read``: also begin to read for those that are near their turn.
         """
-        reading, policy = self._kv.reading, self._policy
-        if reading is None:
+        prefetcher, policy = self._kv.prefetcher, self._policy
+        if prefetcher is None:
             return
-        if may_read and reading.room > 0 and policy.head() is not None:
+        if may_read and prefetcher.capacity > 0 and policy.head() is not None:
             for seq in [*islice(policy.in_turn(), _READ_FOR)]:
                 if seq.sought:
                     continue
-                self._read_ahead(seq, policy.now)
-                if seq.ahead is not None:
+                self._prefetch(seq, policy.now)
+                if seq.prefetch is not None:
                     policy.remove(seq)
                     seq.status = Status.FETCHING
                     self.fetching.append(seq)
-        reading.poll()
+        prefetcher.poll()
         for seq in self.fetching[:]:
-            if seq.ahead is None or reading.is_ready(seq.ahead, policy.now):
+            if seq.prefetch is None or prefetcher.is_ready(seq.prefetch, policy.now):
                 policy.push(seq)
                 seq.status = Status.WAITING
                 self.fetching.remove(seq)
-                if seq.ahead is not None:
-                    reading.waited(seq.ahead)
+                if seq.prefetch is not None:
+                    prefetcher.count(seq.prefetch)
 
-    def _read_ahead(self, seq: Sequence, now: float) -> None:
+    def _prefetch(self, seq: Sequence, now: float) -> None:
         """Begin to read what is on disk of its tokens, once: when it is preempted they are in the
         pool, and go to host memory from there. What is evicted while it waits is not read again:
         others would have to be admitted before it meanwhile.
         """
-        reading = self._kv.reading
-        if reading is None or seq.sought or reading.room <= 0:
+        prefetcher = self._kv.prefetcher
+        if prefetcher is None or seq.sought or prefetcher.capacity <= 0:
             return
         seq.sought = True
         if not seq.owner.scores_prompt:
-            seq.ahead = self._kv.read_ahead(seq.token_ids, seq.owner.cache_salt, now)
+            seq.prefetch = self._kv.prefetch(seq.token_ids, seq.owner.cache_salt, now)
 
-    def end_ahead(self, seq: Sequence) -> None:
+    def end_prefetch(self, seq: Sequence) -> None:
         """Let what was read for it be evicted again."""
-        if seq.ahead is not None and (reading := self._kv.reading) is not None:
-            reading.end(seq.ahead)
-            seq.ahead = None
+        if seq.prefetch is not None and (prefetcher := self._kv.prefetcher) is not None:
+            prefetcher.end(seq.prefetch)
+            seq.prefetch = None

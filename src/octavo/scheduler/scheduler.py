@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Items
 from itertools import chain, islice, repeat, takewhile
@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 
 from octavo.kv_cache.cache import Int32, KvCache
-from octavo.kv_cache.finding import NO_HIT, Hit
 from octavo.kv_cache.layout import KvLayout
-from octavo.kv_cache.prefix import Hash, chain_hash
+from octavo.kv_cache.prefix_index import Hash, chain_hash
+from octavo.kv_cache.prefix_lookup import NO_HIT, Hit
 from octavo.scheduler.admission import Admission, needed_blocks
 from octavo.scheduler.batching import BatchBuilder, Branches, Chunk, Scheduled
 from octavo.scheduler.config import SchedulerConfig
@@ -80,8 +80,7 @@ class Scheduler:
         self.prompt_tokens = 0  # of requests that have begun
         self.prefix_queries = 0
         self.prefix_hits = 0
-        self.prefix_hits_host = 0  # of these, from host memory,
-        self.prefix_hits_disk = 0  # and from disk
+        self.external_hits: Counter[str] = Counter()  # of these, loaded, by connector
         self.swapped_tokens = 0  # of preempted sequences, taken back from there
         self._arrivals = 0
         self._reserved_slots = 0  # for sequences that will fork
@@ -159,7 +158,7 @@ class Scheduler:
                     self.waiting.remove(seq)
                 else:
                     continue
-                self.waiting.end_ahead(seq)
+                self.waiting.end_prefetch(seq)
                 seq.status = Status.PAUSED
                 self.paused.append(seq)
 
@@ -274,7 +273,7 @@ class Scheduler:
         """Schedule as many of a prompt's missing tokens as budget and blocks allow; none before all
         of its cached prefix is in the pool.
         """
-        if self.kv.loading.num_blocks(seq.slot) and not self._load(seq, budget):
+        if self.kv.num_to_load(seq.slot) and not self._load(seq, budget):
             return None
         missing = self._missing(seq)
         start = len(seq.token_ids) - missing
@@ -286,7 +285,7 @@ class Scheduler:
             count = budget.fit(start, missing, scored=scored, half=True)
         if count < 1:
             return None
-        while (room := self.kv.room(seq.slot)) < 1 and (victim := self._victim()) is not seq:
+        while (room := self.kv.capacity(seq.slot)) < 1 and (victim := self._victim()) is not seq:
             self._preempt(victim)
         count = min(count, room)
         if count < 1:
@@ -301,7 +300,7 @@ class Scheduler:
         whether that is all.
         """
         kv = self.kv
-        each, to_load = kv.seconds_to_load(seq.slot), kv.loading.num_blocks(seq.slot)
+        each, to_load = kv.seconds_to_load(seq.slot), kv.num_to_load(seq.slot)
         count = budget.blocks(to_load, each)
         while count and not kv.pool.num_free and (victim := self._victim()) is not seq:
             self._preempt(victim)
@@ -316,7 +315,7 @@ class Scheduler:
         missing = len(seq.token_ids) - end
         if not missing or seq.owner.scores_prompt:
             return chunk
-        more = min(budget.fit(end, missing), self.kv.room(seq.slot) - count)
+        more = min(budget.fit(end, missing), self.kv.capacity(seq.slot) - count)
         if more < 1:
             return chunk
         self.kv.reserve(seq.slot, count + more)
@@ -334,8 +333,8 @@ class Scheduler:
         if seq.slot >= 0:
             return self._missing(seq)
         cached = self._lookup(seq).num_tokens
-        if seq.status is Status.FETCHING and seq.ahead is not None:
-            cached = max(cached, seq.ahead.num_tokens)  # it is being read
+        if seq.status is Status.FETCHING and seq.prefetch is not None:
+            cached = max(cached, seq.prefetch.num_tokens)  # it is being read
         return len(seq.token_ids) - cached
 
     def _shorter_behind(self, missing: int, others: Items[Sequence]) -> bool:
@@ -423,7 +422,7 @@ class Scheduler:
         # If steps have a target, what is in another tier is loaded as they have time for it.
         at_once = self.config.itl_target is None
         seq.slot = self.kv.open(hit, seq.owner.cache_salt, at_once=at_once)
-        self.waiting.end_ahead(seq)
+        self.waiting.end_prefetch(seq)
         seq.sought = True  # from now on what it has is in the pool
         if self.config.memory == "reserve":
             self.kv.reserve(seq.slot, seq.max_length - 1)
@@ -602,7 +601,7 @@ class Scheduler:
         if self.config.memory == "paged":
             for seq, draft in zip(decodes, drafts or (), strict=False):
                 if draft:
-                    kv.settle(seq.slot)
+                    kv.trim(seq.slot)
 
     def _count(self, seq: Sequence) -> None:
         """Count the cached prefix of a sequence whose first chunk has been computed: only now has
@@ -613,7 +612,7 @@ class Scheduler:
         if hit is None:
             return
         if record.counted:
-            self.swapped_tokens += hit.num_host_tokens + hit.num_disk_tokens
+            self.swapped_tokens += sum(tokens for _, tokens in hit.external_tokens)
             return
         record.counted = True
         record.cached_tokens = hit.num_tokens
@@ -621,8 +620,7 @@ class Scheduler:
         if self.config.enable_prefix_caching and not record.scores_prompt:
             self.prefix_queries += record.prompt_tokens
             self.prefix_hits += hit.num_tokens
-            self.prefix_hits_host += hit.num_host_tokens
-            self.prefix_hits_disk += hit.num_disk_tokens
+            self.external_hits.update(dict(hit.external_tokens))
 
     def _begin_decoding(self, seq: Sequence) -> None:
         """Let a sequence whose prompt is computed decode, and its forks with it."""
@@ -651,7 +649,7 @@ class Scheduler:
             self.waiting.remove(seq)
         elif seq.status is Status.PAUSED:
             self.paused.remove(seq)
-        self.waiting.end_ahead(seq)
+        self.waiting.end_prefetch(seq)
         self._served.discard(seq)
         seq.status = Status.FINISHED
         record = seq.owner
@@ -726,7 +724,7 @@ class Scheduler:
             if any(seq.slot >= 0 for seq in record.sequences):
                 suspects.append(record)
             for seq in record.sequences:
-                seq.ahead = None  # the cache has dropped what was read
+                seq.prefetch = None  # the cache has dropped what was read
             for seq in unfinished:
                 if seq.status is not Status.FORKING:
                     self.waiting.push(seq, seq.queued if seq.slot < 0 else self.policy.now)
@@ -745,11 +743,11 @@ class Scheduler:
         quiet = self.decoding and not (
             self.prefilling or self.kv.shared_tails or self.isolated is not None
         )
-        if not quiet or self.kv.tiers is not None or self._may_admit():
+        if not quiet or self.kv.connectors is not None or self._may_admit():
             return 0
         self._update_decode_slots()
         limit = min(seq.num_to_come for seq in self.decoding) - 1
-        return self.kv.steps_of_room(self._builder.decode_slots, limit)
+        return self.kv.max_steps(self._builder.decode_slots, limit)
 
     def _may_admit(self) -> bool:
         """Return whether a sequence may be admitted or dropped although none has left since the
@@ -789,7 +787,7 @@ class Scheduler:
         self.policy.on_tokens(self.decoding, repeat(tokens.shape[1]))
         for seq, run in zip(self.decoding, tokens, strict=True):
             seq.token_ids.frombytes(run.tobytes())
-        self.kv.go_on(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
+        self.kv.advance_steps(slots, [seq.token_ids for seq in self.decoding], tokens.shape[1])
         self._builder.last_token[slots] = tokens[:, -1]
 
     # Checks
@@ -799,8 +797,8 @@ class Scheduler:
         kv = self.kv
         if kv.num_branches:
             raise RuntimeError("a branch has outlived its step")
-        if kv.tiers is not None and kv.tiers.memory.num_pinned:
-            raise RuntimeError("no request is left, but blocks of the host tier are pinned")
+        if kv.connectors is not None and kv.connectors.staging.num_pinned:
+            raise RuntimeError("no request is left, but blocks in host memory are pinned")
         if (
             self.has_work()
             or self.paused
@@ -814,7 +812,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raise `RuntimeError` if cache, queue and running sequences do not agree."""
-        self.kv.check()
+        self.kv.check(seq.prefetch for seq in self.waiting if seq.prefetch is not None)
         if self.kv.num_branches:
             raise RuntimeError("a branch has outlived its step")
         running = self.decoding + self.prefilling
@@ -829,6 +827,3 @@ class Scheduler:
             raise RuntimeError("slots are reserved for nobody")
         if self.waiting.tokens != sum(len(seq.token_ids) for seq in self.waiting):
             raise RuntimeError("the queue's tokens are miscounted")
-        if self.kv.tiers is not None:
-            pins = (seq.ahead for seq in self.waiting if seq.ahead is not None)
-            self.kv.tiers.check(pins, len(self.kv.loading))

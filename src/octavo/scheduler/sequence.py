@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from octavo.kv_cache.finding import Hit
-from octavo.kv_cache.read_ahead import ReadAhead
+from octavo.kv_cache.connectors.prefetch import Prefetch
+from octavo.kv_cache.prefix_lookup import Hit
 from octavo.scheduler.request import RequestRecord
 
 
@@ -38,7 +38,7 @@ class Sequence:
     num_scored: int = 0  # prompt positions whose logprobs have been delivered
     queued: float = 0.0  # clock seconds when it was last queued
     stood: float = 0.0  # seconds at the head of its queue; the policy counts them
-    ahead: ReadAhead | None = None  # what is being read from disk for it, until it is admitted
+    prefetch: Prefetch | None = None  # what is being loaded for it, until it is admitted
     sought: bool = False  # the disk has been searched for it
     hit: Hit | None = None  # the prefix it was admitted with, until its first chunk is computed
     output: Any = None  # the engine's: sampler state, detokenizer, stop rules

@@ -160,7 +160,7 @@ class DraftModelDrafter:
             if size > _FEW:
                 behind.append((seq, count))
             elif size <= left and self._reserve(cache, size):
-                more = self.kv.room(cache.slot) - size
+                more = self.kv.capacity(cache.slot) - size
                 count = min(count, 1 + more)
                 self.kv.reserve(cache.slot, size + count - 1)
                 cache.used = self._step
@@ -179,7 +179,7 @@ class DraftModelDrafter:
             reading.add(seq.owner)
             start = int(self.kv.num_tokens[cache.slot])
             missing = len(seq.token_ids) - start
-            room = self.kv.room(cache.slot)
+            room = self.kv.capacity(cache.slot)
             size = min(missing, left, room)
             if size < 1:
                 continue
@@ -238,7 +238,7 @@ class DraftModelDrafter:
             right += 1
         cache.drafted.clear()
         self.kv.advance(cache.slot, right)
-        self.kv.settle(cache.slot)
+        self.kv.trim(cache.slot)
         self.kv.register(cache.slot, seq.token_ids)
 
     def _open(self, seq: Seq) -> _Cache | None:

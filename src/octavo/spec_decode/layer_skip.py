@@ -54,7 +54,7 @@ class LayerSkipDrafter:
         try:
             for index, (seq, count) in enumerate(zip(decoding, counts, strict=True)):
                 # The token behind the draft needs a place, too, when it is checked.
-                most = min(count, kv.room(seq.slot) - 1)
+                most = min(count, kv.capacity(seq.slot) - 1)
                 if most < 1 or len(guesses) == self._executor.max_logits_rows:
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
@@ -69,7 +69,7 @@ class LayerSkipDrafter:
         finally:
             for slot, num_blocks in held.items():
                 if kv.num_blocks[slot] != num_blocks:
-                    kv.settle(slot)
+                    kv.trim(slot)
                     kv.reserve(slot, 1)  # the next token's place, as it was
         return [
             guesses[index].draft() if index in guesses else NO_DRAFT
@@ -78,8 +78,8 @@ class LayerSkipDrafter:
 
     def _batch(self, going: list[Guess], passes: int) -> Batch:
         kv = self._kv
-        if kv.tiers is not None and not passes:
-            kv.tiers.transfer()  # and so may those that go to another tier, or come from there
+        if kv.connectors is not None and not passes:
+            kv.connectors.transfer()  # and so may those that go to another tier, or come from there
         slots = np.array([each.seq.slot for each in going], np.int32)
         counting = np.arange(len(going) + 1, dtype=np.int32)
         # Blocks that are still to be copied for this step may be those that are read and written.

@@ -170,7 +170,7 @@ def weights_on(
 
 
 def simulated_engine(setup: Setup) -> Engine:
-    """The engine that `load_engine` would build there, on a cost executor and a virtual clock.
+    """The engine that `load_engine` would build there, on a simulated executor and a virtual clock.
 
     Raises `DoesNotFit`.
     """

@@ -1,4 +1,4 @@
-"""The simulated executor: bytes and operations counted one by one, and the engine on virtual time."""
+"""The cost model, op by op, and the engine on it and virtual time."""
 
 from __future__ import annotations
 

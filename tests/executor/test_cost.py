@@ -1,4 +1,4 @@
-"""The cost model, op by op, and the engine on it and virtual time."""
+"""The simulated executor: bytes and operations counted singly, and the engine on virtual time."""
 
 from __future__ import annotations
 

@@ -22,10 +22,9 @@ from octavo.models.families import program
 from octavo.sampling.scripted import ScriptedSampler
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.scheduler import Scheduler
-from octavo.server.app import create_app
+from octavo.server.app import App, Trace
 from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
-from octavo.server.gate import Trace
 from octavo.server.metrics import Metrics
 from octavo.server.model import ServedModel
 from octavo.server.server import bind, http_server
@@ -103,8 +102,8 @@ async def listening(
     """A server for ``engine`` in this loop; gives its URL."""
     settings = ServeConfig(**({"port": 0, "allowed_hosts": ("*",)} | config))
     listener = bind(settings)
-    app = create_app(engine, model or served_model(), settings, metrics, trace, clients)
-    server = http_server(app, settings)
+    app = App(engine, model or served_model(), settings, metrics, trace, clients)
+    server = http_server(app)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started or task.done(), "the server")

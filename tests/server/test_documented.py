@@ -1,11 +1,9 @@
-"""The configuration files that the documentation shows are tried as they stand there."""
+"""The key files that the documentation shows are tried as they stand there."""
 
 from __future__ import annotations
 
-import configparser
 import json
 import re
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,8 +28,6 @@ def fences(language: str) -> Iterator[tuple[str, str]]:
 
 
 KEY_FILES = [(page, text) for page, text in fences("json") if '"keys"' in text]
-UNITS = [(page, text) for page, text in fences("ini") if "ExecStart" in text]
-CONTAINERS = [(page, text) for page, text in fences("yaml") if "containers:" in text]
 
 
 def serve(
@@ -49,8 +45,6 @@ def serve(
 
 def test_there_are_some() -> None:
     assert len(KEY_FILES) >= 2
-    assert UNITS
-    assert CONTAINERS
 
 
 @pytest.mark.parametrize(("page", "text"), KEY_FILES)
@@ -68,33 +62,3 @@ def test_key_files_can_be_used_under_every_policy(
     for line in told:
         assert str(file) in line
         assert "--scheduling-policy" in line
-
-
-@pytest.mark.parametrize(("page", "text"), UNITS)
-def test_systemd_units_start_with_the_documented_key_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str, text: str
-) -> None:
-    unit = configparser.ConfigParser(interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(text)
-    name, _, _ = unit["Service"]["LoadCredential"].partition(":")
-    program, command, *arguments = shlex.split(unit["Service"]["ExecStart"])
-    assert (Path(program).name, command) == ("octavo", "serve")
-    (tmp_path / name).write_text(dict(KEY_FILES)["serving.md"])
-    arguments = [argument.replace("%d", str(tmp_path)) for argument in arguments]
-    engine, config = serve(monkeypatch, arguments)
-    _, told = in_effect(config.named_keys, engine.scheduling_policy, config.api_key_file)
-    assert not told  # all that the file says has an effect
-    assert config.shutdown_timeout < float(unit["Service"]["TimeoutStopSec"])
-
-
-@pytest.mark.parametrize(("page", "text"), CONTAINERS)
-def test_containers_start(monkeypatch: pytest.MonkeyPatch, page: str, text: str) -> None:
-    found = re.search(r"args: \[(.*)\]", text)
-    grace = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
-    assert found
-    assert grace
-    command, *arguments = (each.strip().strip('"') for each in found[1].split(","))
-    assert command == "serve"
-    _, config = serve(monkeypatch, arguments)
-    assert config.shutdown_timeout < float(grace[1])

@@ -19,11 +19,11 @@ from octavo.engine.stats import EngineStats
 from octavo.kv_cache.connectors.base import ConnectorStats
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.request import FinishReason, LatencyTarget, Outcome, Request, RequestRecord
-from octavo.server.deltas import Gaps
 from octavo.server.metrics import Metrics
 from octavo.server.metrics.families import Families
 from octavo.server.metrics.requests import REJECTIONS, RequestMetrics
 from octavo.server.metrics.slo import SloMetrics, class_of
+from octavo.server.streaming import MergedStream
 
 TARGET = LatencyTarget(ttft=1.0, tpot=0.1, e2el=5.0)
 CLASS = "ttft:1000 tpot:100 e2el:5000"
@@ -95,7 +95,7 @@ def test_what_became_of_a_promise(changes: dict[str, Any], result: str | None) -
 def test_the_time_that_a_client_does_not_read_is_no_latency() -> None:
     registry = CollectorRegistry()
     metrics = RequestMetrics(Families(registry, "m"), 512)
-    gaps = Gaps(metrics.inter_token.observe)
+    gaps = MergedStream([], 1, metrics.inter_token.observe)
     for each in (record(), record(last_token=110.0, finished=110.0, pauses=1)):
         for at in (101.0, each.last_token):
             gaps.count(0, each, Delta("id", 0, "a", [1], at=at))

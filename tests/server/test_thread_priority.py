@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from octavo.server.niceness import give_way
+from octavo.server.process import give_way
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="niceness is each thread's own on Linux only")

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from contextlib import suppress
+from typing import Any
 
 import pytest
+from serve_fakes import FakeEngine, served_model
 from starlette.types import Message, Receive, Scope, Send
 
+from octavo.server.app import App
+from octavo.server.config import ServeConfig
+from octavo.server.context import CONTEXT, RequestContext
 from octavo.server.errors import ApiError, ClientGone
-from octavo.server.exchange import Exchange
-from octavo.server.gate import Door, Gate, send_json
-from octavo.server.keys import ApiKey, Keyring
+from octavo.server.routes import HttpRoute
+
+
+def app_of(handler: Any, engine: FakeEngine, **config: Any) -> App:
+    """An application with one route, /a."""
+    routes = [HttpRoute("GET", "/a", handler)]
+    return App(engine, served_model(), ServeConfig(**config), routes=routes)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -30,9 +38,9 @@ from octavo.server.keys import ApiKey, Keyring
     ],
 )
 async def test_who_broke_it_off(
-    error: BaseException, begun: bool, status: int, error_type: str
+    engine: FakeEngine, error: BaseException, begun: bool, status: int, error_type: str
 ) -> None:
-    async def breaks(scope: Scope, receive: Receive, send: Send) -> None:
+    async def breaks(app: App, context: RequestContext, receive: Receive, send: Send) -> None:
         if begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await send({"type": "http.response.body", "body": b"a", "more_body": True})
@@ -44,21 +52,17 @@ async def test_who_broke_it_off(
     async def send(message: Message) -> None:
         pass
 
-    counted = []
+    engine.draining = bool(error.args)
     scope: Scope = {"type": "http", "method": "GET", "path": "/a", "headers": []}
-    gate = Gate(
-        Door(breaks, Keyring(()), lambda: bool(error.args)),
-        lambda *of: counted.append(of),
-        frozenset({"/a"}),
-        access_log=True,
-    )
+    app = app_of(breaks, engine)
     with suppress(asyncio.CancelledError):
-        await gate(scope, receive, send)
-    assert counted == [("/a", "GET", status)]
-    assert Exchange.of(scope).error_type == error_type
+        await app(scope, receive, send)
+    labels = {"handler": "/a", "method": "GET", "status": str(status)}
+    assert app.metrics.registry.get_sample_value("octavo:http_requests_total", labels) == 1
+    assert scope[CONTEXT].error_type == error_type
 
 
-async def test_a_field_given_very_often_is_put_together_once() -> None:
+async def test_a_field_given_very_often_is_put_together_once(engine: FakeEngine) -> None:
     """And in one go: anybody may send it, before any key is asked for."""
     copied = 0
 
@@ -76,9 +80,9 @@ async def test_a_field_given_very_often_is_put_together_once() -> None:
             self.walks += 1
             return super().__iter__()
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        assert Exchange.of(scope).headers[b"a"] == b", ".join([b"bbb"] * 9000)
-        await send_json(send, 200, b"{}")
+    async def answers(app: App, context: RequestContext, receive: Receive, send: Send) -> bytes:
+        assert context.headers[b"a"] == b", ".join([b"bbb"] * 9000)
+        return b"{}"
 
     async def receive() -> Message:
         raise AssertionError
@@ -88,8 +92,7 @@ async def test_a_field_given_very_often_is_put_together_once() -> None:
 
     headers = Headers([*[(b"a", Value(b"bbb"))] * 9000, (b"authorization", b"Bearer k")])
     scope: Scope = {"type": "http", "method": "GET", "path": "/a", "headers": headers}
-    door = Door(app, Keyring((ApiKey(name="k", digest=hashlib.sha256(b"k").digest()),)))
-    await Gate(door, lambda *_: None, frozenset(), access_log=False)(scope, receive, send)
-    assert Exchange.of(scope).status == 200
+    await app_of(answers, engine, api_key=("k",))(scope, receive, send)
+    assert scope[CONTEXT].status == 200
     assert copied < 9000 * len(b"bbb, ")
     assert headers.walks == 1

@@ -9,7 +9,7 @@ from octavo.kv_cache.tiers import TierStats
 from octavo.scheduler.request import RequestRecord
 from octavo.scheduler.scheduler import Scheduler
 from octavo.spec_decode.speculator import Speculator
-from octavo.spec_decode.verify import agreement
+from octavo.spec_decode.replay import agreement
 
 
 @dataclass(slots=True)
@@ -145,6 +145,6 @@ class EngineStats:
             tiers=scheduler.kv.tiers.stats() if scheduler.kv.tiers else None,
             accepted_per_position=self.accepted_per_position[:],
             drafter_failures=speculator.failures if speculator else 0,
-            drafting_seconds=speculator.savings.drafting if speculator else 0.0,
-            time_saved_seconds=speculator.savings.saved if speculator else 0.0,
+            drafting_seconds=speculator.drafting_seconds if speculator else 0.0,
+            time_saved_seconds=speculator.saved_seconds if speculator else 0.0,
         )

@@ -1,4 +1,4 @@
-"""A draft model's file: read, and found to suit the target or refused."""
+"""Reads a draft model's file, and refuses one that does not suit the target."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from octavo.models.program import Program
 
 
 class DraftModel(NamedTuple):
-    """A draft model, read and found to suit the target; not yet in memory."""
+    """A draft model that was read and suits the target, but is not in memory yet."""
 
     checkpoint: Checkpoint
     program: Program
@@ -34,8 +34,10 @@ def read(
     threads: int,
     isa: str | None,
 ) -> DraftModel:
-    """``model`` is a known name, a path or a hub id. Raises `CheckpointError`, for weights that do
-    not fit together too, and `ValueError` for another vocabulary than the target's.
+    """Read a draft model by its known name, path or hub id.
+
+    Raises `CheckpointError`, also for weights that do not fit together, and `ValueError` for another
+    vocabulary than the target's.
     """
     from octavo.executor.native.executor import all_held_bytes, check_weights, scaled_bytes
 
@@ -51,7 +53,7 @@ def read(
 
 
 def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
-    """Token by token; raises `ValueError` with the first one that differs."""
+    """Compare the vocabularies. Raises `ValueError` naming the first token that differs."""
     ours, theirs = draft.config.vocab_size, target.config.vocab_size
     if ours != theirs:
         raise ValueError(

@@ -1,0 +1,55 @@
+"""Constants that tune speculation. None of them changes an output; they only change how long it takes.
+
+"Lost" below is the time of the simulated loads of tests/spec_decode/test_never_slower.py (a machine
+whose speed drifts) with the constant changed as it says, beside that with it as it is.
+"""
+
+from __future__ import annotations
+
+# How much to draft
+
+LONGEST_DRAFT = 16  # tokens
+LEAST_GAIN = 1.06
+# Acceptance
+
+ACCEPTANCE_PRIOR_WEIGHT = 2.0
+ACCEPTANCE_MEMORY = 256.0
+SEQUENCE_WEIGHT = 8.0
+SEQUENCE_MEMORY = 32.0
+HIGHEST_ACCEPTANCE = 0.98
+NEGLIGIBLE_GAIN = 0.05
+ALTERNATIVE_RANKS = 4
+
+KNEE = 8.0
+SPEED_GAIN = 0.2
+CORRECTION_GAIN = 0.05
+DRAFTING_GAIN = 0.05
+EXPLORATION = 0.1
+NEARBY = 1.25
+FADING, FADING_STEPS, FAINT = 0.8, 32, 0.5
+MAX_ERROR = 0.5
+WORST_FACTOR = 1.65
+
+ACCOUNT_STEPS = 256
+MAX_CREDIT = 0.01
+MAX_LOSS = 0.005
+LOOKUP_CREDIT_STEPS = 128
+MODEL_CREDIT_STEPS = 512
+
+CONTROL_STEPS = 16
+CONTROL_SHARE = 0.005
+STEPS_COMPARED = 2.0
+REST_STEPS = 16
+LONGEST_REST = 32
+LOOKUP_SHARE = 0.01
+TRIAL_SHARE = 0.01
+TRIAL_TOKENS = 3
+ANSWERS_REMEMBERED = 32
+NEW_TEXT_TOKENS = 64
+LOOKUP_TOKENS_PER_STEP = 4096
+
+DRAFT_MODEL_FEW_TOKENS = 32
+DRAFT_MODEL_READING_TOKENS = 128
+DRAFT_MODEL_IDLE_STEPS = 64
+
+HEADS_LEAST_CHANCE = 0.15

@@ -586,7 +586,7 @@ def test_a_drafter_may_have_other_methods_too() -> None:
 
 
 def test_long_texts_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("octavo.spec_decode.lookup.LOOKUP_TOKENS_PER_STEP", 7)
+    monkeypatch.setattr("octavo.spec_decode.tuning.LOOKUP_TOKENS_PER_STEP", 7)
     engine = build(max_logits_rows=64)
     assert isinstance(engine.sampler, FakeSampler)
     oracle = Oracle("long", engine.sampler)

@@ -420,15 +420,15 @@ def _reference(
     weights = head_weights(heads, checkpoint)
     e = dequantize(checkpoint.weights["token_embd"])[tokens]
     x = rows
-    if heads.recurrent is not None:
+    if heads.recurrent:
         m = {name: dequantize(weights[f"medusa.{name}"]).T for name in RECURRENT}
         gate = x @ m["gate"] + e @ m["gate_token"]
         z = gate / (1 + np.exp(-gate)) * (x @ m["up"] + e @ m["up_token"])
-        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.recurrent.bias)
-    for number, layer in enumerate(heads.blocks[at] if heads.blocks else ()):
-        role = f"medusa.{at}.{number}"
-        assert layer.bias is not None
-        inner = x @ dequantize(weights[role]).T + floats(layer.bias)
+        x = z @ m["down"] + x @ m["skip"] + e @ m["skip_token"] + floats(heads.weights["skip.bias"])
+    for layer in range(heads.num_layers):
+        name = f"blocks.{at}.layers.{layer}"
+        bias = floats(heads.weights[f"{name}.bias"])
+        inner = x @ dequantize(weights[f"medusa.{name}"]).T + bias
         x = x + inner / (1 + np.exp(-inner))
     role = "token_embd" if checkpoint.config.tied_embeddings else "output"
     return x, x @ dequantize(checkpoint.weights[role])[heads.token_map].T

@@ -6,23 +6,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode import tuning
 from octavo.spec_decode.drafter import Draft
 from octavo.spec_decode.replay import agreement
-from octavo.spec_decode.tuning import (
-    ACCEPTANCE_MEMORY,
-    ACCEPTANCE_PRIOR_WEIGHT,
-    ALTERNATIVE_RANKS,
-    HIGHEST_ACCEPTANCE,
-    NEGLIGIBLE_GAIN,
-    SEQUENCE_MEMORY,
-    SEQUENCE_WEIGHT,
-)
 
 # A class of draft: from where it comes, and the drafter's evidence. "model": made by a model,
 # "planned": the same before it is made, "lookup": found in the text, "alternative": beside a draft.
 Class = tuple[str, int]
 PLANNED: Class = ("planned", 0)
-_FIRST_GUESS = {"model": 0.8, "planned": 0.8, "lookup": 0.5, "alternative": 0.25}
 
 
 class Offer(NamedTuple):
@@ -62,15 +53,15 @@ class Acceptance:
         """
         rates = self._rates.get(kind, [])
         accepted, tried = self._own.get(seq, {}).get(kind, (0.0, 0.0)) if seq else (0.0, 0.0)
-        rate = _FIRST_GUESS[kind[0]]
+        rate = tuning.FIRST_GUESS[kind[0]]
         gains: list[float] = []
         so_far = 1.0
         for at in range(length):
             if at < len(rates):
                 rate = rates[at]
-            blended = (SEQUENCE_WEIGHT * rate + accepted) / (SEQUENCE_WEIGHT + tried)
-            so_far *= min(HIGHEST_ACCEPTANCE, blended)
-            if so_far < NEGLIGIBLE_GAIN:
+            blended = (tuning.SEQUENCE_WEIGHT * rate + accepted) / (tuning.SEQUENCE_WEIGHT + tried)
+            so_far *= min(tuning.HIGHEST_ACCEPTANCE, blended)
+            if so_far < tuning.NEGLIGIBLE_GAIN:
                 break
             gains.append(so_far)
         return gains
@@ -84,15 +75,15 @@ class Acceptance:
         tried = min(accepted + 1, len(draft), len(run))
         for at in range(tried):
             if at == len(rates):  # a new position begins with the rate of the one before
-                rates.append(rates[-1] if rates else _FIRST_GUESS[kind[0]])
-                trials.append(ACCEPTANCE_PRIOR_WEIGHT)
-            trials[at] = min(trials[at] + 1, ACCEPTANCE_MEMORY)
+                rates.append(rates[-1] if rates else tuning.FIRST_GUESS[kind[0]])
+                trials.append(tuning.ACCEPTANCE_PRIOR_WEIGHT)
+            trials[at] = min(trials[at] + 1, tuning.ACCEPTANCE_MEMORY)
             rates[at] += ((at < accepted) - rates[at]) / trials[at]
         if seq is not None:
             own = self._own.setdefault(seq, {}).setdefault(kind, [0.0, 0.0])
             own[0] += accepted
             own[1] += tried
-            if own[1] > SEQUENCE_MEMORY:
+            if own[1] > tuning.SEQUENCE_MEMORY:
                 own[:] = own[0] / 2, own[1] / 2
 
     def end(self, seq: Seq) -> None:
@@ -107,8 +98,8 @@ class Acceptance:
             if start >= len(gains):  # the draft itself is not worth a row there
                 continue
             wrong = (gains[start - 1] if start else 1.0) - gains[start]
-            own = self.gains(_rank(rank), None, len(path) - start)
-            if own and wrong * own[0] >= NEGLIGIBLE_GAIN:
+            own = self.gains(("alternative", rank), None, len(path) - start)
+            if own and wrong * own[0] >= tuning.NEGLIGIBLE_GAIN:
                 offers.append(Offer(sequence, rank, start, [wrong * gain for gain in own]))
         return offers
 
@@ -120,8 +111,4 @@ class Acceptance:
         if wrong < min(len(token_ids), len(run)):
             for rank, path in enumerate(draft.alternatives):
                 if agreement(token_ids, path) == wrong < len(path):
-                    self.learn(_rank(rank), None, path[wrong:], run[wrong:])
-
-
-def _rank(rank: int) -> Class:
-    return "alternative", min(rank, ALTERNATIVE_RANKS - 1)
+                    self.learn(("alternative", rank), None, path[wrong:], run[wrong:])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from octavo.spec_decode.tuning import ACCOUNT_STEPS, MAX_CREDIT, MAX_LOSS
+from octavo.spec_decode import tuning
 
-_FADING = 1 - 1 / ACCOUNT_STEPS
+_FADING = 1 - 1 / tuning.ACCOUNT_STEPS
 
 
 class Account:
@@ -35,9 +35,9 @@ class Account:
         kept = _FADING**steps
         self._seconds = kept * self._seconds + steps * seconds
         fading = (kept - 1) * self._gained
-        gained = self._gained + min(fading, steps * MAX_LOSS * seconds)
+        gained = self._gained + min(fading, steps * tuning.MAX_LOSS * seconds)
         gained += steps * (worth - seconds) - payment
-        self._gained = min(gained, MAX_CREDIT * self._seconds)
+        self._gained = min(gained, tuning.MAX_CREDIT * self._seconds)
 
     def owe(self, seconds: float, tokens: float) -> None:
         """Charge ``seconds`` of reading a text over the ``tokens`` that are expected of it: drafts
@@ -51,4 +51,4 @@ class Account:
     @property
     def overdrawn(self) -> bool:
         """Whether more than `MAX_LOSS` of the recent time has been lost."""
-        return self._gained < -MAX_LOSS * self._seconds
+        return self._gained < -tuning.MAX_LOSS * self._seconds

@@ -9,11 +9,11 @@ from dataclasses import dataclass, fields
 from typing import Any, NoReturn
 
 from octavo.loader.rounding import QUANTIZATIONS, is_known
+from octavo.spec_decode import tuning
 from octavo.spec_decode.answers import MAX_BRANCHES
 from octavo.spec_decode.drafter import Drafter
 from octavo.spec_decode.ngram import NgramDrafter
 from octavo.spec_decode.suffix import SuffixDrafter
-from octavo.spec_decode.tuning import LONGEST_DRAFT
 from octavo.strict_json import once
 
 # The fields that each method takes, beside those that all take.
@@ -156,7 +156,7 @@ class SpeculativeConfig:
     @property
     def longest(self) -> int:
         """Return the most tokens of a draft."""
-        return self.num_speculative_tokens or LONGEST_DRAFT
+        return self.num_speculative_tokens or tuning.LONGEST_DRAFT
 
     @property
     def looks_up(self) -> bool:
@@ -185,7 +185,7 @@ class SpeculativeConfig:
         if self.num_speculative_tokens:
             text += f", {self.num_speculative_tokens} tokens each time"
         else:
-            text += f", up to {longest or LONGEST_DRAFT} tokens, as it pays"
+            text += f", up to {longest or tuning.LONGEST_DRAFT} tokens, as it pays"
         return text + (", checked by rejection" if self.rejection else "")
 
     @property

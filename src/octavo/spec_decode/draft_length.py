@@ -6,9 +6,9 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 
+from octavo.spec_decode import tuning
 from octavo.spec_decode.acceptance import Offer
 from octavo.spec_decode.times import SpeculationTimes
-from octavo.spec_decode.tuning import LEAST_GAIN
 
 # Seconds to make drafts for so many sequences, the longest of so many tokens.
 Price = Callable[[int, int], float]
@@ -31,7 +31,7 @@ def could_pay(times: SpeculationTimes, num_sequences: int, num_tokens: int, most
     """Return whether ``most`` draft tokens or fewer could pay if all were accepted."""
     if not times.known:
         return False
-    least = LEAST_GAIN * num_sequences / times.predict(num_sequences)
+    least = tuning.LEAST_GAIN * num_sequences / times.predict(num_sequences)
     return any(
         num_sequences + size - num_tokens > least * seconds
         for size, seconds in _sizes(times, num_sequences, num_tokens, most)
@@ -75,7 +75,7 @@ def choose_lengths(
             lengths[sequence] = lengths.get(sequence, 0) + 1
             longest = max(longest, lengths[sequence])
             made.append((len(lengths), longest))
-    best, taken = LEAST_GAIN * len(gains) / times.predict(len(gains)), 0
+    best, taken = tuning.LEAST_GAIN * len(gains) / times.predict(len(gains)), 0
     for size, seconds in _sizes(times, len(gains), num_tokens, min(room, rows[-1])):
         fitting = bisect_right(rows, size - num_tokens) - 1
         if price is not None:

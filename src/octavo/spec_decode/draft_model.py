@@ -17,15 +17,11 @@ from octavo.models.families import program
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.sequence import RequestState, Status
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode import tuning
 from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
 from octavo.spec_decode.partial_draft import PartialDraft, extend, next_batch
 from octavo.spec_decode.replay import agreement
-from octavo.spec_decode.tuning import (
-    DRAFT_MODEL_FEW_TOKENS,
-    DRAFT_MODEL_IDLE_STEPS,
-    DRAFT_MODEL_READING_TOKENS,
-)
 
 
 def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafter:
@@ -163,12 +159,12 @@ class DraftModelDrafter(ModelDrafter):
             if cache is not None:
                 self._settle(seq, cache)
             missing = self._missing(seq)
-            if cache is None or missing > DRAFT_MODEL_FEW_TOKENS:
+            if cache is None or missing > tuning.DRAFT_MODEL_FEW_TOKENS:
                 behind.append((missing, len(behind), seq, most))
             elif missing <= left and self._make_room(cache, missing):
                 spans.append(self._span(seq, cache, missing, most))
                 left -= missing
-        left = min(left, DRAFT_MODEL_READING_TOKENS)
+        left = min(left, tuning.DRAFT_MODEL_READING_TOKENS)
         reading: set[RequestState] = set()  # its other choices find what this one leaves
         for missing, _, seq, most in sorted(behind):  # a long text keeps nobody waiting
             cache = self._caches.get(seq)
@@ -183,7 +179,7 @@ class DraftModelDrafter(ModelDrafter):
             if size >= 1:
                 spans.append(self._span(seq, cache, size, most if size == missing else 0))
                 left -= size
-        if reading or self._step % DRAFT_MODEL_IDLE_STEPS == 0:
+        if reading or self._step % tuning.DRAFT_MODEL_IDLE_STEPS == 0:
             self._found.clear()  # others may find more, or what they found is gone
         return spans
 
@@ -231,7 +227,7 @@ class DraftModelDrafter(ModelDrafter):
             if need <= kv.pool.num_free and kv.num_free_slots:
                 break
             idle = self._least_used()
-            if idle is None or self._caches[idle].used > self._step - DRAFT_MODEL_IDLE_STEPS:
+            if idle is None or self._caches[idle].used > self._step - tuning.DRAFT_MODEL_IDLE_STEPS:
                 return None
             self._drop(idle)
         self._found.pop(seq, None)

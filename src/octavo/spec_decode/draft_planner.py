@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode import tuning
 from octavo.spec_decode.account import Account
 from octavo.spec_decode.draft_length import choose_lengths
 from octavo.spec_decode.drafter import ModelDrafter
 from octavo.spec_decode.times import SpeculationTimes
-from octavo.spec_decode.tuning import (
-    ANSWERS_REMEMBERED,
-    LONGEST_REST,
-    NEW_TEXT_TOKENS,
-    TRIAL_SHARE,
-    TRIAL_TOKENS,
-)
 
 
 class DraftPlanner:
@@ -55,15 +49,15 @@ class DraftPlanner:
         self._begun = self._drafter.begun
         counts, _ = choose_lengths(self._times, gains, num_tokens, room, price=self._price)
         unread = [self._drafter.unread(seq) for seq in decoding]
-        self._unread = [missing if missing > NEW_TEXT_TOKENS else 0 for missing in unread]
+        self._unread = [missing if missing > tuning.NEW_TEXT_TOKENS else 0 for missing in unread]
         if any(counts):
             counts = self._worth_reading(decoding, counts, gains, num_tokens)
         if not any(counts) or not self._warm:
             # Acceptance or costs may have changed: now and then a short draft is tried.
             counts = self._trial(most, room)
-            missing = self._trial_seconds(counts) / TRIAL_SHARE - self._untried
+            missing = self._trial_seconds(counts) / tuning.IDLE_SHARE - self._untried
             if missing > 0:
-                self.rest = min(LONGEST_REST, int(missing / self._times.predict(num_tokens)))
+                self.rest = min(tuning.REST_STEPS, int(missing / self._times.predict(num_tokens)))
                 return none
         self._untried = 0.0
         return counts
@@ -79,7 +73,7 @@ class DraftPlanner:
         """Return short drafts for the sequences that have been read, or else for the one with least
         to read.
         """
-        length = TRIAL_TOKENS if self._warm else 1
+        length = tuning.TRIAL_TOKENS if self._warm else 1
         unread = [missing for missing, count in zip(self._unread, most, strict=True) if count]
         least = min(unread)
         counts = [
@@ -94,7 +88,7 @@ class DraftPlanner:
     def _trial_seconds(self, counts: Sequence[int]) -> float:
         """Return what a trial takes. After a pause nothing has been begun."""
         unread = sum(missing for missing, count in zip(self._unread, counts, strict=True) if count)
-        drafting = self._times.drafting(len(counts), TRIAL_TOKENS, begun=False)
+        drafting = self._times.drafting(len(counts), tuning.TRIAL_TOKENS, begun=False)
         return drafting + self._times.reading(unread)
 
     def _worth_reading(
@@ -164,7 +158,7 @@ class DraftPlanner:
     def end(self, num_tokens: int) -> None:
         """Note that an answer of so many tokens has ended; 0 if it never began."""
         if num_tokens > 0:
-            self._answers = min(ANSWERS_REMEMBERED, self._answers + 1)
+            self._answers = min(tuning.ANSWERS_REMEMBERED, self._answers + 1)
             self._mean_answer += (num_tokens - self._mean_answer) / self._answers
 
 

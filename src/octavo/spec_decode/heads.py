@@ -6,7 +6,7 @@ matrices of their own: they share the rows of the target's that ``token_map`` li
 identifies the model that they are for (`fingerprint`).
 
 ``recurrent``, which is Octavo's own field, means that one head goes on from itself
-(`RecurrentHead`), at most ``medusa_num_heads`` times; ``intermediate_size`` is its width.
+(`Heads`), at most ``medusa_num_heads`` times; ``intermediate_size`` is its width.
 """
 
 from __future__ import annotations
@@ -36,45 +36,31 @@ _MAX_CONFIG_BYTES = 1 << 20
 Int32 = npt.NDArray[np.int32]
 
 
-class HeadLayer(NamedTuple):
-    """x + SiLU(x @ weight.T + bias)."""
+class Heads(NamedTuple):
+    """``weights`` by the names of the tensors: of each head its layers, x + SiLU(x @ weight.T +
+    bias), the first head guessing the token behind the one drawn.
 
-    weight: Weight  # [hidden, hidden]
-    bias: Weight | None  # [hidden]
-
-
-class RecurrentHead(NamedTuple):
-    """Guesses the hidden row that the next token will be drawn from, given the hidden row x that the
-    last token was drawn from and that token's embedding e:
+    Or of one ``recurrent`` head, which guesses the hidden row that the next token will be drawn
+    from, given the hidden row x that the last token was drawn from and that token's embedding e:
 
         (SiLU(gate (x, e)) * up (x, e)) @ down.T + skip (x, e) + bias
 
     where gate (x, e) is x @ gate.T + e @ gate_token.T, and the others likewise. Zhang et al.,
     "Recurrent Drafter for Fast Speculative Decoding in Large Language Models", 2024, have one such
-    head; Li et al., "EAGLE", 2024, have hidden rows guess hidden rows.
-    """
-
-    gate: Weight  # [intermediate, hidden]
-    gate_token: Weight
-    up: Weight
-    up_token: Weight
-    down: Weight  # [hidden, intermediate]
-    skip: Weight  # [hidden, hidden]
-    skip_token: Weight
-    bias: Weight  # [hidden]
-
-
-class Heads(NamedTuple):
-    """``blocks`` has the layers of each head, the first of which guesses the token behind the one
-    drawn; it is empty for a ``recurrent`` head. ``num_heads`` is the number of tokens guessed.
+    head; in Li et al., "EAGLE", 2024, hidden rows guess hidden rows.
     """
 
     path: Path
-    num_heads: int
-    blocks: list[list[HeadLayer]]
-    recurrent: RecurrentHead | None
+    num_heads: int  # tokens guessed, one behind the other
+    num_layers: int  # of each head; 0: one recurrent head
+    weights: dict[str, Weight]
     token_map: Int32  # the tokens that are guessed, ascending
     target: str
+
+    @property
+    def recurrent(self) -> bool:
+        """Return whether one head goes on from itself."""
+        return not self.num_layers
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -154,9 +140,9 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
             f"the heads are for another model than {checkpoint.path}: its vocabulary, norms or "
             "biases differ"
         )
-    recurrent, size = flag("recurrent"), model.hidden_size
+    size, num_layers = model.hidden_size, 0
     shapes: dict[str, tuple[int, ...]] = {"token_map": (map_size,)}
-    if recurrent:
+    if flag("recurrent"):
         inner = count("intermediate_size", MOST_WIDTH)
         own = {"down": (size, inner), "skip": (size, size), "skip_token": (size, size)}
         shapes |= {f"{name}.weight": own.get(name, (inner, size)) for name in RECURRENT}
@@ -168,19 +154,8 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
                 shapes[f"blocks.{head}.layers.{layer}.weight"] = (size, size)
                 if flag("medusa_fc_bias"):
                     shapes[f"blocks.{head}.layers.{layer}.bias"] = (size,)
-    tensors, token_map = _read_tensors(SafetensorsFile(folder / TENSORS), shapes, model.vocab_size)
-    if recurrent:
-        parts = {name: tensors[f"{name}.weight"] for name in RECURRENT}
-        head_weights = RecurrentHead(**parts, bias=tensors["skip.bias"])
-        return Heads(folder, num_heads, [], head_weights, token_map, target)
-    blocks = [
-        [
-            HeadLayer(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
-            for name in (f"blocks.{head}.layers.{layer}" for layer in range(num_layers))
-        ]
-        for head in range(num_heads)
-    ]
-    return Heads(folder, num_heads, blocks, None, token_map, target)
+    weights, token_map = _read_tensors(SafetensorsFile(folder / TENSORS), shapes, model.vocab_size)
+    return Heads(folder, num_heads, num_layers, weights, token_map, target)
 
 
 def _read_tensors(

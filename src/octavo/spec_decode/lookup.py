@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode import tuning
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, Drafter
-from octavo.spec_decode.tuning import LOOKUP_TOKENS_PER_STEP, NEW_TEXT_TOKENS
 
 
 class Lookup:
@@ -27,7 +27,7 @@ class Lookup:
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """Return drafts of at most ``counts`` tokens, empty for texts not given completely."""
         self.reading_seconds = 0.0
-        left = LOOKUP_TOKENS_PER_STEP
+        left = tuning.LOOKUP_TOKENS_PER_STEP
         asked: dict[int, int] = {}  # the count by number
         for seq, most in zip(decoding, counts, strict=True):
             left -= self._give(seq, left)
@@ -57,7 +57,7 @@ class Lookup:
             self._drafter.extend(self.numbers[seq], tokens)
         else:
             self._drafter.start(self.numbers[seq], tokens, seq.owner.request.cache_salt)
-        if len(tokens) > NEW_TEXT_TOKENS:
+        if len(tokens) > tuning.NEW_TEXT_TOKENS:
             self.reading_seconds += self._now() - before
         self._given[seq] += len(tokens)
         return len(tokens)
@@ -68,6 +68,6 @@ class Lookup:
         if number is None or not given:
             return
         rest = seq.token_ids[given : len(seq.token_ids) - num_cut]
-        if 0 < len(rest) <= NEW_TEXT_TOKENS:
+        if 0 < len(rest) <= tuning.NEW_TEXT_TOKENS:
             self._drafter.extend(number, rest)
         self._drafter.end(number)

@@ -37,10 +37,10 @@ from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.scheduler.sequence import Status
+from octavo.spec_decode import tuning
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
-from octavo.spec_decode.heads import Heads, RecurrentHead
+from octavo.spec_decode.heads import Heads
 from octavo.spec_decode.partial_draft import PartialDraft, draw, extend
-from octavo.spec_decode.tuning import HEADS_LEAST_CHANCE
 
 _LOGITS = "medusa.output"
 _CLASSES = 15  # of evidence: how probable the heads find the first token
@@ -50,14 +50,7 @@ def head_weights(heads: Heads, checkpoint: Checkpoint, threads: int = 1) -> dict
     """Return by role all that the heads add to the target's weights: their matrices rounded to 8
     bits, and the chosen rows of the logits matrix unchanged.
     """
-    given: dict[str, Weight] = {}
-    if heads.recurrent is not None:
-        given |= {f"medusa.{name}": weight for name, weight in heads.recurrent._asdict().items()}
-    for head, layers in enumerate(heads.blocks):
-        for number, layer in enumerate(layers):
-            given[_role(head, number)] = layer.weight
-            if layer.bias is not None:
-                given[f"{_role(head, number)}.bias"] = layer.bias
+    given = {_role(name): weight for name, weight in heads.weights.items()}
     weights = rounded(replace(checkpoint, path=heads.path, weights=given), "int8", threads).weights
     weights[_LOGITS] = _rows_of(checkpoint.weights[checkpoint.config.head], heads.token_map)
     return weights
@@ -67,62 +60,59 @@ def head_programs(heads: Heads, target: Program) -> list[Program]:
     """Return the Programs from hidden rows to logits of ``token_map``: one per head, or the one of
     the recurrent head, which takes tokens too.
     """
-    width = target.config.hidden_size
-    last = target.ops[-1]
+    last, width = target.ops[-1], target.config.hidden_size
     assert isinstance(last, Logits)
-
-    def to_logits(
-        ops: list[Op], widths: dict[str, int], weights: dict[str, tuple[int, ...]]
-    ) -> Program:
-        weights[_LOGITS] = (len(heads.token_map), width)
-        return Program(target.config, (*ops, Logits("x", _LOGITS, last.softcap)), widths, weights)
-
-    if heads.recurrent is not None:
-        return [to_logits(*_recurrent(heads.recurrent, target))]
-    programs = []
-    for head, layers in enumerate(heads.blocks):
-        ops: list[Op] = [Input("x")]
-        weights: dict[str, tuple[int, ...]] = {}
-        for number, layer in enumerate(layers):
-            role = _role(head, number)
-            bias = None if layer.bias is None else f"{role}.bias"
-            weights[role] = (width, width)
-            if bias is not None:
-                weights[bias] = (width,)
-            ops += [
-                Linear("x", role, "h", bias),
-                Activate("h", "h", Activation.SILU),
-                Add("x", "h", "x"),
+    shapes = {_role(name): weight.shape for name, weight in heads.weights.items()}
+    if heads.recurrent:
+        (inner, _), embed = (
+            heads.weights["gate.weight"].shape,
+            next(op for op in target.ops if isinstance(op, Embed)),
+        )
+        shapes[embed.weight] = target.weights[embed.weight]
+        names = ("gate", "up", "skip")
+        parts: list[list[Op]] = [
+            [
+                Embed(embed.weight, "e", embed.scale),
+                Linear("x", "medusa.gate", "gate"),
+                Linear("x", "medusa.up", "up"),
+                Linear("x", "medusa.skip", "skip", "medusa.skip.bias"),
+                *(Linear("e", f"medusa.{name}_token", f"{name}_token") for name in names),
+                *(Add(name, f"{name}_token", name) for name in names),
+                GatedActivation("gate", "up", "gate", Activation.SILU),
+                Linear("gate", "medusa.down", "h"),
+                Add("skip", "h", "x"),
             ]
-        programs.append(to_logits(ops, {"x": width, "h": width}, weights))
+        ]
+        widths = dict.fromkeys(("gate", "gate_token", "up", "up_token"), inner)
+        widths |= dict.fromkeys(("x", "e", "skip", "skip_token", "h"), width)
+    else:
+        widths = {"x": width, "h": width}
+        parts = []
+        for head in range(heads.num_heads):
+            parts.append([])
+            for layer in range(heads.num_layers):
+                role = f"medusa.blocks.{head}.layers.{layer}"
+                bias = f"{role}.bias" if f"{role}.bias" in shapes else None
+                parts[-1] += [
+                    Linear("x", role, "h", bias),
+                    Activate("h", "h", Activation.SILU),
+                    Add("x", "h", "x"),
+                ]
+    programs = []
+    for ops in parts:
+        roles = {
+            role for op in ops for role in (getattr(op, "weight", None), getattr(op, "bias", None))
+        }
+        weights = {role: shape for role, shape in shapes.items() if role in roles}
+        weights[_LOGITS] = (len(heads.token_map), width)
+        whole = Input("x"), *ops, Logits("x", _LOGITS, last.softcap)
+        programs.append(Program(target.config, whole, widths, weights))
     return programs
 
 
-def _recurrent(
-    head: RecurrentHead, target: Program
-) -> tuple[list[Op], dict[str, int], dict[str, tuple[int, ...]]]:
-    """Return the ops, widths and weights of a recurrent head, up to the hidden row x."""
-    inner, width = head.gate.shape
-    embed = next(op for op in target.ops if isinstance(op, Embed))
-    weights = {embed.weight: target.weights[embed.weight]}
-    weights |= {f"medusa.{name}": weight.shape for name, weight in head._asdict().items()}
-    ops: list[Op] = [
-        Input("x"),
-        Embed(embed.weight, "e", embed.scale),
-        *(Linear("x", f"medusa.{name}", name) for name in ("gate", "up")),
-        Linear("x", "medusa.skip", "skip", "medusa.bias"),
-        *(Linear("e", f"medusa.{name}", name) for name in ("gate_token", "up_token", "skip_token")),
-        *(Add(name, f"{name}_token", name) for name in ("gate", "up", "skip")),
-        GatedActivation("gate", "up", "gate", Activation.SILU),
-        Linear("gate", "medusa.down", "h"),
-        Add("skip", "h", "x"),
-    ]
-    widths = dict.fromkeys(("gate", "gate_token", "up", "up_token"), inner)
-    return ops, widths | dict.fromkeys(("x", "e", "skip", "skip_token", "h"), width), weights
-
-
-def _role(head: int, layer: int) -> str:
-    return f"medusa.{head}.{layer}"
+def _role(name: str) -> str:
+    """Return the role of a head's tensor."""
+    return f"medusa.{name.removesuffix('.weight')}"
 
 
 def _rows_of(matrix: Weight, rows: npt.NDArray[np.int32]) -> Weight:
@@ -165,7 +155,7 @@ class MedusaDrafter(ModelDrafter):
     def __init__(self, heads: Heads, target: Target) -> None:
         executor = target.executor
         weights = head_weights(heads, target.checkpoint, executor.threads)
-        self._recurrent = heads.recurrent is not None
+        self._recurrent = heads.recurrent
         self._programs = []
         for program in head_programs(heads, target.program):
             own = {role: weights.pop(role) for role in program.weights if role in weights}
@@ -221,7 +211,7 @@ class MedusaDrafter(ModelDrafter):
         if seqs:
             rows = [self._rows[seq] for seq in seqs]
             self._executor.start_draft(
-                self._programs, result.hidden, rows, tokens, most, HEADS_LEAST_CHANCE
+                self._programs, result.hidden, rows, tokens, most, tuning.HEADS_LEAST_CHANCE
             )
             self._begun, self._hidden, self._rows = seqs, None, {}
 
@@ -277,7 +267,7 @@ class MedusaDrafter(ModelDrafter):
             hidden[[self._rows[seq] for seq in self._counts]],
             np.array([seq.token_ids[-1] for seq in self._counts], np.int32),
             np.array([*self._counts.values()], np.int32),
-            HEADS_LEAST_CHANCE,
+            tuning.HEADS_LEAST_CHANCE,
         )
         lengths = (tokens >= 0).sum(axis=1).tolist()
         return {
@@ -297,7 +287,7 @@ class MedusaDrafter(ModelDrafter):
                 for draft, row in zip(going, result.hidden.copy(), strict=True):
                     draft.row = row
             going = extend(self._sampler, result, going, self._draw_mapped)
-            going = [draft for draft in going if draft.chance > HEADS_LEAST_CHANCE]
+            going = [draft for draft in going if draft.chance > tuning.HEADS_LEAST_CHANCE]
             depth += 1
 
     def compute(self, head: int, rows: Float32, tokens: Sequence[int]) -> StepResult:

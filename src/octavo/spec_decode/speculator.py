@@ -7,11 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import exp
 
 from octavo.executor.base import StepResult
 from octavo.sampling.scripted import mix
 from octavo.scheduler.batching import Distributions, Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
+from octavo.spec_decode import tuning
 from octavo.spec_decode.acceptance import PLANNED, Acceptance, Class
 from octavo.spec_decode.account import Account
 from octavo.spec_decode.answers import checked_draft
@@ -21,18 +23,6 @@ from octavo.spec_decode.drafter import NO_DRAFT, Draft, Drafter, ModelDrafter
 from octavo.spec_decode.lookup import Lookup
 from octavo.spec_decode.partial_draft import max_distributions
 from octavo.spec_decode.times import SpeculationTimes
-from octavo.spec_decode.tuning import (
-    CONTROL_SHARE,
-    CONTROL_STEPS,
-    LONGEST_DRAFT,
-    LONGEST_REST,
-    LOOKUP_CREDIT_STEPS,
-    LOOKUP_SHARE,
-    MODEL_CREDIT_STEPS,
-    REST_STEPS,
-    STEPS_COMPARED,
-    WORST_FACTOR,
-)
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +59,7 @@ class Speculator:
         num_tokens: int | None = None,
         *,
         rejection: bool = False,
-        longest: int = LONGEST_DRAFT,
+        longest: int = tuning.LONGEST_DRAFT,
         lookup: Drafter | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -83,16 +73,18 @@ class Speculator:
         self._lookup: Lookup | None = None
         if not isinstance(drafter, ModelDrafter):
             lookup = drafter
-            self._account = Account(LOOKUP_CREDIT_STEPS)
+            self._account = Account(tuning.LOOKUP_CREDIT_STEPS)
         else:
             self._model = drafter
-            self._account = Account(MODEL_CREDIT_STEPS)
+            self._account = Account(tuning.MODEL_CREDIT_STEPS)
             self._planner = DraftPlanner(drafter, self.times, self._account)
         if lookup is not None:
             self._lookup = Lookup(lookup, now)
         self._vocab_size = vocab_size
         self._pinned = num_tokens
-        self._longest = num_tokens or (longest if lookup is None else max(longest, LONGEST_DRAFT))
+        self._longest = num_tokens or (
+            longest if lookup is None else max(longest, tuning.LONGEST_DRAFT)
+        )
         self._model_longest = longest
         self._acceptance = Acceptance()
         self._now = now
@@ -152,7 +144,7 @@ class Speculator:
             return False
         most = min(room, sum(self._most(decoding)))
         if self._account.overdrawn or not could_pay(self.times, len(decoding), num_tokens, most):
-            self._rest = REST_STEPS
+            self._rest = tuning.REST_STEPS
         return not self._rest
 
     def _control_due(self, num_tokens: int, more: int = 0) -> bool:
@@ -162,14 +154,14 @@ class Speculator:
         drafts (``more`` of which are not counted yet); later, where drafts gain so much that the
         step would cost more than `CONTROL_SHARE` of the time.
         """
-        if self.times.seen(num_tokens) < STEPS_COMPARED:
+        if self.times.seen(num_tokens) < tuning.STEPS_COMPARED:
             return True
         steps = self._drafted_steps + more
-        if steps < CONTROL_STEPS + mix(self._controls) % CONTROL_STEPS:
+        if steps < tuning.CONTROL_STEPS + mix(self._controls) % tuning.CONTROL_STEPS:
             return False
         gain = self._drafted_worth / max(self._drafted_seconds, 1e-9) - 1
         seconds = self._drafted_seconds * steps / max(1, self._drafted_steps)
-        return gain * self.times.predict(num_tokens) <= CONTROL_SHARE * seconds
+        return gain * self.times.predict(num_tokens) <= tuning.CONTROL_SHARE * seconds
 
     def _most(self, decoding: list[Seq]) -> list[int]:
         """Return the longest useful draft of each sequence."""
@@ -216,11 +208,11 @@ class Speculator:
         """Return for how many steps the drafters need not be asked, after a look-up of so many
         seconds that brought nothing.
         """
-        rest = LONGEST_REST if self._planner is None else self._planner.rest
+        rest = tuning.REST_STEPS if self._planner is None else self._planner.rest
         if self._lookup is not None:
             if self._lookup.behind and not self._drafts:
                 return 0
-            rest = min(rest, int(looking / (LOOKUP_SHARE * self.times.predict(num_tokens))))
+            rest = min(rest, int(looking / (tuning.IDLE_SHARE * self.times.predict(num_tokens))))
         return rest
 
     def _model_counts(
@@ -376,7 +368,7 @@ class Speculator:
                 extra = times.predict(size) - times.predict(size - added)
                 worth += (drawn - count) * each - extra
             else:
-                seconds -= max(0.0, plain - WORST_FACTOR * times.predict(size))
+                seconds -= max(0.0, plain - exp(tuning.MAX_ERROR) * times.predict(size))
                 worth = drawn * each
         if drafts is not None:
             self._drafted_steps += 1

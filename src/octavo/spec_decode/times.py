@@ -12,18 +12,7 @@ from math import exp, hypot, log
 
 import numpy as np
 
-from octavo.spec_decode.tuning import (
-    CORRECTION_GAIN,
-    DRAFTING_GAIN,
-    EXPLORATION,
-    FADING,
-    FADING_STEPS,
-    FAINT,
-    KNEE,
-    MAX_ERROR,
-    NEARBY,
-    SPEED_GAIN,
-)
+from octavo.spec_decode import tuning
 
 # Sizes that are told apart: each one where a token more may matter, then ever fewer.
 KNOTS = [
@@ -32,7 +21,7 @@ KNOTS = [
 ]  # fmt: skip
 _SIZES = np.array(KNOTS, np.float64)
 _LOG_SIZES = np.log(_SIZES)
-_NEAR = abs(_LOG_SIZES[:, None] - _LOG_SIZES) <= log(NEARBY)  # which sizes are like which
+_NEAR = abs(_LOG_SIZES[:, None] - _LOG_SIZES) <= log(tuning.NEARBY)  # which sizes are like which
 
 
 class SpeculationTimes:
@@ -46,9 +35,9 @@ class SpeculationTimes:
     """
 
     def __init__(self) -> None:
-        self._knee = KNEE
+        self._knee = tuning.KNEE
         self._speed = 0.0  # logarithm of the seconds of a token's arithmetic
-        self._steps = 0
+        self._steps = self._refreshed = 0
         self._prompts = 0
         self._corrections = np.zeros(len(KNOTS))  # logarithms
         self._seen = np.zeros(len(KNOTS))  # observations, fading
@@ -80,29 +69,30 @@ class SpeculationTimes:
             self._speed = log(seconds / hypot(self._knee, num_tokens))
         at = _nearest(num_tokens)
         error = log(seconds / self.predict(num_tokens))
-        error = min(max(error, -MAX_ERROR), MAX_ERROR)
+        error = min(max(error, -tuning.MAX_ERROR), tuning.MAX_ERROR)
         back = 0.0
-        known_by_others = (1 - SPEED_GAIN) ** (self._run if at == self._before else 0)
-        gain = known_by_others * max(CORRECTION_GAIN, 1 / (self._compared[at] + 2))
+        known_by_others = (1 - tuning.SPEED_GAIN) ** (self._run if at == self._before else 0)
+        gain = known_by_others * max(tuning.CORRECTION_GAIN, 1 / (self._compared[at] + 2))
         self._corrections[at] += gain * error
         self._compared[at] += known_by_others
         if at != self._before and self._steps:
             # The difference may as well be wrong of the size before.
-            share = 1 - (1 - SPEED_GAIN) ** self._run
-            back = share * max(CORRECTION_GAIN, 1 / (self._compared[self._before] + 2))
+            share = 1 - (1 - tuning.SPEED_GAIN) ** self._run
+            back = share * max(tuning.CORRECTION_GAIN, 1 / (self._compared[self._before] + 2))
             back = min(back, 1 - gain)
             self._corrections[self._before] -= back * error
             self._compared[self._before] += share
         self._run = self._run + 1 if at == self._before else 1
         self._before = at
         self._seen[at] += 1
-        pace = max(SPEED_GAIN, 1 / (self._steps + 1))
+        pace = max(tuning.SPEED_GAIN, 1 / (self._steps + 1))
         self._speed += (back + (1 - gain - back) * pace) * error
         self._steps += 1
-        if self._steps % FADING_STEPS == 0:
-            self._seen *= FADING
-            self._compared *= FADING
-        if self._run < 2 or self._steps % FADING_STEPS == 0:
+        if self._run == 1 or self._steps % tuning.REFRESH_STEPS == 0:
+            kept = (1 - 1 / tuning.STEPS_REMEMBERED) ** (self._steps - self._refreshed)
+            self._seen *= kept
+            self._compared *= kept
+            self._refreshed = self._steps
             self._refresh()
 
     def _observe_prompts(self, num_tokens: int, seconds: float) -> None:
@@ -124,15 +114,15 @@ class SpeculationTimes:
         self._refresh()
 
     def _refresh(self) -> None:
-        known = np.flatnonzero(self._seen >= FAINT)
+        known = np.flatnonzero(self._seen >= tuning.FAINT)
         if len(known):
             self._corrections = np.interp(_LOG_SIZES, _LOG_SIZES[known], self._corrections[known])
         else:
             self._corrections[:] = 0.0
-        self._compared[self._seen < FAINT] = 0.0
+        self._compared[self._seen < tuning.FAINT] = 0.0
         curve = np.exp(self._corrections)
         # Sizes unlike all those seen lately seem a bit better than expected, so they are tried.
-        hope = EXPLORATION / (1 + (_NEAR * self._seen).max(axis=1))
+        hope = tuning.EXPLORATION / (1 + (_NEAR * self._seen).max(axis=1))
         hoped = np.hypot(self._knee, _SIZES) * curve * (1 - hope)
         self._curve, self._hoped = curve.tolist(), hoped.tolist()
 
@@ -175,7 +165,7 @@ class SpeculationTimes:
         if known[1] >= 4:
             each = min(each, 3 * known[0])  # something else had the machine
         known[1] += 1
-        known[0] += max(DRAFTING_GAIN, 1 / known[1]) * (each - known[0])
+        known[0] += max(tuning.DRAFTING_GAIN, 1 / known[1]) * (each - known[0])
 
     def drafting(self, num_sequences: int, passes: int, *, begun: bool) -> float:
         """Return the seconds of drafting; 0 before any was observed."""
@@ -193,8 +183,8 @@ class SpeculationTimes:
 
     def observe_reading(self, num_tokens: int, seconds: float) -> None:
         """Learn from a drafter's reading of texts that were new to it."""
-        self._read_seconds = (1 - DRAFTING_GAIN) * self._read_seconds + seconds
-        self._read_tokens = (1 - DRAFTING_GAIN) * self._read_tokens + num_tokens
+        self._read_seconds = (1 - tuning.DRAFTING_GAIN) * self._read_seconds + seconds
+        self._read_tokens = (1 - tuning.DRAFTING_GAIN) * self._read_tokens + num_tokens
 
     def reading(self, num_tokens: int) -> float:
         """Return the seconds that a drafter takes to read so many tokens."""

@@ -1,55 +1,68 @@
-"""Constants that tune speculation. None of them changes an output; they only change how long it takes.
+"""Constants that tune speculation. None of them changes an output, only how long it takes.
 
-"Lost" below is the time of the simulated loads of tests/spec_decode/test_never_slower.py (a machine
-whose speed drifts) with the constant changed as it says, beside that with it as it is.
+"Costs" below is the time that the simulated loads of tests/spec_decode/test_never_slower.py take
+longer with the constant changed as it says (a machine whose speed drifts; 60 loads).
 """
 
 from __future__ import annotations
 
 # How much to draft
 
-LONGEST_DRAFT = 16  # tokens
-LEAST_GAIN = 1.06
-# Acceptance
+LONGEST_DRAFT = 16  # tokens, where the length is chosen
+LEAST_GAIN = 1.06  # times the tokens per second without drafts: less is within the estimates' error
 
-ACCEPTANCE_PRIOR_WEIGHT = 2.0
-ACCEPTANCE_MEMORY = 256.0
-SEQUENCE_WEIGHT = 8.0
-SEQUENCE_MEMORY = 32.0
-HIGHEST_ACCEPTANCE = 0.98
-NEGLIGIBLE_GAIN = 0.05
-ALTERNATIVE_RANKS = 4
+# Acceptance (all counts are of draft tokens verified)
 
-KNEE = 8.0
-SPEED_GAIN = 0.2
-CORRECTION_GAIN = 0.05
-DRAFTING_GAIN = 0.05
-EXPLORATION = 0.1
-NEARBY = 1.25
-FADING, FADING_STEPS, FAINT = 0.8, 32, 0.5
-MAX_ERROR = 0.5
-WORST_FACTOR = 1.65
+# Before anything was seen, by kind of draft: low for what is found anyway, high for a model, which
+# is not tried unless it seems to pay.
+FIRST_GUESS = {"model": 0.8, "planned": 0.8, "lookup": 0.5, "alternative": 0.25}
+ACCEPTANCE_PRIOR_WEIGHT = 2.0  # what the first guess at a position counts for
+ACCEPTANCE_MEMORY = 256.0  # for the mean of a position, so that it follows a change of topic
+SEQUENCE_WEIGHT = 8.0  # what a sequence's being like the others counts for, beside its own
+SEQUENCE_MEMORY = 32.0  # of a sequence
+HIGHEST_ACCEPTANCE = 0.98  # nothing is certain, however often it was right
+NEGLIGIBLE_GAIN = 0.05  # probability of becoming output below which no row costs so little
 
-ACCOUNT_STEPS = 256
-MAX_CREDIT = 0.01
-MAX_LOSS = 0.005
-LOOKUP_CREDIT_STEPS = 128
-MODEL_CREDIT_STEPS = 512
+# Times of steps and of drafting
 
-CONTROL_STEPS = 16
-CONTROL_SHARE = 0.005
-STEPS_COMPARED = 2.0
-REST_STEPS = 16
-LONGEST_REST = 32
-LOOKUP_SHARE = 0.01
-TRIAL_SHARE = 0.01
-TRIAL_TOKENS = 3
-ANSWERS_REMEMBERED = 32
-NEW_TEXT_TOKENS = 64
-LOOKUP_TOKENS_PER_STEP = 4096
+KNEE = 8.0  # tokens whose arithmetic takes as long as reading the weights, before it is learned
+SPEED_GAIN = 0.2  # how far a step moves the machine's speed, which changes within a second
+CORRECTION_GAIN = 0.05  # how far it moves a size's correction, at least
+MAX_ERROR = 0.5  # logarithm; a step that is farther off is something else's doing
+STEPS_REMEMBERED = 150  # over which observations of a size fade
+FAINT = 0.5  # observations below which a size is as good as never seen
+REFRESH_STEPS = 32  # between updates of the table of sizes, which take some 20 µs
+EXPLORATION = 0.1  # share by which a size never seen seems quicker; without it many rows are
+# never tried where 32 sequences would gain by 15 %
+NEARBY = 1.25  # times as large or small: such sizes need not be tried as well
+DRAFTING_GAIN = 0.05  # how far drafting moves what is known of its time, at least
 
-DRAFT_MODEL_FEW_TOKENS = 32
-DRAFT_MODEL_READING_TOKENS = 128
-DRAFT_MODEL_IDLE_STEPS = 64
+# The account
 
-HEADS_LEAST_CHANCE = 0.15
+ACCOUNT_STEPS = 256  # over which it fades
+MAX_LOSS = 0.005  # share of the time; then speculation rests until so much has passed
+MAX_CREDIT = 0.01  # share of the time that earlier gains count for
+LOOKUP_CREDIT_STEPS = 128  # that an account begins with: enough to try, half a percent of them
+MODEL_CREDIT_STEPS = 512  # a model needs more tries, each of which costs more
+
+# Steps without drafts
+
+CONTROL_STEPS = 16  # with drafts, and as many more at random, before one without to compare with
+CONTROL_SHARE = 0.005  # of the time that such steps may cost where drafts gain much
+STEPS_COMPARED = 2.0  # steps without drafts of late, for others to be compared with
+REST_STEPS = 16  # most in a row in which no drafter is asked
+IDLE_SHARE = 0.01  # of the time, for drafters that bring nothing
+TRIAL_TOKENS = 3  # drafted now and then by a model that does not seem to pay
+
+# Reading texts
+
+LOOKUP_TOKENS_PER_STEP = 4096  # given to a `Drafter`: some milliseconds
+NEW_TEXT_TOKENS = 64  # more at once are a new text, whose reading is charged over its answer
+ANSWERS_REMEMBERED = 32  # for their mean length
+
+# Models that draft
+
+DRAFT_MODEL_FEW_TOKENS = 32  # not seen yet, with which a sequence takes part at once
+DRAFT_MODEL_READING_TOKENS = 128  # a step, of texts that are read from their beginning
+DRAFT_MODEL_IDLE_STEPS = 64  # without drafting, after which a text gives way to another
+HEADS_LEAST_CHANCE = 0.15  # that a whole draft is right, for heads to go on with it

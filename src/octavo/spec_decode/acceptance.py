@@ -53,7 +53,7 @@ class Acceptance:
         """
         rates = self._rates.get(kind, [])
         accepted, tried = self._own.get(seq, {}).get(kind, (0.0, 0.0)) if seq else (0.0, 0.0)
-        rate = tuning.FIRST_GUESS[kind[0]]
+        rate = _first_guess(kind)
         gains: list[float] = []
         so_far = 1.0
         for at in range(length):
@@ -75,7 +75,7 @@ class Acceptance:
         tried = min(accepted + 1, len(draft), len(run))
         for at in range(tried):
             if at == len(rates):  # a new position begins with the rate of the one before
-                rates.append(rates[-1] if rates else tuning.FIRST_GUESS[kind[0]])
+                rates.append(rates[-1] if rates else _first_guess(kind))
                 trials.append(tuning.ACCEPTANCE_PRIOR_WEIGHT)
             trials[at] = min(trials[at] + 1, tuning.ACCEPTANCE_MEMORY)
             rates[at] += ((at < accepted) - rates[at]) / trials[at]
@@ -85,6 +85,11 @@ class Acceptance:
             own[1] += tried
             if own[1] > tuning.SEQUENCE_MEMORY:
                 own[:] = own[0] / 2, own[1] / 2
+
+    @property
+    def num_known(self) -> int:
+        """Return the number of sequences that something is remembered of."""
+        return len(self._own)
 
     def end(self, seq: Seq) -> None:
         """Forget a sequence."""
@@ -112,3 +117,7 @@ class Acceptance:
             for rank, path in enumerate(draft.alternatives):
                 if agreement(token_ids, path) == wrong < len(path):
                     self.learn(("alternative", rank), None, path[wrong:], run[wrong:])
+
+
+def _first_guess(kind: Class) -> float:
+    return tuning.FIRST_GUESS_ALTERNATIVE if kind[0] == "alternative" else tuning.FIRST_GUESS

@@ -14,7 +14,6 @@ from octavo.executor.base import Batch, Executor
 from octavo.kv_cache.cache import KvCache, peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
-from octavo.sampling.sampler import Sampler
 from octavo.scheduler.sequence import RequestState, Status
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode import tuning
@@ -22,38 +21,6 @@ from octavo.spec_decode.draft_checkpoint import DraftModel
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
 from octavo.spec_decode.partial_draft import PartialDraft, extend, next_batch
 from octavo.spec_decode.replay import agreement
-
-
-def make(target: Target, draft: DraftModel, num_blocks: int) -> DraftModelDrafter:
-    """Load the draft model into memory with ``num_blocks`` blocks of cache."""
-    from octavo.executor.native.executor import NativeExecutor
-
-    checkpoint, layout = draft.checkpoint, draft.layout
-    limits, executor = target.scheduler.config, target.executor
-    context = min(limits.max_model_len, checkpoint.config.context_length)
-    kv = KvCache(
-        layout,
-        num_blocks,
-        limits.max_num_seqs,
-        -(-context // layout.block_size),
-        enable_prefix_caching=limits.enable_prefix_caching,
-    )
-    drafting = NativeExecutor(
-        checkpoint,
-        program(checkpoint.config, context),
-        layout,
-        num_blocks=num_blocks,
-        max_tokens=limits.max_num_batched_tokens,
-        max_logits_rows=limits.max_num_seqs,
-        max_seqs=limits.max_num_seqs,
-        max_blocks_per_seq=kv.tables.shape[2],
-        pool=executor.pool,
-        isa=executor.isa,
-    )
-    checkpoint.release()  # the executor has its own packed copy
-    return DraftModelDrafter(
-        drafting, kv, target.sampler, context=context, with_probabilities=target.rejection
-    )
 
 
 def needed_blocks(layout: KvLayout, num_tokens: int) -> int:
@@ -89,28 +56,27 @@ class DraftModelDrafter(ModelDrafter):
 
     Each draft is what the target's sampler, with the state it will have, draws from the draft
     model's logits: with the same random numbers, penalties and masks, so where the two models'
-    distributions are alike the tokens are the same. ``context``: tokens that the draft model takes.
-    ``with_probabilities``: drafts come with the distributions that they were drawn from.
+    distributions are alike the tokens are the same.
 
     A sequence enters the cache when it is first drafted for, its text in pieces. It leaves the
     cache when it ends, is preempted, or was used least recently when others need blocks; then it is
     read again.
     """
 
-    def __init__(
-        self,
-        executor: Executor,
-        kv: KvCache,
-        sampler: Sampler,
-        *,
-        context: int,
-        with_probabilities: bool = False,
-    ) -> None:
-        self.kv = kv
-        self._executor = executor
-        self._sampler = sampler
-        self._context = context
-        self._with_probabilities = with_probabilities
+    def __init__(self, target: Target, draft: DraftModel, num_blocks: int) -> None:
+        """Load the draft model into memory with ``num_blocks`` blocks of cache."""
+        limits = target.scheduler.config
+        self._context = min(limits.max_model_len, draft.checkpoint.config.context_length)
+        self.kv = KvCache(
+            draft.layout,
+            num_blocks,
+            limits.max_num_seqs,
+            -(-self._context // draft.layout.block_size),
+            enable_prefix_caching=limits.enable_prefix_caching,
+        )
+        self._executor = _companion(target, draft, self.kv, self._context)
+        self._sampler = target.sampler
+        self._rejection = target.rejection
         self._caches: dict[Seq, _DraftCache] = {}
         self._found: dict[Seq, int] = {}  # tokens of texts without a slot that the cache has
         self._step = 0
@@ -128,9 +94,7 @@ class DraftModelDrafter(ModelDrafter):
             self.kv.advance(cache.slot, size)
             self.kv.register(cache.slot, seq.token_ids)
         drafts = {
-            span.seq: PartialDraft.begin(
-                span.seq, span.most, probabilities=self._with_probabilities
-            )
+            span.seq: PartialDraft.begin(span.seq, span.most, probabilities=self._rejection)
             for span in spans
             if span.most
         }
@@ -292,3 +256,24 @@ class DraftModelDrafter(ModelDrafter):
         for seq in list(self._caches):
             self._drop(seq)
         self._executor.close()
+
+
+def _companion(target: Target, draft: DraftModel, kv: KvCache, context: int) -> Executor:
+    """Return an executor of the draft model that shares the target's threads."""
+    from octavo.executor.native.executor import NativeExecutor
+
+    limits = target.scheduler.config
+    executor = NativeExecutor(
+        draft.checkpoint,
+        program(draft.checkpoint.config, context),
+        draft.layout,
+        num_blocks=kv.pool.num_blocks,
+        max_tokens=limits.max_num_batched_tokens,
+        max_logits_rows=limits.max_num_seqs,
+        max_seqs=limits.max_num_seqs,
+        max_blocks_per_seq=kv.tables.shape[2],
+        pool=target.executor.pool,
+        isa=target.executor.isa,
+    )
+    draft.checkpoint.release()  # the executor has its own packed copy
+    return executor

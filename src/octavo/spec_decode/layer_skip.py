@@ -8,21 +8,16 @@ Inference and Self-Speculative Decoding", 2024.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from octavo.executor.base import StepResult
-from octavo.kv_cache.cache import NO_COPIES, KvCache
+from octavo.kv_cache.cache import NO_COPIES
 from octavo.models.program import Program
 from octavo.models.subset import keep_layers
-from octavo.sampling.sampler import Sampler
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode.drafter import NO_DRAFT, Draft, ModelDrafter, Target
 from octavo.spec_decode.partial_draft import PartialDraft, extend, next_batch
-
-if TYPE_CHECKING:  # the compiled module is not needed to name its types
-    from octavo.executor.native.executor import NativeExecutor
 
 
 class LayerSkipDrafter(ModelDrafter):
@@ -30,24 +25,16 @@ class LayerSkipDrafter(ModelDrafter):
 
     It needs no memory: weights and cache are the target's. A pass reads what the target has written
     for these layers, and writes behind it, where the target will write when it verifies the draft.
-    The places are reserved only while drafting. With ``probabilities`` drafts come with the
-    distributions that they were drawn from.
+    The places are reserved only while drafting.
     """
 
-    def __init__(
-        self,
-        executor: NativeExecutor,
-        program: int,
-        kv: KvCache,
-        sampler: Sampler,
-        *,
-        probabilities: bool = False,
-    ) -> None:
-        self._executor = executor
-        self._program = program
-        self._kv = kv
-        self._sampler = sampler
-        self._probabilities = probabilities
+    def __init__(self, target: Target, layers: Sequence[int]) -> None:
+        """Raises as `subset` does."""
+        self._executor = target.executor
+        self._program = target.executor.add_program(subset(target.program, layers))
+        self._kv = target.scheduler.kv
+        self._sampler = target.sampler
+        self._rejection = target.rejection
 
     def propose(self, decoding: Sequence[Seq], counts: Sequence[int]) -> list[Draft]:
         """As `ModelDrafter` says."""
@@ -62,7 +49,7 @@ class LayerSkipDrafter(ModelDrafter):
                     continue
                 held[seq.slot] = int(kv.num_blocks[seq.slot])
                 kv.reserve(seq.slot, most)
-                drafts[seq] = PartialDraft.begin(seq, most, probabilities=self._probabilities)
+                drafts[seq] = PartialDraft.begin(seq, most, probabilities=self._rejection)
             going, passes = [*drafts.values()], 0
             while going:
                 going = extend(self._sampler, self._execute(going, passes), going)
@@ -105,14 +92,3 @@ def subset(target: Program, layers: Sequence[int]) -> Program:
     if len(layers) == count:
         raise ValueError(f"speculative_config: layers are all {count} of the model")
     return program
-
-
-def make(target: Target, layers: Sequence[int]) -> LayerSkipDrafter:
-    """Return the drafter. Raises as `subset` does."""
-    return LayerSkipDrafter(
-        target.executor,
-        target.executor.add_program(subset(target.program, layers)),
-        target.scheduler.kv,
-        target.sampler,
-        probabilities=target.rejection,
-    )

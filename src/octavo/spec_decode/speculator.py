@@ -71,13 +71,12 @@ class Speculator:
         self._model: ModelDrafter | None = None
         self._planner: DraftPlanner | None = None  # for the model
         self._lookup: Lookup | None = None
-        if not isinstance(drafter, ModelDrafter):
-            lookup = drafter
-            self._account = Account(tuning.LOOKUP_CREDIT_STEPS)
-        else:
+        self._account = Account(tuning.CREDIT_STEPS)
+        if isinstance(drafter, ModelDrafter):
             self._model = drafter
-            self._account = Account(tuning.MODEL_CREDIT_STEPS)
             self._planner = DraftPlanner(drafter, self.times, self._account)
+        else:
+            lookup = drafter
         if lookup is not None:
             self._lookup = Lookup(lookup, now)
         self._vocab_size = vocab_size
@@ -88,7 +87,6 @@ class Speculator:
         self._model_longest = longest
         self._acceptance = Acceptance()
         self._now = now
-        self._known: set[Seq] = set()  # that have been asked about and have not ended
         # Of this step: each sequence's draft, what was looked up for it, taken or not, and the
         # alternatives that are verified, by index.
         self._drafts: dict[Seq, Draft] = {}
@@ -104,8 +102,8 @@ class Speculator:
 
     @property
     def num_known(self) -> int:
-        """Return the number of sequences that have been asked about and have not ended."""
-        return len(self._known)
+        """Return for how many sequences anything is held, each part counted; 0 when all ended."""
+        return self._acceptance.num_known + (len(self._lookup.numbers) if self._lookup else 0)
 
     @property
     def saved_seconds(self) -> float:
@@ -169,7 +167,6 @@ class Speculator:
 
     def _draft(self, decoding: list[Seq], num_tokens: int, room: int) -> list[Draft]:
         """Return the drafts to be verified, and set how long to rest."""
-        self._known.update(decoding)
         most = self._most(decoding)
         if self._model is not None and self.rejection:
             room = min(room, max_distributions(self._vocab_size))
@@ -412,7 +409,6 @@ class Speculator:
         self._let_go(seq, 0, 0)
 
     def _let_go(self, seq: Seq, num_tokens: int, num_cut: int) -> None:
-        self._known.discard(seq)
         self._drafts.pop(seq, None)
         self._found.pop(seq, None)
         self._acceptance.end(seq)
@@ -432,7 +428,6 @@ class Speculator:
     def close(self) -> None:
         """Release the drafter's memory and threads."""
         model, self._model, self._lookup, self._planner = self._model, None, None, None
-        self._known.clear()
         self._drafts, self._found = {}, {}
         if model is not None:
             try:

@@ -13,9 +13,8 @@ LEAST_GAIN = 1.06  # times the tokens per second without drafts: less is within 
 
 # Acceptance (all counts are of draft tokens verified)
 
-# Before anything was seen, by kind of draft: low for what is found anyway, high for a model, which
-# is not tried unless it seems to pay.
-FIRST_GUESS = {"model": 0.8, "planned": 0.8, "lookup": 0.5, "alternative": 0.25}
+FIRST_GUESS = 0.5  # before anything was seen of a draft …
+FIRST_GUESS_ALTERNATIVE = 0.25  # … and of an alternative where the draft is wrong
 ACCEPTANCE_PRIOR_WEIGHT = 2.0  # what the first guess at a position counts for
 ACCEPTANCE_MEMORY = 256.0  # for the mean of a position, so that it follows a change of topic
 SEQUENCE_WEIGHT = 8.0  # what a sequence's being like the others counts for, beside its own
@@ -42,8 +41,7 @@ DRAFTING_GAIN = 0.05  # how far drafting moves what is known of its time, at lea
 ACCOUNT_STEPS = 256  # over which it fades
 MAX_LOSS = 0.005  # share of the time; then speculation rests until so much has passed
 MAX_CREDIT = 0.01  # share of the time that earlier gains count for
-LOOKUP_CREDIT_STEPS = 128  # that an account begins with: enough to try, half a percent of them
-MODEL_CREDIT_STEPS = 512  # a model needs more tries, each of which costs more
+CREDIT_STEPS = 128  # that it begins with, so that something can be tried
 
 # Steps without drafts
 

@@ -31,7 +31,7 @@ long: setup models  ## the long runs of the property tests (hours)
 
 # Two scripts work on a folder that is named to them: make_quantized.py, quantized_readers.py.
 bench: setup models  ## what produces the published figures
-	for script in $(filter-out %/make_quantized.py %/quantized_readers.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
+	for script in $(filter-out %/behaviour.py %/make_quantized.py %/quantized_readers.py,$(wildcard benchmarks/[!_]*.py)); do $(BIN)/python $$script || exit 1; done
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

@@ -24,7 +24,7 @@ from octavo.engine.clock import RealClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
@@ -42,7 +42,7 @@ STREAMS, TOKENS, STEP_SECONDS = 16, 300, 0.005
 PROMPT = list(range(64))
 
 
-class Paced(CostExecutor):
+class Paced(SimulatedExecutor):
     def execute(self, batch: Batch) -> StepResult:
         time.sleep(STEP_SECONDS)
         return super().execute(batch)

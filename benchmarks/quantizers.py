@@ -244,7 +244,7 @@ def log_softmax(logits: Float32) -> npt.NDArray[np.float64]:
 def weights_of(path: Path) -> dict[str, Float32]:
     """A model's weights, or those of the layers that an interrupted run has in its folder."""
     from octavo import loader
-    from octavo.tools.quantize.blocks import dequantize
+    from octavo.loader.dequantize import dequantize
     from octavo.tools.quantize.layouts import Format, scheme_of
     from octavo.tools.quantize.run import WORK
     from octavo.tools.quantize.state import State
@@ -271,7 +271,7 @@ def hidden_of(
     """What the head is multiplied with at every position, and the head. What is not of the first
     ``layers`` layers is the ``source``'s."""
     from octavo import loader
-    from octavo.executor import reference as executor
+    from octavo.executor.reference import evaluate as executor
     from octavo.models import families
     from octavo.models.program import Logits
 

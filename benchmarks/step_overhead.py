@@ -25,7 +25,8 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.pace import Pace, guessed
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
@@ -116,7 +117,7 @@ def engine(
         policy=PolicyConfig(scheduling_policy=policy),
     )
     num_blocks = (sequences * 48 + prompts * 130) * len(layout.groups)
-    executor = CostExecutor(
+    executor = SimulatedExecutor(
         program(config),
         layout,
         num_blocks=num_blocks,

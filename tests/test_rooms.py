@@ -21,7 +21,7 @@ ENGINE: dict[str, set[str]] = {
     "kv_cache": {"models"},
     "sampling": {"_native"},
     "scheduler": {"kv_cache", "models", "sampling", "executor.base"},
-    "executor": {"kv_cache", "models", "loader", "machine", "_native"},
+    "executor": {"kv_cache", "models", "loader", "machine", "sampling", "_native"},
     "spec_decode": {
         *("scheduler", "sampling", "executor", "kv_cache", "models", "loader", "strict_json"),
     },

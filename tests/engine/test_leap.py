@@ -22,7 +22,8 @@ from octavo.engine.engine import Engine, Step
 from octavo.engine.leap import Leap
 from octavo.engine.pace import Pace
 from octavo.executor.base import Batch, Int32, StepResult
-from octavo.executor.cost import CostExecutor, CostModel, Rates
+from octavo.executor.cost import CostModel, Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
@@ -154,7 +155,7 @@ class Times:
 def build(load: Load) -> Engine:
     config = model(load.windows)
     kv_layout: KvLayout = layout(load.windows, load.block_size)
-    executor = CostExecutor(
+    executor = SimulatedExecutor(
         program(config), kv_layout, num_blocks=load.num_blocks, rates=load.rates,
         max_tokens=load.limits.max_num_batched_tokens,
     )  # fmt: skip
@@ -321,7 +322,7 @@ def test_an_observer_that_wants_every_step_gets_it() -> None:
     assert engine.leap(inf) is None
 
 
-class Faulty(CostExecutor):
+class Faulty(SimulatedExecutor):
     """Its fourth step fails."""
 
     executed = 0
@@ -333,7 +334,7 @@ class Faulty(CostExecutor):
         return super().execute(batch)
 
 
-class Slow(CostExecutor):
+class Slow(SimulatedExecutor):
     """Promises anew what it overrides."""
 
     def execute(self, batch: Batch) -> StepResult:
@@ -358,7 +359,7 @@ def leaps_with(**replaced: Any) -> Leap | None:
     return engine.leap(inf)
 
 
-def executor(kind: type[CostExecutor]) -> CostExecutor:
+def executor(kind: type[SimulatedExecutor]) -> SimulatedExecutor:
     return kind(program(model((None,))), layout((None,), 4), num_blocks=200, rates=RATES[1])
 
 
@@ -371,12 +372,12 @@ def test_a_promise_is_not_inherited() -> None:
             return super().now()
 
     assert leaps_with() is not None
-    assert leaps_with(executor=executor(CostExecutor)) is not None
+    assert leaps_with(executor=executor(SimulatedExecutor)) is not None
     assert leaps_with(executor=executor(Faulty)) is None
     assert leaps_with(sampler=Repeating(VOCAB)) is None
     assert leaps_with(clock=Ticking()) is None
     assert leaps_with(clock=RealClock()) is None
-    patched = executor(CostExecutor)
+    patched = executor(SimulatedExecutor)
     patched.execute = executor(Faulty).execute  # type: ignore[method-assign]
     assert leaps_with(executor=patched) is None
 

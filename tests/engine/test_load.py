@@ -316,7 +316,7 @@ def test_layers_that_cannot_guess_are_refused_before_the_model_is_loaded(
         "method": "layer_skip",
         "layers": list(range(len(checkpoint.config.layers))) if layers is None else layers,
     }
-    monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", None)
+    monkeypatch.setattr(NativeExecutor, "__init__", None)
     with pytest.raises(SettingsError, match=reason):
         load_engine(checkpoint, EngineConfig(speculative_config=given))
 
@@ -333,7 +333,7 @@ def test_a_draft_model_in_pieces_is_refused_before_the_model_is_loaded(
         weights["layers.1.ffn_down"] = damaged._replace(shape=damaged.shape[::-1])
     draft = replace(draft, weights=weights)
     monkeypatch.setattr("octavo.loader.load", lambda _: draft)
-    monkeypatch.setattr("octavo.executor.native.executor.NativeExecutor", None)
+    monkeypatch.setattr(NativeExecutor, "__init__", None)
     with pytest.raises(CheckpointError, match=damaged.name if damage == "shape" else "no weight"):
         load_engine(checkpoint, EngineConfig(speculative_config={"model": str(path)}))
 

@@ -16,7 +16,8 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Step
 from octavo.engine.pace import Pace, guessed
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.scripted import ScriptedSampler
@@ -45,7 +46,7 @@ RATES = Rates(
 TARGET = 0.010
 
 
-class Machine(CostExecutor):
+class Machine(SimulatedExecutor):
     """One whose steps take what its rates say, times a factor of the moment."""
 
     factor = 1.0
@@ -381,7 +382,7 @@ def test_no_figure_of_a_clock_breaks_it() -> None:
 )
 def test_more_tokens_never_take_less_time(rates: Rates, decodes: list[int], start: int) -> None:
     engine, _ = build()
-    assert isinstance(engine.executor, CostExecutor)
+    assert isinstance(engine.executor, SimulatedExecutor)
     pace = Pace(engine.executor.costs, rates)
     pace.begin(np.array(decodes, np.int32))
     seconds = [pace.seconds(start, tokens, 0) for tokens in range(200)]

@@ -13,7 +13,8 @@ import pytest
 from engine.test_leap import model
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine, Step
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
@@ -38,7 +39,9 @@ def engine(max_num_seqs: int = 4, **policy: Any) -> Engine:
         policy=PolicyConfig(**policy),
     )
     rates = Rates(step_overhead=0.004, row_overhead=0.0008)
-    executor = CostExecutor(program(config), layout, num_blocks=400, rates=rates, max_tokens=128)
+    executor = SimulatedExecutor(
+        program(config), layout, num_blocks=400, rates=rates, max_tokens=128
+    )
     sampler, clock = ScriptedSampler(config.vocab_size), VirtualClock()
     scheduler = Scheduler(limits, layout, 400)
     return Engine(executor, scheduler, sampler, clock, vocab_size=config.vocab_size, seed=1)

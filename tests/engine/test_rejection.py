@@ -180,7 +180,7 @@ def running(
         logits_slice=logits_slice,
         threads=1,
     )
-    sampler = kind(VOCAB, executor.isa, executor.pool)
+    sampler = kind(VOCAB, executor.capabilities.tier, executor.pool)
     speculator = None
     if drafter is not None:
         guesser = DRAFTERS[drafter](sampler)

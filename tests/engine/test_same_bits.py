@@ -290,9 +290,9 @@ def running(checkpoint: Checkpoint, setting: Setting) -> Iterator[tuple[Engine, 
         isa=setting.isa,
     )
     vocab = checkpoint.config.vocab_size
-    recorder = Recorder(vocab, executor.isa, executor.pool)
+    recorder = Recorder(vocab, executor.capabilities.tier, executor.pool)
     speculator = None
-    own = NativeSampler(vocab, executor.isa, executor.pool)
+    own = executor.new_sampler(vocab)
     target = Target(checkpoint, compute, executor, scheduler, own)
     drafter: ModelDrafter
     if setting.drafter in COMPUTING:

@@ -21,7 +21,8 @@ from octavo.engine.outputs import Delta
 from octavo.engine.stats import EngineStats
 from octavo.engine.text import NoText, TextFactory
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
@@ -102,7 +103,7 @@ def simulator(
         if isinstance(drafter, Coin):
             drafter.speculator = speculator
     return Engine(
-        CostExecutor(program(MODEL), layout, num_blocks=64 * batch, rates=rates),
+        SimulatedExecutor(program(MODEL), layout, num_blocks=64 * batch, rates=rates),
         Scheduler(limits, layout, 64 * batch),
         sampler,
         clock,

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.engine.waiting import LONGEST, Forecast, StepTimes, Waiting
-from octavo.executor.cost import CostExecutor, Rates
+from octavo.executor.cost import Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
@@ -49,7 +50,7 @@ class Simulated:
     def __init__(self, num_blocks: int = 4096, **limits: Any) -> None:
         layout = KvLayout.of(MODEL)
         self.engine = Engine(
-            CostExecutor(program(MODEL), layout, num_blocks=num_blocks, rates=RATES),
+            SimulatedExecutor(program(MODEL), layout, num_blocks=num_blocks, rates=RATES),
             Scheduler(
                 SchedulerConfig(max_model_len=2048, **{"max_num_seqs": 16} | limits),
                 layout,

@@ -15,7 +15,8 @@ from executor import tiny
 from octavo.engine.clock import VirtualClock
 from octavo.engine.engine import Engine
 from octavo.executor.base import Batch
-from octavo.executor.cost import PANEL_ROWS, Arithmetic, CostExecutor, CostModel, Rates
+from octavo.executor.cost import PANEL_ROWS, Arithmetic, CostModel, Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.models.config import Activation, Experts
 from octavo.models.families import program
@@ -39,9 +40,9 @@ from octavo.scheduler.scheduler import Scheduler
 PLAIN = Rates(1e9, 1e9)
 
 
-def executor(family: str = "llama", rates: Rates = PLAIN) -> CostExecutor:
+def executor(family: str = "llama", rates: Rates = PLAIN) -> SimulatedExecutor:
     config = tiny.config(family)
-    return CostExecutor(program(config), KvLayout.of(config), num_blocks=100, rates=rates)
+    return SimulatedExecutor(program(config), KvLayout.of(config), num_blocks=100, rates=rates)
 
 
 def batch(spans: list[tuple[int, int]], rows: int = 1) -> Batch:
@@ -234,7 +235,8 @@ def test_stored_sizes_replace_the_two_bytes_an_element() -> None:
     compute = program(config)
     half = {role: int(np.prod(shape)) for role, shape in compute.weights.items()}
     layout = KvLayout.of(config)
-    stored = CostExecutor(compute, layout, num_blocks=1, rates=Rates(1e9), weight_bytes=half)
+    costs = CostModel(compute, layout, weight_bytes=half)
+    stored = SimulatedExecutor(compute, layout, num_blocks=1, rates=Rates(1e9), costs=costs)
     assert (
         2 * stored.cost(batch([(0, 1)])).weight_bytes
         == executor().cost(batch([(0, 1)])).weight_bytes
@@ -300,7 +302,7 @@ def test_the_engine_simulates_on_virtual_time() -> None:
     """A step's predicted duration is all that moves the clock."""
     config = tiny.config()
     layout = KvLayout.of(config)
-    costs = CostExecutor(
+    costs = SimulatedExecutor(
         program(config), layout, num_blocks=200, rates=Rates(1e9, 1e9, step_overhead=1e-3)
     )
     clock = VirtualClock()

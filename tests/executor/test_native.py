@@ -11,7 +11,8 @@ import pytest
 from executor import reference, tiny
 from executor.driving import Driver
 from octavo.executor.cost import CHUNK_ROWS, Arithmetic
-from octavo.executor.native.executor import NativeExecutor, arithmetic_of
+from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.native.packing import arithmetic_of
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import CheckpointError, WeightFormat
 from octavo.models import families
@@ -301,7 +302,7 @@ def test_settings_are_refused_by_name() -> None:
 def test_the_isa_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = tiny.checkpoint(tiny.config())
     monkeypatch.setenv("OCTAVO_ISA", "generic")
-    assert Driver(checkpoint).executor.isa == "generic"
+    assert Driver(checkpoint).executor.capabilities.tier == "generic"
     monkeypatch.setenv("OCTAVO_ISA", "mmx")
     with pytest.raises(ValueError, match="unknown instruction set 'mmx'"):
         Driver(checkpoint)

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
+from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models import program as model
-from octavo.tools.quantize.blocks import dequantize
 from oracle.tiny_folders import FAMILIES, folder, recorded
 
 HERE = Path(__file__).resolve().parent.parent / "oracle"
@@ -23,7 +23,7 @@ FOLDERS = sorted(path.name for path in FAMILIES.iterdir() if path.is_dir())
 
 def run(checkpoint: Checkpoint, ids: np.ndarray) -> np.ndarray:
     weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
-    return reference.logits(families.program(checkpoint.config), weights, ids[None])[0]
+    return evaluate.logits(families.program(checkpoint.config), weights, ids[None])[0]
 
 
 @pytest.mark.parametrize("name", GGUF)
@@ -52,6 +52,6 @@ def test_queries_in_pieces_see_what_they_would_at_once(
     rng = np.random.default_rng(1)
     op = model.PagedAttention("q", "out", 0, 0.25, window, softcap=3.0)
     q, k, v = (rng.normal(size=(2, 70, width)).astype(np.float32) for width in (64, 32, 32))
-    whole = reference.attend(q, k, v, 16, op)
-    monkeypatch.setattr(reference, "QUERIES", 16)
-    assert np.abs(reference.attend(q, k, v, 16, op) - whole).max() < 1e-6
+    whole = evaluate.attend(q, k, v, 16, op)
+    monkeypatch.setattr(evaluate, "QUERIES", 16)
+    assert np.abs(evaluate.attend(q, k, v, 16, op) - whole).max() < 1e-6

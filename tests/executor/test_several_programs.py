@@ -14,8 +14,8 @@ import pytest
 from executor import tiny
 from executor.driving import Driver, Float32
 from octavo import _native
-from octavo.executor import reference
 from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.reference import evaluate
 from octavo.loader.base import CheckpointError, Weight, WeightFormat
 from octavo.models import families
 from octavo.models.config import Activation, ModelConfig
@@ -97,7 +97,7 @@ def test_a_program_of_rows_equals_the_reference(
         role: weight.data.view(np.float32).reshape(weight.shape) for role, weight in weights.items()
     }
     values = {"x": rows[None]}
-    reference.run(program.ops, config, plain, values)
+    evaluate.run(program.ops, config, plain, values)
     everything = logits(tested.executor, number, rows)
     assert everything.shape == (301, 23)
     assert np.abs(everything - values["logits"][0]).max() < 1e-4

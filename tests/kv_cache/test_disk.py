@@ -432,7 +432,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
     """Under a limit on the size of files, which the kernel keeps."""
     code = (
         "import resource, signal, sys; sys.path.insert(0, sys.argv[2]);"
-        "from kv.test_disk import *;"
+        "from kv_cache.test_disk import *;"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN);"
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000));"
@@ -468,7 +468,7 @@ def test_an_error_while_reading_is_a_miss_and_costs_no_file(
 def test_without_descriptors_nothing_is_read_and_nothing_lost(tmp_path: Path) -> None:
     code = (
         "import os, resource, sys; sys.path.insert(0, sys.argv[2]);"
-        "from kv.test_disk import *;"
+        "from kv_cache.test_disk import *;"
         "disk = opened(Path(sys.argv[1])); disk.write(name(1), block(1));"
         "one, two = os.open('/', os.O_RDONLY), os.open('/', os.O_RDONLY);"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (two + 1, two + 2));"

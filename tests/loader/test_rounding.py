@@ -10,7 +10,7 @@ import pytest
 from executor import reference, tiny
 from executor.driving import Driver
 from octavo.engine.config import EngineConfig
-from octavo.executor.native.executor import held_bytes
+from octavo.executor.native.packing import held_bytes
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.rounding import QUANTIZATIONS, rounded, summary
 from octavo.models import families

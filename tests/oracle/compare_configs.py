@@ -43,13 +43,13 @@ import numpy.typing as npt
 import torch
 import transformers
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.base import CheckpointError
+from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.models.families import program
-from octavo.tools.quantize.blocks import dequantize
 from oracle.drawn_configs import (
     MODEL_TYPES,
     Config,
@@ -136,7 +136,7 @@ def ours(folder: Path, ids: list[int]) -> tuple[npt.NDArray[np.float32], tuple[s
         raise CheckpointError(f"a context of {config.context_length} tokens")
     made = program(config, max(config.default_length, len(ids)))
     weights = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
-    return reference.logits(made, weights, np.array([ids]))[0], checkpoint.notes
+    return evaluate.logits(made, weights, np.array([ids]))[0], checkpoint.notes
 
 
 def compare(config: Config, seed: int, rng: random.Random, keep: list[Any] | None = None) -> str:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
+from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_defaults import TABLE
 from octavo.models.families import program
-from octavo.tools.quantize.blocks import dequantize
 from oracle.drawn_configs import MODEL_TYPES, ids_of, make_weights, write_folder
 
 HERE = Path(__file__).parent
@@ -44,7 +44,7 @@ def test_logits(index: int, logits: dict[str, np.ndarray], tmp_path: Path) -> No
     length = case["length"]
     made = program(checkpoint.config, max(length, checkpoint.config.default_length))
     values = {role: dequantize(weight) for role, weight in checkpoint.weights.items()}
-    got = reference.logits(made, values, np.array([ids_of(seed, length)]))[0]
+    got = evaluate.logits(made, values, np.array([ids_of(seed, length)]))[0]
     wanted = logits[str(index)]
     assert np.abs(got[-len(wanted) :] - wanted).max() / wanted.std() < LIMIT, config
 

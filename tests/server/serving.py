@@ -16,7 +16,7 @@ from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.pace import Pace, guessed
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import CostExecutor
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Activation, Layer, ModelConfig, Rope
 from octavo.models.families import program
@@ -28,6 +28,7 @@ from octavo.server.clients import Clients
 from octavo.server.config import ServeConfig
 from octavo.server.gate import Trace
 from octavo.server.metrics import Metrics
+from octavo.server.model import ServedModel
 from octavo.server.server import bind, http_server
 from patience import until
 
@@ -48,7 +49,7 @@ TINY = ModelConfig(
 )
 
 
-class PacedExecutor(CostExecutor):
+class PacedExecutor(SimulatedExecutor):
     """Each step takes ``pause`` seconds at least."""
 
     pause = 0.0
@@ -95,12 +96,13 @@ async def listening(
     trace: Trace | None = None,
     metrics: Metrics | None = None,
     clients: Clients | None = None,
+    model: ServedModel | None = None,
     **config: Any,
 ) -> AsyncIterator[str]:
     """A server for ``engine`` in this loop; gives its URL."""
     settings = ServeConfig(**({"port": 0, "allowed_hosts": ("*",)} | config))
     listener = bind(settings)
-    app = create_app(engine, served_model(), settings, metrics, trace, clients)
+    app = create_app(engine, model or served_model(), settings, metrics, trace, clients)
     server = http_server(app, settings)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:

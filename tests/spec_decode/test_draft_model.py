@@ -31,7 +31,6 @@ from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.models.families import program
-from octavo.sampling.native import NativeSampler
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Outcome, Request
@@ -89,7 +88,7 @@ def running(
         max_blocks_per_seq=scheduler.kv.tables.shape[2],
         threads=1,
     )
-    sampler = NativeSampler(VOCAB, executor.isa, executor.pool)
+    sampler = executor.new_sampler(VOCAB)
     drafter = None
     if draft is not None:
         target = Target(

@@ -19,7 +19,6 @@ from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.models.families import program
 from octavo.models.subset import keep_layers
-from octavo.sampling.native import NativeSampler
 from octavo.sampling.params import SamplingParams
 from octavo.scheduler.config import SchedulerConfig
 from octavo.scheduler.request import Request
@@ -65,7 +64,7 @@ class House:
             logits_slice=logits_slice,
             threads=1,
         )
-        sampler = NativeSampler(config.vocab_size, self.executor.isa, self.executor.pool)
+        sampler = self.executor.new_sampler(config.vocab_size)
         speculator = None
         if layers is not None:
             target = Target(

@@ -22,6 +22,7 @@ from octavo.engine.load import load_engine
 from octavo.executor.native.executor import NativeExecutor
 from octavo.llm import LLM, RequestOutput
 from octavo.loader.base import Checkpoint, CheckpointError
+from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.sampling.params import SamplingParams
 from octavo.sampling.sampler import Float32, Sampled, Sampler, SamplerState
@@ -37,7 +38,6 @@ from octavo.spec_decode.heads import (
 )
 from octavo.spec_decode.medusa import MedusaDrafter, head_weights
 from octavo.spec_decode.speculator import Speculator
-from octavo.tools.quantize.blocks import dequantize
 from spec_decode.random_heads import folder
 
 ORACLES = Path(__file__).parents[1] / "oracle"

@@ -144,7 +144,7 @@ def weigh(checkpoint: Checkpoint, isa: str | None = None) -> dict[str, dict[str,
     """Bytes by part, as stored in the file and as the engine holds them (packed for ``isa``)."""
     from math import prod
 
-    from octavo.executor.native.executor import held_bytes
+    from octavo.executor.native.packing import held_bytes
 
     parts: dict[str, dict[str, Any]] = {}
     for role, weight in checkpoint.weights.items():
@@ -168,7 +168,7 @@ def weigh_formats(checkpoint: Checkpoint, isa: str | None = None) -> list[dict[s
     """Bytes by format: of the file, and what the engine makes of it; the largest first."""
     from math import prod
 
-    from octavo.executor.native.executor import held_bytes
+    from octavo.executor.native.packing import held_bytes
 
     found: dict[tuple[object, ...], dict[str, Any]] = {}
     for weight in checkpoint.weights.values():

@@ -93,7 +93,7 @@ def json_object(text: str) -> dict[str, Any]:
 
 def instruction_set(text: str) -> str:
     """The name of a tier that runs here."""
-    from octavo.executor.native.executor import check_isa
+    from octavo.executor.native.packing import check_isa
 
     try:
         check_isa(text)
@@ -392,6 +392,7 @@ LIMITS_HELP = (
 # --- sampling ------------------------------------------------------------------------------------
 
 _SAMPLING = "Sampling"
+_API_ONLY = ("n", "logprobs", "prompt_logprobs")
 _LARGEST_VOCABULARY = 2**31
 
 
@@ -402,62 +403,32 @@ def sampling_options(
     temperature: float = 1.0,
     min_p: float = 0.0,
 ) -> list[inspect.Parameter]:
-    """Every field of `SamplingParams`; what is no argument here has its own default."""
-    return [
-        option(
-            "max_tokens", int, max_tokens, "Most new tokens per answer.", _SAMPLING,
-            show_default=max_tokens_help,
-        ),
-        option("temperature", float, temperature, "0 is greedy.", _SAMPLING),
-        option("top_k", int, 0, "Draw from the k most likely; 0: all.", _SAMPLING),
-        option("top_p", float, 1.0, "Draw from the likeliest that add up to this.", _SAMPLING),
-        option(
-            "min_p", float, min_p, "Drop what is less likely than this times the likeliest.",
-            _SAMPLING,
-        ),
-        option(
-            "seed", int | None, None, "Same seed, same tokens.", _SAMPLING,
-            show_default="random",
-        ),
-        option("stop", list[str], [], "End before this text (repeatable).", _SAMPLING),
-        option(
-            "stop_token_ids", str | None, None, "End at these token ids: 1,2,3.", _SAMPLING,
-            parser=id_list, metavar="IDS",
-        ),
-        option(
-            "include_stop_str_in_output", bool, False, "Keep the stop text in the answer.",
-            _SAMPLING,
-        ),
-        option("ignore_eos", bool, False, "Go on past the model's own end.", _SAMPLING),
-        option("min_tokens", int, 0, "No end before this many tokens.", _SAMPLING),
-        option(
-            "presence_penalty", float, 0.0, "Against tokens already in the answer, -2 to 2.",
-            _SAMPLING,
-        ),
-        option(
-            "frequency_penalty", float, 0.0, "The same for each time they occurred, -2 to 2.",
-            _SAMPLING,
-        ),
-        option(
-            "repetition_penalty", float, 1.0, "Above 1: against what prompt and answer have.",
-            _SAMPLING,
-        ),
-        option(
-            "logit_bias", list[str], [], "Add to a token's logit, as 314=-100 (repeatable).",
-            _SAMPLING, parser=id_bias, metavar="ID=VALUE",
-        ),
-        option(
-            "allowed_token_ids", str | None, None, "Draw only these token ids.", _SAMPLING,
-            parser=id_list, metavar="IDS",
-        ),
-        option(
-            "banned_token_ids", str | None, None, "Never draw these token ids.", _SAMPLING,
-            parser=id_list, metavar="IDS",
-        ),
-        option(
-            "skip_special_tokens", bool, True, "Leave special tokens out of the text.", _SAMPLING
-        ),
-    ]  # fmt: skip
+    """An option for each sampling parameter (sampling/params.py) but those of the API alone. The
+    arguments are the command's own defaults.
+    """
+    from octavo.sampling.params import SamplingParams, parameters
+
+    defaults = SamplingParams(max_tokens=max_tokens, temperature=temperature, min_p=min_p)
+    made = []
+    for name, row in parameters().items():
+        if name in _API_ONLY:
+            continue
+        kind, default = row.kind.http_type, getattr(defaults, name)
+        more: dict[str, Any] = {}
+        if name == "max_tokens":
+            more = {"show_default": max_tokens_help}
+        elif name == "seed":
+            kind, more = int | None, {"show_default": "random"}
+        elif name == "stop":
+            kind, default = list[str], []
+        elif name == "logit_bias":
+            kind, default = list[str], []
+            more = {"parser": id_bias, "metavar": "ID=VALUE"}
+        elif kind == list[int]:
+            kind, default = str | None, None
+            more = {"parser": id_list, "metavar": "IDS"}
+        made.append(option(name, kind, default, row.help, _SAMPLING, **more))
+    return made
 
 
 def sampling_params(given: Mapping[str, Any]) -> Any:

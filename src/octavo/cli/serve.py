@@ -143,6 +143,10 @@ QUEUE_OPTIONS = [
         "seed", int | None, None, "Seed of requests that bring none.", "Engine",
         show_default="random",
     ),
+    option(
+        "executor", str | None, None, "For developers: native, reference or simulated.", "Engine",
+        show_default="native", hidden=True,
+    ),
 ]  # fmt: skip
 
 

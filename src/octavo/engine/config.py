@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from octavo.engine.offload import STAGING_BYTES
+from octavo.executor.build import EXECUTORS
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.rounding import PLANNED, is_known
 from octavo.models.config import ModelConfig
@@ -50,6 +51,7 @@ class EngineConfig:
     threads: int | None = None
     seed: int | None = None  # of requests that bring none; None: random
     isa: str | None = None  # force an instruction-set tier
+    executor: str = "native"  # or, for tests, one of `octavo.executor.build.EXECUTORS`
     # "int8" or "int4": round a float checkpoint while loading; for plans of GPUs also "fp8".
     quantization: str | None = None
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None  # None: no speculation
@@ -81,6 +83,8 @@ class EngineConfig:
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization is {self.memory_utilization}, outside 0 to 1")
         KvDtype.of(self.kv_cache_dtype)  # refuses
+        if self.executor not in EXECUTORS:
+            raise ValueError(f"executor {self.executor!r} is none of {', '.join(EXECUTORS)}")
         if self.kv_offload_disk is not None and self.kv_offload_dir is None:
             raise ValueError("kv_offload_disk is a budget of kv_offload_dir, which is not given")
         if self.kv_offload_bytes and not self.enable_prefix_caching:

@@ -16,6 +16,7 @@ from octavo.engine.detokenize import IncrementalDetokenizer
 from octavo.engine.engine import Engine
 from octavo.engine.offload import check_disk, make_tiers
 from octavo.engine.pace import Pace, guessed
+from octavo.executor.build import build_executor, capabilities, weight_bytes
 from octavo.kv_cache.layout import KvDtype
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint, CheckpointError
@@ -132,7 +133,7 @@ def load_engine(
     *,
     keep_hidden: bool = False,
 ) -> LoadedEngine:
-    """Checkpoint → Program → layout → number of blocks → NativeExecutor → Engine.
+    """Checkpoint → Program → layout → number of blocks → executor → Engine.
 
     A ``str`` is a known name, a path or a hub id (`octavo.loader.pull.resolve`).
     ``keep_hidden``: steps give `StepResult.hidden`. Raises `CheckpointError`, `SettingsError`, or
@@ -146,12 +147,26 @@ def load_engine(
         raise SettingsError(str(error)) from error
 
 
-def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
-    # The compiled module is needed from here on, not to name the types above.
-    from octavo.executor.native.executor import NativeExecutor, all_held_bytes, scaled_bytes
-    from octavo.sampling.native import NativeSampler
+def check_capabilities(config: EngineConfig) -> None:
+    """Raise `SettingsError` for settings that the chosen executor cannot honour."""
+    able, dtype = capabilities(config.executor), KvDtype.of(config.kv_cache_dtype)
+    dtype.check_served()
+    if dtype not in able.kv_dtypes:
+        raise SettingsError(
+            f"kv_cache_dtype {dtype}: the {able.name} executor's cache holds "
+            f"{', '.join(able.kv_dtypes)}"
+        )
+    speculation = config.speculation
+    if speculation is None or not speculation.computes:
+        return
+    if not able.added_programs or (speculation.method == "medusa" and not able.drafts_rows):
+        raise SettingsError(
+            f"speculative_config: the {able.name} executor cannot draft by {speculation.method}"
+        )
 
-    KvDtype.of(config.kv_cache_dtype).check_served()
+
+def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: bool) -> LoadedEngine:
+    check_capabilities(config)
     if config.kv_offload_dir is not None:
         check_disk(config.kv_offload_dir)  # before anything large is read
     if isinstance(model, str):
@@ -185,15 +200,16 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             checkpoint,
             config.layout_of,
             threads=config.threads or usable_cpus()[0],
+            executor=config.executor,
             isa=config.isa,
         )
     compute = program(checkpoint.config)
     if speculation is not None and speculation.layers is not None:
         layer_skip.subset(compute, speculation.layers)  # refuses
     layout = config.layout_of(checkpoint.config)
-    weight_bytes = all_held_bytes(weights.values(), str(checkpoint.path), config.isa)
-    weight_bytes += sum(scaled_bytes(compute).values())
-    plan = plan_cache(config, compute, layout, weight_bytes, available_memory(), draft, heads)
+    source = str(checkpoint.path)
+    held = weight_bytes(config.executor, weights, compute, source, config.isa)
+    plan = plan_cache(config, compute, layout, held, available_memory(), draft, heads)
     compute = program(checkpoint.config, plan.max_model_len)
     limits = SchedulerConfig(
         max_model_len=plan.max_model_len,
@@ -208,7 +224,8 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         policy=config.policy,
     )
     scheduler = Scheduler(limits, layout, plan.num_blocks)
-    executor = NativeExecutor(
+    executor = build_executor(
+        config.executor,
         checkpoint,
         compute,
         layout,
@@ -221,6 +238,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         isa=config.isa,
         keep_hidden=keep_hidden or heads is not None,
         digest=config.kv_offload_dir is not None,
+        rates=guessed(config.threads or usable_cpus()[0]),
     )
     pace: Pace | None = None
     if config.itl_target is not None or config.kv_offload_bytes:
@@ -242,7 +260,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
             executor.close()
             raise
         scheduler.kv.extend(tiers)
-    sampler = NativeSampler(checkpoint.config.vocab_size, executor.isa, executor.pool)
+    sampler = executor.new_sampler(checkpoint.config.vocab_size)
     if speculation is not None and speculation.computes:
         try:
             target = Target(
@@ -292,7 +310,7 @@ def _load(model: str | Path | Checkpoint, config: EngineConfig, keep_hidden: boo
         plan.max_model_len,
         plan.num_blocks,
         plan.kv_cache_bytes,
-        weight_bytes,
+        held,
         plan.capacity_tokens,
         plan.capacity_sequences,
         draft,

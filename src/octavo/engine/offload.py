@@ -10,24 +10,21 @@ import shutil
 from dataclasses import fields, is_dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import octavo
 from octavo.engine.pace import Pace
 from octavo.engine.recompute import Recomputing
+from octavo.executor.base import Executor
 from octavo.kv_cache.disk import HEADER_BYTES, Disk
 from octavo.kv_cache.folders import check_folder
 from octavo.kv_cache.host_memory import HostMemory
-from octavo.kv_cache.layout import KvLayout
 from octavo.kv_cache.tiers import Tiers
 from octavo.kv_cache.worker import ThreadWorker
 from octavo.loader.base import Tokenizer
 from octavo.loader.tokenizer import BpeTokenizer
 from octavo.machine.memory import as_size
 from octavo.models.program import Program
-
-if TYPE_CHECKING:
-    from octavo.executor.native.executor import NativeExecutor
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ def _refused(folder: str, error: OSError) -> Refused:
 
 
 def make_tiers(
-    executor: NativeExecutor,
+    executor: Executor,
     pace: Pace,
     program: Program,
     tokenizer: Tokenizer,
@@ -132,17 +129,17 @@ def _disk(folder: str, name: bytes, block_bytes: int, budget: int | None) -> Dis
 
 
 def engine_digest(
-    executor: NativeExecutor, program: Program, tokenizer: Tokenizer, quantization: str | None
+    executor: Executor, program: Program, tokenizer: Tokenizer, quantization: str | None
 ) -> bytes:
     """Of everything that decides what a block holds beside its tokens: weights as they were loaded,
     the computation, the cache's layout, kernels and the code around them, and the instruction set;
     and of what the tokens mean.
     """
-    layout: KvLayout = executor.layout
+    layout, able = executor.layout, executor.capabilities
     digest = sha256()
     for part in (
-        executor.weights_digest,
-        canonical((program.config, program.ops, layout, executor.isa, quantization)).encode(),
+        executor.digest,
+        canonical((program.config, program.ops, layout, able, quantization)).encode(),
         _tokenizer_digest(tokenizer),
         build_digest(),
     ):

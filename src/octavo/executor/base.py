@@ -1,18 +1,31 @@
-"""What the scheduler hands to an executor for one step, and what comes back."""
+"""The protocol of executors: what the scheduler hands over for a step, and what comes back.
+
+Everything that the engine, speculation, calibration and the samplers need of an executor is here.
+Nobody asks which executor it is: what one can do is in its `Capabilities`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.kv_cache.layout import KvLayout
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.loader.base import CheckpointError
+from octavo.models.program import Program
+
+if TYPE_CHECKING:
+    from octavo.executor.cost import CostModel
+    from octavo.loader.base import Checkpoint, Weight
+    from octavo.machine.limits import Limits
+    from octavo.sampling.sampler import Sampler
 
 Int32 = npt.NDArray[np.int32]
 Float32 = npt.NDArray[np.float32]
+Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(slots=True)
@@ -39,7 +52,7 @@ class Batch:
         return len(self.token_ids)
 
     def kept(self) -> Batch:
-        """Its sizes and positions, for later: the next step writes over the arrays."""
+        """Return a copy of sizes and positions that outlives the next step, which reuses them."""
         return replace(
             self,
             positions=self.positions.copy(),
@@ -49,9 +62,9 @@ class Batch:
 
 
 def slice_rows(max_logits_rows: int, vocab_size: int) -> int:
-    """Rows of logits that are held at a time: 32 MiB of them, no fewer than 32, in eights.
+    """Return how many rows of logits are held at a time: 32 MiB of them, at least 32, in eights.
 
-    The head's weights are read once a slice, which for so many rows is hidden by the arithmetic.
+    The head's weights are read once a slice, which the arithmetic hides for so many rows.
     """
     return min(max_logits_rows, max(32, (32 << 20) // (4 * vocab_size) // 8 * 8))
 
@@ -59,37 +72,244 @@ def slice_rows(max_logits_rows: int, vocab_size: int) -> int:
 class StepResult(NamedTuple):
     """``logits`` is [rows, vocab] and belongs to the executor: valid until it computes again.
 
-    None from the cost executor, which computes no numbers. A large vocabulary times many sequences
-    is more memory than an executor may want to hold: then these are the first of the L rows only,
-    and ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is a
+    They are None from an executor that samples itself (`Capabilities.samples`): its own sampler
+    then draws from the step. A large vocabulary times many sequences is more memory than an
+    executor may want to hold: then these are the first of the L rows only, and
+    ``logits_from(row)`` computes as many from that row on, in the same memory; ``row`` is a
     multiple of their number. ``hidden`` [L, width] are the rows that all the logits are made of,
     behind the last norm, from an executor that was asked to keep them; valid as long.
     """
 
     logits: Float32 | None
-    duration: float  # seconds: measured (native) or predicted (cost)
+    duration: float  # seconds: measured or predicted
     logits_from: Callable[[int], Float32] | None = None
     hidden: Float32 | None = None
 
 
-class Executor(Protocol):
-    """Computes steps over an arena of KV blocks that it owns."""
+class RegionTime(NamedTuple):
+    """What the threads do between two meetings, or what one does in turn for some of the rows."""
 
-    layout: KvLayout
+    name: str
+    ops: tuple[int, ...]  # of the program, that it computes: indices
+    seconds: float
+
+
+class ExecutorSizes(TypedDict):
+    """How much an executor must be able to take."""
+
     num_blocks: int
     max_tokens: int  # most tokens a batch may have
     max_logits_rows: int  # most rows a batch may want logits of
+    max_seqs: int
+    max_blocks_per_seq: int
 
-    def execute(self, batch: Batch) -> StepResult: ...
 
-    def export_blocks(
-        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
-    ) -> npt.NDArray[np.uint8]:
-        """[len(blocks), block_bytes]: a copy of the blocks' bytes, in ``into`` (contiguous) or else
-        in memory of its own.
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an executor can do. Without a capability, its methods raise `Unsupported`."""
+
+    name: str
+    kv_dtypes: tuple[KvDtype, ...]  # of its cache
+    numerics: int = 0  # raised with each change after which equal inputs give other bits
+    tier: str = ""  # instruction set that the bits depend on, too
+    computes: bool = True  # tokens and block contents are the model's
+    samples: bool = False  # steps give no logits: only `Executor.new_sampler` can draw from them
+    hidden_rows: bool = False  # steps can give `StepResult.hidden`
+    added_programs: bool = False  # `add_program`, and `companion` for a draft model
+    drafts_rows: bool = False  # `draft_rows` and `start_draft`
+    measures: bool = False  # it measures the machine (`measure_limits`) and profiles its steps
+
+
+class Unsupported(ValueError):
+    """An executor was asked for what its `Capabilities` exclude."""
+
+
+class Executor(Protocol):
+    """Computes steps over an arena of KV blocks that it owns.
+
+    An executor inherits from this protocol, and with it a refusal of what it does not define.
+    """
+
+    capabilities: Capabilities
+    layout: KvLayout
+    num_blocks: int
+    max_tokens: int
+    max_logits_rows: int
+    threads: int
+    costs: CostModel  # of the model's own program
+    weight_bytes: int  # of all programs' weights, as they are held
+    digest: bytes  # of what decides the numbers: weights, numerics, tier; b"" if not asked for
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.layout.block_bytes
+
+    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
+        """Compute a step. ``program`` is one that was added, ``rows`` [T, width] what its `Input`
+        takes. Raises `ValueError` naming what is wrong with the batch, before anything is computed.
         """
         ...
 
-    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None: ...
+    def new_sampler(self, vocab_size: int) -> Sampler:
+        """Return a sampler of this executor's steps. It may share the executor's threads."""
+        ...
 
-    def close(self) -> None: ...
+    def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
+        """Return a copy of the blocks' bytes [len(blocks), block_bytes]: in ``into`` (contiguous)
+        or else in memory of its own.
+        """
+        ...
+
+    def import_blocks(self, blocks: Int32, data: Bytes) -> None:
+        """Overwrite the blocks with ``data`` [len(blocks), block_bytes]."""
+        ...
+
+    def close(self) -> None:
+        """Give back threads and memory. Logits handed out before keep theirs until they go."""
+        ...
+
+    # Programs for drafters
+
+    def add_program(
+        self,
+        program: Program,
+        weights: Mapping[str, Weight] | None = None,
+        *,
+        keep_hidden: bool = False,
+        ids: Sequence[int] = (),
+    ) -> int:
+        """Add another computation with the same cache, threads and weights; return its number.
+
+        Roles that are loaded already are not loaded again; ``weights`` has the others, which are
+        copied. Its logits may be fewer than the vocabulary's; ``ids`` are the tokens that they
+        stand for, which `draft_rows` needs. Room for activations is shared, so a program takes
+        little memory beside its own weights. Raises `CheckpointError` for weights that do not fit
+        the program, and `ValueError` for weights that are not needed, attention of another shape,
+        or ``ids`` that are not a token for each of the logits.
+        """
+        self._refuse("add programs")
+
+    def drop_program(self) -> None:
+        """Forget the program that was added last; what it has brought of weights stays.
+
+        Raises `ValueError` if none was added.
+        """
+        self._refuse("add programs")
+
+    def costs_of(self, program: int) -> CostModel:
+        """Return the costs of an added program."""
+        self._refuse("add programs")
+
+    def companion(
+        self,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **sizes: Unpack[ExecutorSizes],
+    ) -> Executor:
+        """Return an executor of another model on the same threads: the two never compute at the
+        same time.
+        """
+        self._refuse("run a second model")
+
+    def execute_rows(
+        self, program: int, rows: Float32, token_ids: Int32 | None = None
+    ) -> StepResult:
+        """Return logits of all ``rows`` [T, width], from an added program that has an `Input` and
+        no attention. ``token_ids`` [T]: for one with an `Embed`, too.
+        """
+        wanted = np.arange(len(rows), dtype=np.int32)
+        none = np.empty(0, np.int32)
+        tables, copies = none.reshape(0, 0, 0), none.reshape(0, 2)
+        tokens = none if token_ids is None else token_ids
+        batch = Batch(tokens, none, none, none, tables, wanted, copies)
+        return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
+
+    def draft_rows(
+        self,
+        programs: Sequence[int],
+        rows: Float32,
+        token_ids: Int32,
+        most: Int32,
+        least: float,
+    ) -> tuple[Int32, Float32]:
+        """Return tokens guessed one behind another from ``rows`` [S, width] and ``token_ids`` [S],
+        up to ``most`` [S] of them, and their probabilities, each given those before: [S, longest],
+        the rest -1.
+
+        Each is the likeliest by an added program, which has an `Input`, no attention and ``ids``:
+        the first by the first of ``programs`` and so on, more by the last. One that keeps hidden
+        rows has the next go on from them. A draft whose probability as a whole is down to ``least``
+        ends. Raises `ValueError` naming what does not fit together, before anything is computed.
+        """
+        self._refuse("draft from hidden rows")
+
+    def start_draft(
+        self,
+        programs: Sequence[int],
+        rows: Float32,
+        numbers: list[int],
+        token_ids: list[int],
+        most: list[int],
+        least: float,
+    ) -> None:
+        """Begin what `draft_rows` does, from the ``rows`` of those numbers, on threads that have
+        nothing to do while the caller goes on; `finish_draft` returns the result. Nothing given is
+        kept. Whatever else is computed, measured or added cancels it first.
+        """
+        self._refuse("draft from hidden rows")
+
+    def finish_draft(self) -> list[tuple[list[int], float]] | None:
+        """Return, of what was started, each row's tokens and how probable the first is; None where
+        nothing was started, or it was cancelled.
+        """
+        self._refuse("draft from hidden rows")
+
+    def cancel_draft(self) -> None:
+        """Drop what was started. If it is under way, this waits for it all the same."""
+        self._refuse("draft from hidden rows")
+
+    # Measuring
+
+    def measure_limits(self) -> Limits:
+        """Measure what the machine can do at best on these threads, in a second or two."""
+        self._refuse("measure the machine")
+
+    def start_profile(self) -> None:
+        """Time every region of the steps from here on (some 30 ns each)."""
+        self._refuse("profile steps")
+
+    def profile(self) -> list[RegionTime]:
+        """Return the seconds since `start_profile` of every region, in the order they run in."""
+        self._refuse("profile steps")
+
+    @property
+    def num_meetings(self) -> int:
+        """How many times the threads met in the last step."""
+        self._refuse("profile steps")
+
+    @property
+    def last_meeting(self) -> float:
+        """When the threads met last, if the step was profiled: seconds of `time.perf_counter`,
+        which on Linux is the steady clock.
+        """
+        self._refuse("profile steps")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise Unsupported(f"the {self.capabilities.name} executor cannot {what}")
+
+
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_weights(program: Program, weights: Mapping[str, _Shaped], source: str) -> None:
+    """Raise `CheckpointError`, naming ``source``, for weights that do not fit the program."""
+    for role, shape in program.weights.items():
+        each = weights.get(role)
+        if each is None:
+            raise CheckpointError(f"{source}: the model has no weight {role}")
+        if each.shape != shape:
+            name = getattr(each, "name", role)
+            raise CheckpointError(f"{source}: {name} has shape {each.shape}, not {shape}")

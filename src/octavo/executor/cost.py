@@ -1,11 +1,9 @@
-"""What a step costs, and an executor that computes nothing and says how long it would have taken.
+"""What a step costs in bytes, operations and seconds.
 
-`CostModel` counts the bytes and operations of a Program for a Batch, op by op: the one place where
-anything is counted that is called a limit, a share of it, or a prediction. `CostExecutor` makes a
-duration of them. The engine on top of it, with a virtual clock, is the simulator: the scheduler and
-the cache are the real ones.
+`CostModel` counts the bytes and operations of a Program for a Batch, op by op. It is the one place
+where anything is counted that is called a limit, a share of a limit, or a prediction.
 
-The duration is a roofline an op: the longer of its memory time and its arithmetic time
+The duration is a roofline for each op: the longer of its memory time and its arithmetic time
 (Williams, Waterman and Patterson, 2009), summed over the ops, plus a fixed overhead. Where a
 machine has been calibrated for a model (tools/plan/calibration.py), the knee between the two is
 soft, attention has rates of its own, and rows and prompts have overheads, too.
@@ -18,14 +16,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from functools import lru_cache
-from itertools import count, repeat
+from itertools import count
 from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from octavo.executor.base import Batch, Int32, StepResult
+from octavo.executor.base import Batch, Int32
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.config import Experts
 from octavo.models.program import (
@@ -481,58 +479,6 @@ class CostModel:
                     ops = 6 * (program.widths[q] + program.widths[k])
             terms.append(_Term(fixed, row, ops, i > last_attention, arithmetic, experts))
         return terms
-
-
-class CostExecutor:
-    """Implements Executor without memory or arithmetic; arguments as of `CostModel`."""
-
-    def __init__(
-        self,
-        program: Program,
-        layout: KvLayout,
-        *,
-        num_blocks: int,
-        rates: Rates = Rates(),
-        max_tokens: int = 512,
-        max_logits_rows: int = 256,
-        weight_bytes: Mapping[str, int] | None = None,
-        arithmetic: Mapping[str, Arithmetic] | None = None,
-        attention: Arithmetic = Arithmetic.FP32,
-    ) -> None:
-        self.layout = layout
-        self.num_blocks = num_blocks
-        self.max_tokens = max_tokens
-        self.max_logits_rows = max_logits_rows
-        self.rates = rates
-        self.costs = CostModel(
-            program, layout, weight_bytes=weight_bytes, arithmetic=arithmetic, attention=attention
-        )
-        self._free = rates == Rates()
-
-    def cost(self, batch: Batch) -> StepCost:
-        """Bytes, operations and seconds of one step."""
-        return self.costs.step(batch, self.rates)
-
-    def execute(self, batch: Batch) -> StepResult:
-        return StepResult(None, 0.0 if self._free else self.costs.seconds(batch, self.rates))
-
-    def decode_seconds(self, positions: Int32) -> Iterator[float]:
-        """How long successive steps take in which sequences, at first at ``positions`` [sequences],
-        decode a token each: what `execute` would say, without an end.
-        """
-        return repeat(0.0) if self._free else self.costs.decode_seconds(positions, self.rates)
-
-    def export_blocks(
-        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
-    ) -> npt.NDArray[np.uint8]:
-        shape = len(blocks), self.layout.block_bytes
-        return np.zeros(shape, np.uint8) if into is None else into
-
-    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 _Spans = tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]

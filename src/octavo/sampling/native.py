@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from octavo import _native
-from octavo.sampling.params import MIN_TEMPERATURE, SamplingParams
+from octavo.sampling.params import MIN_TEMPERATURE, SamplingParams, parameters
 from octavo.sampling.sampler import Float32, Sampled, SamplerState, TokenLogprobs
 
 
@@ -34,24 +34,19 @@ class NativeSampler:
     ) -> SamplerState:
         if params.seed is None:
             raise ValueError("the seed is not resolved: the engine does that at admission")
+        options = {name: getattr(params, name) for name, row in parameters().items() if row.native}
         return _native.SamplerState(
             vocab_size=self.vocab_size,
             prompt_token_ids=prompt_token_ids if params.repetition_penalty != 1.0 else (),
-            temperature=params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            min_p=params.min_p,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            repetition_penalty=params.repetition_penalty,
-            logit_bias=list(params.logit_bias.items()),
-            allowed_token_ids=params.allowed_token_ids,
-            banned_token_ids=params.banned_token_ids,
-            stop_token_ids=sorted(stop_token_ids),
-            min_tokens=params.min_tokens,
-            logprobs=-1 if params.logprobs is None else params.logprobs,
-            seed=params.seed,
             choice=choice,
+            **options
+            | {
+                "temperature": params.temperature if params.temperature >= MIN_TEMPERATURE else 0.0,
+                "top_k": max(params.top_k, 0),
+                "logit_bias": list(params.logit_bias.items()),
+                "stop_token_ids": sorted(stop_token_ids),
+                "logprobs": -1 if params.logprobs is None else params.logprobs,
+            },
         )
 
     def sample(

@@ -1,10 +1,21 @@
-"""How a request wants its tokens chosen, and when it wants to stop."""
+"""The sampling parameters: one table, from which everything else that lists them is made.
+
+A field of `SamplingParams` carries its `Parameter`: the values it may have, its type in request
+bodies, its line of help, and whether the native sampler has an option of that name. Validation,
+HTTP fields (server/protocol.py), command-line options (cli/options.py) and the native sampler's
+options (sampling/native.py) read the table, so a new parameter is a field here, whatever applies
+it (kernels/sampler.cpp), and a line in docs/serving.md.
+"""
 
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta
 
 MAX_N = 128
 MAX_TEMPERATURE = 100.0  # far above it every distribution is flat to float32
@@ -16,6 +27,7 @@ MAX_LOGIT_BIASES = 4096
 MAX_STOP_STRINGS = 32
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKEN_IDS = 4096
+_INT32_MAX = 2**31 - 1
 
 
 class InvalidParameter(ValueError):
@@ -26,97 +38,20 @@ class InvalidParameter(ValueError):
         self.param = param
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Names, defaults and order of application follow vLLM.
+class ModelLimits(NamedTuple):
+    """What the values of some parameters depend on."""
 
-    logits → allowed/banned tokens → logit_bias → min_tokens (no stop token before it)
-    → repetition, frequency, presence penalties → temperature → min_p → top_k → top_p → draw.
+    vocab_size: int
+    max_logprobs: int
 
-    top_k and top_p keep the lower token id among equals. top_p is a share of what min_p and top_k
-    left. Logprobs are of the model's own distribution, before any of these.
+
+class Kind(NamedTuple):
+    """A set of allowed values. ``check(name, value, limits)`` returns the value as the engine keeps
+    it, or raises `InvalidParameter` with the name, the value and the range allowed.
     """
 
-    n: int = 1
-    max_tokens: int | None = 16  # None: until the context is full
-    min_tokens: int = 0
-    temperature: float = 1.0  # 0 (or below MIN_TEMPERATURE) = greedy
-    top_k: int = 0  # 0 or -1 = all, as is any number from the vocabulary's size on
-    top_p: float = 1.0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0  # generated tokens only
-    frequency_penalty: float = 0.0  # generated tokens only
-    repetition_penalty: float = 1.0  # prompt and generated tokens
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    banned_token_ids: tuple[int, ...] = ()
-    seed: int | None = None  # None: the engine draws one at admission
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None  # how many alternatives besides the chosen token
-    prompt_logprobs: int | None = None
-    skip_special_tokens: bool = True
-
-    def validated(self, vocab_size: int, max_logprobs: int = 20) -> SamplingParams:
-        """These parameters checked against a model, with lists as tuples and "all" as top_k 0.
-
-        Raises InvalidParameter naming the first field that cannot be honoured, its value and the
-        range allowed. Nothing is clamped or ignored.
-        """
-        _integer("n", self.n, 1, MAX_N)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1, _INT32_MAX)
-        _integer("min_tokens", self.min_tokens, 0, _INT32_MAX)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidParameter(
-                "min_tokens",
-                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}",
-            )
-        _number("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        _integer("top_k", self.top_k, -1, None)
-        _number("top_p", self.top_p, 0, 1, open_low=True)
-        _number("min_p", self.min_p, 0, 1)
-        _number("presence_penalty", self.presence_penalty, -2, 2)
-        _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number(
-            "repetition_penalty",
-            self.repetition_penalty,
-            MIN_REPETITION_PENALTY,
-            MAX_REPETITION_PENALTY,
-        )
-        if self.seed is not None:
-            _integer("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _refusal(name, getattr(self, name), "true or false")
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0, max_logprobs)
-        banned = _token_ids("banned_token_ids", self.banned_token_ids, vocab_size, vocab_size)
-        return replace(
-            self,
-            top_k=self.top_k if 0 < self.top_k < vocab_size else 0,
-            logit_bias=_validated_bias(self.logit_bias, vocab_size),
-            allowed_token_ids=_validated_allowed(self.allowed_token_ids, banned, vocab_size),
-            banned_token_ids=banned,
-            stop=_validated_stop(self.stop),
-            stop_token_ids=_token_ids(
-                "stop_token_ids", self.stop_token_ids, vocab_size, MAX_STOP_TOKEN_IDS
-            ),
-        )
-
-    def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """All token ids that end the output: the request's own, and the model's unless ignored."""
-        own = frozenset(self.stop_token_ids)
-        if self.ignore_eos:
-            return own
-        models = frozenset(eos_token_ids)  # itself, if it is one: requests share it
-        return own | models if own else models
-
-
-_INT32_MAX = 2**31 - 1
+    http_type: Any  # in request bodies; msgspec converts to it
+    check: Callable[[str, object, ModelLimits], Any]
 
 
 def _refusal(param: str, value: object, allowed: str, *, inside: bool = False) -> InvalidParameter:
@@ -129,24 +64,51 @@ def _refusal(param: str, value: object, allowed: str, *, inside: bool = False) -
     return InvalidParameter(param, f"{param} is {shown}; it must be {allowed}")
 
 
-def _integer(param: str, value: object, low: int, high: int | None) -> None:
+def _integer(low: int, high: int | None = None) -> Kind:
     allowed = f"an integer from {low}" + ("" if high is None else f" to {high}")
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise _refusal(param, value, allowed)
-    if value < low or (high is not None and value > high):
-        raise _refusal(param, value, allowed)
+
+    def check(name: str, value: object, limits: ModelLimits) -> int:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise _refusal(name, value, allowed)
+        if value < low or (high is not None and value > high):
+            raise _refusal(name, value, allowed)
+        return value
+
+    return Kind(int, check)
 
 
-def _number(param: str, value: object, low: float, high: float, *, open_low: bool = False) -> None:
+def _number(low: float, high: float, *, open_low: bool = False) -> Kind:
     allowed = f"above {low:g}, up to {high:g}" if open_low else f"from {low:g} to {high:g}"
-    # Not a number fails every comparison, and infinity one of these.
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not low <= value <= high
-        or (open_low and value == low)
-    ):
-        raise _refusal(param, value, f"a number {allowed}")
+
+    def check(name: str, value: object, limits: ModelLimits) -> float:
+        # Not a number fails every comparison, and infinity one of these.
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not low <= value <= high
+            or (open_low and value == low)
+        ):
+            raise _refusal(name, value, f"a number {allowed}")
+        return value
+
+    return Kind(float, check)
+
+
+def _optional(kind: Kind) -> Kind:
+    def check(name: str, value: object, limits: ModelLimits) -> Any:
+        return None if value is None else kind.check(name, value, limits)
+
+    return Kind(kind.http_type, check)
+
+
+def _check_flag(name: str, value: object, limits: ModelLimits) -> bool:
+    if not isinstance(value, bool):
+        raise _refusal(name, value, "true or false")
+    return value
+
+
+def _check_logprobs(name: str, value: object, limits: ModelLimits) -> int | None:
+    return None if value is None else _integer(0, limits.max_logprobs).check(name, value, limits)
 
 
 def _items(param: str, value: object, limit: int) -> list[object]:
@@ -161,42 +123,159 @@ def _token_id(param: str, value: object, vocab_size: int) -> int:
     return value
 
 
-def _token_ids(param: str, value: object, vocab_size: int, limit: int) -> tuple[int, ...]:
-    return tuple(_token_id(param, item, vocab_size) for item in _items(param, value, limit))
+def _token_ids(limit: int | None = None) -> Kind:
+    """``limit`` None: as many as the vocabulary has."""
+
+    def check(name: str, value: object, limits: ModelLimits) -> tuple[int, ...]:
+        items = _items(name, value, limits.vocab_size if limit is None else limit)
+        return tuple(_token_id(name, item, limits.vocab_size) for item in items)
+
+    return Kind(list[int], check)
 
 
-def _validated_stop(stop: object) -> tuple[str, ...]:
+def _check_stop(name: str, value: object, limits: ModelLimits) -> tuple[str, ...]:
     strings = []
-    for string in [stop] if isinstance(stop, str) else _items("stop", stop, MAX_STOP_STRINGS):
+    for string in [value] if isinstance(value, str) else _items(name, value, MAX_STOP_STRINGS):
         if not isinstance(string, str) or not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
             allowed = f"strings of 1 to {MAX_STOP_STRING_LENGTH} characters"
-            raise _refusal("stop", string, allowed, inside=True)
+            raise _refusal(name, string, allowed, inside=True)
         strings.append(string)
     return tuple(strings)
 
 
-def _validated_bias(bias: object, vocab_size: int) -> dict[int, float]:
-    if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIASES:
-        raise _refusal("logit_bias", bias, f"a map of at most {MAX_LOGIT_BIASES} token ids")
-    for token_id, value in bias.items():
-        _token_id("logit_bias", token_id, vocab_size)
-        _number("logit_bias", value, -MAX_BIAS, MAX_BIAS)
-    return {token_id: float(value) for token_id, value in bias.items()}
+def _check_bias(name: str, value: object, limits: ModelLimits) -> dict[int, float]:
+    if not isinstance(value, dict) or len(value) > MAX_LOGIT_BIASES:
+        raise _refusal(name, value, f"a map of at most {MAX_LOGIT_BIASES} token ids")
+    bias = _number(-MAX_BIAS, MAX_BIAS)
+    for token_id, each in value.items():
+        _token_id(name, token_id, limits.vocab_size)
+        bias.check(name, each, limits)
+    return {token_id: float(each) for token_id, each in value.items()}
 
 
-def _validated_allowed(
-    allowed: object, banned: tuple[int, ...], vocab_size: int
-) -> tuple[int, ...] | None:
+_FLAG = Kind(bool, _check_flag)
+_LOGPROBS = Kind(int, _check_logprobs)
+_STOP = Kind(str | list[str], _check_stop)
+_BIAS = Kind(Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)], _check_bias)
+
+
+class Parameter(NamedTuple):
+    """A row of the table."""
+
+    kind: Kind
+    help: str  # for --help
+    native: bool  # the native sampler has an option of this name
+
+
+def _parameter(default: Any, kind: Kind, help: str, *, native: bool = False) -> Any:
+    row = Parameter(kind, help, native)
+    if isinstance(default, dict):
+        return field(default_factory=dict, metadata={"row": row})
+    return field(default=default, metadata={"row": row})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Names, defaults and order of application follow vLLM.
+
+    logits → allowed/banned tokens → logit_bias → min_tokens (no stop token before it)
+    → repetition, frequency, presence penalties → temperature → min_p → top_k → top_p → draw.
+
+    top_k and top_p keep the lower token id among equals. top_p is a share of what min_p and top_k
+    left. Logprobs are of the model's own distribution, before any of these.
+    """
+
+    # fmt: off
+    n: int = _parameter(1, _integer(1, MAX_N), "Answers to each prompt.")
+    max_tokens: int | None = _parameter(  # None: until the context is full
+        16, _optional(_integer(1, _INT32_MAX)), "Most new tokens per answer.")
+    min_tokens: int = _parameter(
+        0, _integer(0, _INT32_MAX), "No end before this many tokens.", native=True)
+    temperature: float = _parameter(  # 0 (or below MIN_TEMPERATURE) = greedy
+        1.0, _number(0, MAX_TEMPERATURE), "0 is greedy.", native=True)
+    top_k: int = _parameter(  # 0 or -1 = all, as is any number from the vocabulary's size on
+        0, _integer(-1), "Draw from the k most likely; 0: all.", native=True)
+    top_p: float = _parameter(
+        1.0, _number(0, 1, open_low=True), "Draw from the likeliest that add up to this.",
+        native=True)
+    min_p: float = _parameter(
+        0.0, _number(0, 1), "Drop what is less likely than this times the likeliest.",
+        native=True)
+    presence_penalty: float = _parameter(  # generated tokens only
+        0.0, _number(-2, 2), "Against tokens already in the answer, -2 to 2.", native=True)
+    frequency_penalty: float = _parameter(  # generated tokens only
+        0.0, _number(-2, 2), "The same for each time they occurred, -2 to 2.", native=True)
+    repetition_penalty: float = _parameter(  # prompt and generated tokens
+        1.0, _number(MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
+        "Above 1: against what prompt and answer have.", native=True)
+    seed: int | None = _parameter(  # None: the engine draws one at admission
+        None, _optional(_integer(-(2**63), 2**63 - 1)), "Same seed, same tokens.", native=True)
+    include_stop_str_in_output: bool = _parameter(
+        False, _FLAG, "Keep the stop text in the answer.")
+    ignore_eos: bool = _parameter(False, _FLAG, "Go on past the model's own end.")
+    skip_special_tokens: bool = _parameter(True, _FLAG, "Leave special tokens out of the text.")
+    logprobs: int | None = _parameter(  # how many alternatives besides the chosen token
+        None, _LOGPROBS, "Log probabilities of each token and so many alternatives.", native=True)
+    prompt_logprobs: int | None = _parameter(
+        None, _LOGPROBS, "The same of each token of the prompt.")
+    logit_bias: dict[int, float] = _parameter(  # noqa: RUF009
+        {}, _BIAS, "Add to a token's logit, as 314=-100 (repeatable).", native=True)
+    banned_token_ids: tuple[int, ...] = _parameter(
+        (), _token_ids(), "Never draw these token ids.", native=True)
+    allowed_token_ids: tuple[int, ...] | None = _parameter(
+        None, _optional(_token_ids()), "Draw only these token ids.", native=True)
+    stop: tuple[str, ...] = _parameter((), _STOP, "End before this text (repeatable).")
+    stop_token_ids: tuple[int, ...] = _parameter(
+        (), _token_ids(MAX_STOP_TOKEN_IDS), "End at these token ids: 1,2,3.", native=True)
+    # fmt: on
+
+    def validated(self, vocab_size: int, max_logprobs: int = 20) -> SamplingParams:
+        """Return these parameters checked against a model, with lists as tuples and "all" as
+        top_k 0.
+
+        Raises InvalidParameter naming the first field that cannot be honoured, its value and the
+        range allowed. Nothing is clamped or ignored.
+        """
+        limits = ModelLimits(vocab_size, max_logprobs)
+        checked = {
+            name: row.kind.check(name, getattr(self, name), limits)
+            for name, row in parameters().items()
+        }
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise InvalidParameter(
+                "min_tokens",
+                f"min_tokens is {self.min_tokens}, more than max_tokens, {self.max_tokens}",
+            )
+        if not 0 < self.top_k < vocab_size:
+            checked["top_k"] = 0
+        _check_some_left(checked["allowed_token_ids"], checked["banned_token_ids"], vocab_size)
+        return replace(self, **checked)
+
+    def ending_ids(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """All token ids that end the output: the request's own, and the model's unless ignored."""
+        own = frozenset(self.stop_token_ids)
+        if self.ignore_eos:
+            return own
+        models = frozenset(eos_token_ids)  # itself, if it is one: requests share it
+        return own | models if own else models
+
+
+@cache
+def parameters() -> Mapping[str, Parameter]:
+    """The table, by name."""
+    return {each.name: each.metadata["row"] for each in fields(SamplingParams)}
+
+
+def _check_some_left(
+    allowed: tuple[int, ...] | None, banned: tuple[int, ...], vocab_size: int
+) -> None:
     if allowed is None:
         if len(set(banned)) == vocab_size:
             raise InvalidParameter(
                 "banned_token_ids", f"banned_token_ids leaves none of {vocab_size} tokens"
             )
-        return None
-    ids = _token_ids("allowed_token_ids", allowed, vocab_size, vocab_size)
-    if not set(ids) - set(banned):
+    elif not set(allowed) - set(banned):
         raise InvalidParameter(
             "allowed_token_ids",
-            f"allowed_token_ids has {len(ids)} ids, and banned_token_ids leaves none of them",
+            f"allowed_token_ids has {len(allowed)} ids, and banned_token_ids leaves none of them",
         )
-    return ids

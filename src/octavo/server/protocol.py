@@ -12,12 +12,17 @@ A field is one of three things, and there is no fourth:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from octavo.sampling.params import MAX_LOGIT_BIASES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from octavo.sampling.params import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    parameters,
+)
 from octavo.scheduler.request import LatencyTarget
 from octavo.server.body import convert, decode_object
 from octavo.server.counting import check_counts
@@ -114,33 +119,34 @@ class Slo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return LatencyTarget(seconds(self.ttft), seconds(self.tpot), seconds(self.e2el))
 
 
-class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What both ways to generate have. A null is the default."""
+if TYPE_CHECKING:
+
+    class SamplingFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    # A field for each sampling parameter (sampling/params.py). `logprobs` means something else in
+    # each endpoint, which has a field of its own for it.
+    SamplingFields = msgspec.defstruct(
+        "SamplingFields",
+        [
+            (name, row.kind.http_type | None, None)
+            for name, row in parameters().items()
+            if name != "logprobs"
+        ],
+        kw_only=True,
+        forbid_unknown_fields=True,
+    )
+
+
+class GenerateRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """The fields that both ways to generate have. A null is the default."""
 
     model: str | None = None  # None: the model that is served
-    n: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Meta(max_length=MAX_LOGIT_BIASES)] | None = None
-    max_tokens: int | None = None
 
     # vLLM's extensions
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    prompt_logprobs: int | None = None
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
     # Without NUL, which ends the salt of an API key (keys.py).
     cache_salt: Annotated[str, Meta(min_length=1, max_length=512, pattern=r"^[^\0]*$")] | None = (
@@ -150,7 +156,6 @@ class GenerateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    banned_token_ids: list[int] | None = None  # the opposite of allowed_token_ids
     return_prediction_details: bool | None = None  # in the usage: draft tokens accepted or not
     slo: Slo | None = None  # what this request is promised, in place of the server's own
 

@@ -5,32 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.sampling.params import InvalidParameter, SamplingParams
+from octavo.sampling.params import InvalidParameter, SamplingParams, parameters
 from octavo.server.protocol import GenerateRequest
 
-# Fields that mean in both APIs what they mean in SamplingParams; a null is the model's default, or
-# else the one there.
-_SAME = (
-    "n",
-    "seed",
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "min_tokens",
-    "ignore_eos",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "allowed_token_ids",
-    "banned_token_ids",
-    "prompt_logprobs",
-)
-
-
+# Every parameter of the table but those that each endpoint reads in its own way. A null is the
+# model's default, or else the table's.
+_SAME = tuple(parameters().keys() - {"max_tokens", "logprobs", "stop", "logit_bias"})
 _TOKEN_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids", "stop_token_ids")
 # Entries of such lists, over all choices: each sequence keeps its own, and a short body can ask for
 # a whole vocabulary in a thousand choices.

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import octavo.loader
+from octavo.executor.base import check_weights
+from octavo.executor.build import weight_bytes
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import pull
 from octavo.loader.base import Checkpoint
@@ -32,24 +34,22 @@ def read(
     layout_of: Callable[[ModelConfig], KvLayout],
     *,
     threads: int,
+    executor: str,
     isa: str | None,
 ) -> DraftModel:
-    """Read a draft model by its known name, path or hub id.
+    """Read a draft model, known by a name, a path or a hub id, that ``executor`` will run.
 
-    Raises `CheckpointError`, also for weights that do not fit together, and `ValueError` for another
-    vocabulary than the target's.
+    Raises `CheckpointError`, also for weights that do not fit together, and `ValueError` if its
+    vocabulary is not the target's.
     """
-    from octavo.executor.native.executor import all_held_bytes, check_weights, scaled_bytes
-
     checkpoint = octavo.loader.load(Path(pull.resolve(model)))
     check_vocabulary(checkpoint, target)
     if quantization is not None:
         checkpoint = rounded(checkpoint, quantization, threads)
-    weights = all_held_bytes(checkpoint.weights.values(), str(checkpoint.path), isa)
-    compute = program(checkpoint.config)
-    weights += sum(scaled_bytes(compute).values())
-    check_weights(compute, checkpoint.weights, str(checkpoint.path))
-    return DraftModel(checkpoint, compute, layout_of(checkpoint.config), weights)
+    compute, source = program(checkpoint.config), str(checkpoint.path)
+    held = weight_bytes(executor, checkpoint.weights, compute, source, isa)
+    check_weights(compute, checkpoint.weights, source)
+    return DraftModel(checkpoint, compute, layout_of(checkpoint.config), held)
 
 
 def check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

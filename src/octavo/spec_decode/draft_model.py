@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.executor.base import Batch, Executor
+from octavo.executor.base import Batch
 from octavo.kv_cache.cache import KvCache, peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.models.families import program
@@ -74,7 +74,17 @@ class DraftModelDrafter(ModelDrafter):
             -(-self._context // draft.layout.block_size),
             enable_prefix_caching=limits.enable_prefix_caching,
         )
-        self._executor = _companion(target, draft, self.kv, self._context)
+        self._executor = target.executor.companion(
+            draft.checkpoint,
+            program(draft.checkpoint.config, self._context),
+            draft.layout,
+            num_blocks=num_blocks,
+            max_tokens=limits.max_num_batched_tokens,
+            max_logits_rows=limits.max_num_seqs,
+            max_seqs=limits.max_num_seqs,
+            max_blocks_per_seq=self.kv.tables.shape[2],
+        )
+        draft.checkpoint.release()  # the executor has its own packed copy
         self._sampler = target.sampler
         self._rejection = target.rejection
         self._caches: dict[Seq, _DraftCache] = {}
@@ -256,24 +266,3 @@ class DraftModelDrafter(ModelDrafter):
         for seq in list(self._caches):
             self._drop(seq)
         self._executor.close()
-
-
-def _companion(target: Target, draft: DraftModel, kv: KvCache, context: int) -> Executor:
-    """Return an executor of the draft model that shares the target's threads."""
-    from octavo.executor.native.executor import NativeExecutor
-
-    limits = target.scheduler.config
-    executor = NativeExecutor(
-        draft.checkpoint,
-        program(draft.checkpoint.config, context),
-        draft.layout,
-        num_blocks=kv.pool.num_blocks,
-        max_tokens=limits.max_num_batched_tokens,
-        max_logits_rows=limits.max_num_seqs,
-        max_seqs=limits.max_num_seqs,
-        max_blocks_per_seq=kv.tables.shape[2],
-        pool=target.executor.pool,
-        isa=target.executor.isa,
-    )
-    draft.checkpoint.release()  # the executor has its own packed copy
-    return executor

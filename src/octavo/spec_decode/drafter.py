@@ -6,18 +6,15 @@ A user's own drafter is one class with the four methods of `Drafter`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from octavo.executor.base import StepResult
+from octavo.executor.base import Executor, StepResult
 from octavo.loader.base import Checkpoint
 from octavo.models.program import Program
 from octavo.sampling.sampler import Sampler
 from octavo.scheduler.batching import Distributions, Scheduled
 from octavo.scheduler.scheduler import Scheduler
 from octavo.scheduler.sequence import Sequence as Seq
-
-if TYPE_CHECKING:  # the compiled module is not needed to draft from text
-    from octavo.executor.native.executor import NativeExecutor
 
 NUM_CLASSES = 16  # of evidence
 
@@ -82,7 +79,7 @@ class Target(NamedTuple):
 
     checkpoint: Checkpoint
     program: Program
-    executor: NativeExecutor
+    executor: Executor
     scheduler: Scheduler  # with its ``kv`` and ``config``
     sampler: Sampler
     rejection: bool = False  # drafts are verified by rejection, and come with probabilities

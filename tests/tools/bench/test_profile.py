@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from executor import tiny
-from octavo.executor.native.executor import RegionTime
+from octavo.executor.base import RegionTime
 from octavo.models.families import program
 from octavo.tools.bench.profile import op_layers, region_layers
 

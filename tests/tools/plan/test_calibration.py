@@ -19,7 +19,8 @@ from octavo.cli.calibrate import as_text, disturbance
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import load_engine
 from octavo.executor.base import Batch, StepResult
-from octavo.executor.cost import Arithmetic, CostExecutor, CostModel, Rates, chunks_of
+from octavo.executor.cost import Arithmetic, CostModel, Rates, chunks_of
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import WeightFormat
 from octavo.machine.limits import Limits
@@ -464,7 +465,7 @@ def setup(measured: bool = True, threads: int = 2) -> Setup:
 def test_the_simulator_takes_what_is_stored() -> None:
     def rates(of: Setup) -> Rates:
         executor = simulated_engine(of).executor
-        assert isinstance(executor, CostExecutor)
+        assert isinstance(executor, SimulatedExecutor)
         return executor.rates
 
     assert rates(setup()) == LIMITS
@@ -499,7 +500,7 @@ def test_a_prediction_follows_the_engine() -> None:
     told: list[tuple[float, float]] = []
     calibration(key()).save()
     engine = simulated_engine(setup())
-    assert isinstance(engine.executor, CostExecutor)
+    assert isinstance(engine.executor, SimulatedExecutor)
     watch = Prediction(engine, engine.executor.costs, TRUE.slowed(1.25, 1.25))
     watch.tell = lambda predicted, actual: told.append((predicted, actual))
     engine.observers.append(watch)
@@ -549,7 +550,7 @@ def test_a_probe_sees_how_fast_memory_and_processor_are(memory: float, processor
     """In 3 seconds on a simulated machine, and leaves nothing behind."""
     calibration(key()).save()
     engine = simulated_engine(setup())
-    assert isinstance(engine.executor, CostExecutor)
+    assert isinstance(engine.executor, SimulatedExecutor)
     engine.executor.rates = TRUE.slowed(memory, processor)
     seen = probe(engine, seed=3)
     assert engine.clock.now() == pytest.approx(3.0, abs=0.3)

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from executor import tiny
 from octavo.engine.config import EngineConfig
 from octavo.engine.load import load_engine
-from octavo.executor.native.executor import NativeExecutor, held_bytes, scaled_bytes
+from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.native.packing import held_bytes, scaled_bytes
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, Tokenizer, Weight, WeightFormat

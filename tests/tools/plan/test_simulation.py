@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
-from octavo.executor.cost import CostExecutor
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.tools.plan import replay as replays
 from octavo.tools.plan.capacity import capacity
 from octavo.tools.plan.hardware import PUBLISHED, Device
@@ -73,7 +73,7 @@ def test_a_request_alone_takes_what_its_steps_cost() -> None:
     run = simulate(setup(), [alone(0, 1000, 5)])
     (record,) = run.replay.records
     executor = run.engine.executor
-    assert isinstance(executor, CostExecutor)
+    assert isinstance(executor, SimulatedExecutor)
     assert record.ttft == executor.cost(prefill_batch(1000)).seconds
     assert len(record.itl) == 4
     assert record.itl[0] < record.itl[-1]  # a key more each time

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
+from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_config import model_config
 from octavo.loader.hf_folder import HfFolder
 from octavo.models import families
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.gptq import Order
 from octavo.tools.quantize.grid import Scheme
 from octavo.tools.quantize.hf_model import places
@@ -91,7 +91,7 @@ def weights_of(checkpoint: Checkpoint) -> dict[str, Float32]:
 
 def logits_of(checkpoint: Checkpoint, ids: Any = SAMPLES[:2]) -> Float32:
     program = families.program(checkpoint.config)
-    return reference.logits(program, weights_of(checkpoint), np.asarray(ids))
+    return evaluate.logits(program, weights_of(checkpoint), np.asarray(ids))
 
 
 def modules(folder: Path) -> dict[str, Float32]:

@@ -9,13 +9,13 @@ import numpy.typing as npt
 import pytest
 
 from executor import tiny
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader.bind import ROUTER
+from octavo.loader.dequantize import dequantize
 from octavo.models import families
 from octavo.models.config import ModelConfig
 from octavo.models.program import Program
 from octavo.tools.quantize.awq import awq, best_scale, fold
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq import relative_loss
 from octavo.tools.quantize.grid import Kind, Scheme, bf16, round_to_nearest
@@ -50,23 +50,23 @@ def inputs_of(
 ) -> list[tuple[LayerOps, list[tuple[SharedInput, Moments | None]]]]:
     """Each layer with its inputs' moments."""
     before, layers = split(program)
-    values: reference.Values = {}
-    reference.run(before, program.config, weights, values, IDS)
+    values: evaluate.Values = {}
+    evaluate.run(before, program.config, weights, values, IDS)
     found = []
     for layer in layers:
         done, inputs = 0, list[tuple[SharedInput, Moments | None]]()
         for shared in layer.inputs:
-            reference.run(layer.ops[done : shared.first], program.config, weights, values)
+            evaluate.run(layer.ops[done : shared.first], program.config, weights, values)
             done = shared.first
             x = values[shared.x]
             width = program.weights[shared.roles[0]][1]
             if shared.expert is not None:
-                chosen, rows = reference.slots(x, values[shared.route], tiny.EXPERTS, width)
+                chosen, rows = evaluate.slots(x, values[shared.route], tiny.EXPERTS, width)
                 x = rows[chosen == shared.expert]
             moments = Moments(width)
             moments.add(x)
             inputs.append((shared, moments if moments.count else None))
-        reference.run(layer.ops[done:], program.config, weights, values)
+        evaluate.run(layer.ops[done:], program.config, weights, values)
         found.append((layer, inputs))
     return found
 
@@ -85,7 +85,7 @@ def test_the_folded_model_is_the_same_function(name: str, stored: Any) -> None:
     config = (MODELS | SPARSE)[name]
     program = families.program(config)
     weights = weights_of(config)
-    expected = reference.logits(program, weights, IDS)
+    expected = evaluate.logits(program, weights, IDS)
     folded = dict(weights)
     count = 0
     for layer, inputs in inputs_of(program, weights):
@@ -97,7 +97,7 @@ def test_the_folded_model_is_the_same_function(name: str, stored: Any) -> None:
             if role.endswith(("norm", ROUTER)) and changed[role] is not own[role]:
                 assert np.array_equal(stored(role, changed[role]), changed[role])
     assert count >= 3  # otherwise nothing has been tried
-    got = reference.logits(program, folded, IDS)
+    got = evaluate.logits(program, folded, IDS)
     error = np.abs(got - expected)
     if name in SPARSE and stored is eighth_bits:  # a router in few bits: some tokens go elsewhere
         assert np.median(error) < 5e-3 * expected.std()

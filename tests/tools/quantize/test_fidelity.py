@@ -18,13 +18,13 @@ import strict_json
 from executor.reference import run as plain_run
 from octavo.cli import app
 from octavo.engine.config import SettingsError
-from octavo.executor.native.executor import held_bytes
+from octavo.executor.native.packing import held_bytes
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import load
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer
+from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.tools.quantize import fidelity
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.distance import Fidelity
 from octavo.tools.quantize.fidelity import (
     Exact,

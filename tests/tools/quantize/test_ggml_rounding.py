@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from octavo.loader.base import Weight, WeightFormat
-from octavo.tools.quantize.blocks import dequantize
+from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.gguf_writer import blocks
 from octavo.tools.quantize.grid import Kind, Scheme, round_to_nearest

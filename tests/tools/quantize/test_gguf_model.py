@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
 from octavo.loader.gguf import GgufFile
@@ -63,7 +63,7 @@ def test_every_family(name: str, tmp_path: Path) -> None:
         else value
         for role, value in weights_of(before).items()
     }
-    expected = reference.logits(families.program(before.config), weights, SAMPLES[:2])
+    expected = evaluate.logits(families.program(before.config), weights, SAMPLES[:2])
     got = logits_of(after)
     assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import strict_json
 from octavo.cli import app
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader import load
 from octavo.loader.bind import ROUTER
 from octavo.models import families
@@ -133,18 +133,18 @@ def test_an_expert_learns_from_its_own_rows(tmp_path: Path) -> None:
     before, layers = split(program)
     after = weights_of(load(tmp_path / "out"))
     weights, values = weights_of(checkpoint), dict[str, Float32]()
-    reference.run(before, program.config, weights, values, LONG)
+    evaluate.run(before, program.config, weights, values, LONG)
     layer, experts = layers[0], checkpoint.config.experts
     assert experts is not None
     done = 0
     for shared in layer.inputs:
-        reference.run(layer.ops[done : shared.first], program.config, after, values)
+        evaluate.run(layer.ops[done : shared.first], program.config, after, values)
         done = shared.first
         if shared.expert is None:
             continue
         role = shared.roles[0]
         width = program.weights[role][1]
-        numbers, rows = reference.slots(values[shared.x], values[shared.route], experts, width)
+        numbers, rows = evaluate.slots(values[shared.x], values[shared.route], experts, width)
         moments = Moments(width)
         moments.add(rows[numbers == shared.expert])
         loss = relative_loss(weights[role], after[role], moments.second)
@@ -185,10 +185,10 @@ def routed(source: Path, samples: Any) -> list[Any]:
     assert experts is not None
     values: dict[str, Float32] = {}
     before, layers = split(program)
-    reference.run(before, program.config, weights, values, samples)
+    evaluate.run(before, program.config, weights, values, samples)
     found = []
     for layer in layers:
-        reference.run(layer.ops, program.config, weights, values)
+        evaluate.run(layer.ops, program.config, weights, values)
         chosen = values["route"][..., : experts.chosen].astype(int)
         found.append(np.bincount(chosen.reshape(-1), minlength=experts.count))
     return found

@@ -23,6 +23,7 @@ from octavo.cli.load import (
     demand_settings,
 )
 from octavo.cli.options import check_file, check_folder, json_object, option, takes
+from octavo.sampling.params import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,9 +85,10 @@ SERVER_OPTIONS = [
 ]  # fmt: skip
 
 _SAMPLED = {
-    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "frequency_penalty": float,
-    "presence_penalty": float, "repetition_penalty": float, "logprobs": int,
-}  # fmt: skip
+    name: row.kind.http_type
+    for name, row in parameters().items()
+    if row.native and row.kind.http_type in (int, float) and name not in ("min_tokens", "seed")
+}
 
 SAMPLING_OPTIONS = [
     option(

@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import numpy as np
 import numpy.typing as npt
 
 from octavo import _native
-from octavo.executor.base import Batch, Float32, Int32, StepResult, slice_rows
-from octavo.executor.cost import Arithmetic, CostModel
+from octavo.executor.base import (
+    Batch,
+    Bytes,
+    Capabilities,
+    Executor,
+    ExecutorSizes,
+    Float32,
+    Int32,
+    RegionTime,
+    StepResult,
+    check_weights,
+    slice_rows,
+)
+from octavo.executor.cost import CostModel
 from octavo.executor.native import lower
+from octavo.executor.native.packing import cost_model, held_bytes, tier_name
 from octavo.kv_cache.layout import KvDtype, KvLayout
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.machine.cpu import usable_cpus
+from octavo.machine.limits import Limits
 from octavo.models.config import Activation, Experts, Rope
-from octavo.models.program import Embed, PagedAttention, Program, RmsNorm, RopeAndStoreKv
+from octavo.models.program import Embed, PagedAttention, Program, RopeAndStoreKv
+from octavo.sampling.native import NativeSampler
 from octavo.words import plural
 
 if TYPE_CHECKING:
@@ -29,112 +44,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _READ_BYTES = 4 << 20  # of the file, that loading holds beside the packed weights
-_INPUTS = 32  # of a grouped format's matrix: a multiple (kernels/linear.h)
 # KvKind of kernels/kernels.h.
 _KV_KINDS = {KvDtype.FP16: 0, KvDtype.BF16: 1, KvDtype.INT8: 2, KvDtype.INT4: 3}
 
 
-def held_bytes(weight: Weight, isa: str | None = None) -> int:
-    """Bytes of the executor's own copy of a weight, packed for an instruction-set tier.
-
-    Raises `CheckpointError`, naming the tensor, for a matrix that no kernel takes, and `ValueError`
-    for an unknown tier.
-    """
-    if len(weight.shape) != 2:
-        return weight.nbytes
-    if weight.format.grouped and weight.shape[1] % _INPUTS:
-        raise CheckpointError(
-            f"tensor {weight.name!r} has {weight.shape[1]} inputs; "
-            f"kernels take multiples of {_INPUTS} in {weight.format.name}"
-        )
-    return _native.packed_bytes(int(weight.format), *weight.shape, tier_name(isa), weight.group)
-
-
-def check_isa(isa: str) -> None:
-    """Raises `ValueError` for an instruction set that this build or this CPU does not have."""
-    _native.packed_bytes(int(WeightFormat.F32), 1, 32, isa)
-
-
-def all_held_bytes(weights: Iterable[Weight], source: str, isa: str | None = None) -> int:
-    """Of several weights; ``source`` is named in errors, too."""
-    try:
-        return sum(held_bytes(weight, isa) for weight in weights)
-    except CheckpointError as error:  # which names the tensor
-        raise CheckpointError(f"{source}: {error}") from None
-
-
-def scaled_bytes(program: Program) -> dict[str, int]:
-    """Of norms' weights that the executor keeps multiplied by a factor, too, by role: bytes of
-    these copies, one a factor.
-    """
-    copies = {(op.weight, op.scale) for op in program.ops if isinstance(op, RmsNorm)}
-    sizes: dict[str, int] = {}
-    for role, factor in copies:
-        if factor != 1.0:
-            sizes[role] = sizes.get(role, 0) + 4 * program.weights[role][0]
-    return sizes
-
-
-def check_weights(program: Program, weights: Mapping[str, Weight | _Held], source: str) -> None:
-    """Raises `CheckpointError`, naming ``source``, for weights that do not fit the program."""
-    for role, shape in program.weights.items():
-        each = weights.get(role)
-        if each is None:
-            raise CheckpointError(f"{source}: the model has no weight {role}")
-        if each.shape != shape:
-            name = each.name if isinstance(each, Weight) else role
-            raise CheckpointError(f"{source}: {name} has shape {each.shape}, not {shape}")
-
-
-def arithmetic_of(format: WeightFormat, isa: str) -> Arithmetic:
-    """What a tier multiplies a matrix of this format with."""
-    if format not in (WeightFormat.F32, WeightFormat.F16, WeightFormat.BF16):
-        return Arithmetic.INT8
-    bf16 = format is WeightFormat.BF16 and isa == "avx512_bf16"
-    return Arithmetic.BF16 if bf16 else Arithmetic.FP32
-
-
-def attention_arithmetic(dtype: KvDtype, isa: str) -> Arithmetic:
-    """What a tier multiplies keys and values with."""
-    if dtype is KvDtype.BF16 and isa == "avx512_bf16":
-        return Arithmetic.BF16
-    codes = dtype in (KvDtype.INT8, KvDtype.INT4)
-    return Arithmetic.INT8 if codes and isa.startswith("avx512") else Arithmetic.FP32
-
-
-def tier_name(isa: str | None) -> str:
-    """``isa``, else ``OCTAVO_ISA``: raises `ValueError`, naming it, where that is none of here."""
-    if isa is not None:
-        return isa
-    if name := os.environ.get("OCTAVO_ISA", ""):
-        try:
-            check_isa(name)
-        except ValueError as error:
-            raise ValueError(f"OCTAVO_ISA: {error}") from None
-    return name
-
-
-class RegionTime(NamedTuple):
-    """What the threads do between two meetings, or what one does in turn for some of the rows."""
-
-    name: str
-    ops: tuple[int, ...]  # of the program, that it computes: indices
-    seconds: float
-
-
-class NativeExecutor:
-    """Implements `Executor` (executor/base.py). Not for use by several threads at once.
+class NativeExecutor(Executor):
+    """Implements `Executor`. Not for use by several threads at once.
 
     ``threads`` None: as many as the process may use; or ``pool``: those of another executor, if no
     two ever compute at the same time. ``keep_hidden``: steps give `StepResult.hidden`, a copy of
-    rows dearer. ``logits_slice``: rows of logits held at a
-    time, a multiple of 8 or ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an
-    instruction-set tier ("generic", "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else
-    the best this CPU has. ``digest``: make `weights_digest`, of all that is loaded. Weights are
-    copied, so the checkpoint's file may be unmapped afterwards.
+    rows dearer. ``logits_slice``: rows of logits held at a time, a multiple of 8 or
+    ``max_logits_rows`` (None: `slice_rows`). ``isa`` forces an instruction-set tier ("generic",
+    "avx2", "avx512", "avx512_bf16"); None: ``OCTAVO_ISA``, else the best this CPU has. ``digest``:
+    have a `digest`, for which all that is loaded is hashed. Weights are copied, so the checkpoint's
+    file may be unmapped afterwards.
     Raises `CheckpointError` for weights that do not fit the program and `ValueError` for settings
     that cannot be honoured.
     """
+
+    capabilities = Capabilities(
+        "native",
+        KvDtype.served(),
+        numerics=1,
+        hidden_rows=True,
+        added_programs=True,
+        drafts_rows=True,
+        measures=True,
+    )
 
     def __init__(
         self,
@@ -195,8 +131,10 @@ class NativeExecutor:
             head_dim=config.head_dim,
             kv_kind=_KV_KINDS[layout.dtype],
         )
-        self.isa: str = runtime.isa
-        logger.info("%s (%s), instruction set %s", plural(self.threads, "thread"), source, self.isa)
+        self.capabilities = replace(self.capabilities, tier=runtime.isa)
+        logger.info(
+            "%s (%s), instruction set %s", plural(self.threads, "thread"), source, runtime.isa
+        )
         self._keep_hidden = [keep_hidden]  # of each program
         self._attention = _attention_shape(program)
         self._loader: _Loader | None = _Loader(runtime, layout, sha256() if digest else None)
@@ -209,7 +147,7 @@ class NativeExecutor:
             keep_hidden=keep_hidden,
         )
         self._costs.append(self._count(program))
-        self.weights_digest = self._loader.digest.digest() if self._loader.digest else b""
+        self.digest = self._loader.digest.digest() if self._loader.digest else b""
 
     def add_program(
         self,
@@ -219,15 +157,6 @@ class NativeExecutor:
         keep_hidden: bool = False,
         ids: Sequence[int] = (),
     ) -> int:
-        """Another computation with the same cache, threads and weights; its number.
-
-        Roles that are loaded already are not loaded again; ``weights`` has the others, which are
-        copied. Its logits may be fewer than the vocabulary's; ``ids`` are the tokens that they
-        stand for, which `draft_rows` needs. Room for activations is shared, so a program takes
-        little memory beside its own weights. Raises `CheckpointError` as the constructor does, and
-        `ValueError` for weights that are not needed, attention of another shape, or ``ids`` that
-        are not a token for each of the logits.
-        """
         loader = self._loading
         weights = weights or {}
         if unneeded := [role for role in weights if role not in program.weights]:
@@ -244,45 +173,29 @@ class NativeExecutor:
         return len(self._costs) - 1
 
     def drop_program(self) -> None:
-        """Forgets the program that was added last; what it has brought of weights stays.
-
-        Raises `ValueError` if none was added.
-        """
         self._open.drop_program()
         self._costs.pop()
         self._keep_hidden.pop()
 
     def _count(self, program: Program) -> CostModel:
-        held = {role: self._loading.held[role] for role in program.weights}
-        return CostModel(
-            program,
-            self.layout,
-            weight_bytes={role: each.bytes for role, each in held.items()},
-            arithmetic={role: arithmetic_of(each.format, self.isa) for role, each in held.items()},
-            attention=attention_arithmetic(self.layout.dtype, self.isa),
-        )
+        held = {role: (each.format, each.bytes) for role, each in self._loading.held.items()}
+        return cost_model(program, self.layout, held, self.capabilities.tier)
 
     @property
-    def costs(self) -> CostModel:
+    def costs(self) -> CostModel:  # type: ignore[override]
         return self._costs[0]
 
     def costs_of(self, program: int) -> CostModel:
-        """Of an added program."""
         return self._costs[program]
 
     @property
-    def weight_bytes(self) -> int:
-        """Of all programs' weights, packed."""
+    def weight_bytes(self) -> int:  # type: ignore[override]
         return self._open.weight_bytes
 
     @property
     def pool(self) -> _native.ThreadPool:
         """The threads of a step, for others to use between steps."""
         return self._open.pool
-
-    @property
-    def kv_bytes(self) -> int:
-        return self.num_blocks * self.layout.block_bytes
 
     @property
     def _loading(self) -> _Loader:
@@ -294,11 +207,20 @@ class NativeExecutor:
     def _open(self) -> _native.Runtime:
         return self._loading.runtime
 
-    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
-        """Raises `ValueError` naming what is wrong with the batch, before anything is computed.
+    def companion(
+        self,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **sizes: Unpack[ExecutorSizes],
+    ) -> NativeExecutor:
+        pool, tier = self.pool, self.capabilities.tier
+        return NativeExecutor(checkpoint, program, layout, pool=pool, isa=tier, **sizes)
 
-        ``program`` is one that was added, ``rows`` [T, width] what its `Input` takes.
-        """
+    def new_sampler(self, vocab_size: int) -> NativeSampler:
+        return NativeSampler(vocab_size, self.capabilities.tier, self.pool)
+
+    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
         start = time.perf_counter()
         runtime = self._open
         logits = runtime.step(
@@ -315,19 +237,6 @@ class NativeExecutor:
         hidden = runtime.hidden() if self._keep_hidden[program] else None
         return StepResult(logits, time.perf_counter() - start, runtime.logits, hidden)
 
-    def execute_rows(
-        self, program: int, rows: Float32, token_ids: Int32 | None = None
-    ) -> StepResult:
-        """Logits of all ``rows`` [T, width], from an added program that has an `Input` and no
-        attention. ``token_ids`` [T]: for one with an `Embed`, too.
-        """
-        wanted = np.arange(len(rows), dtype=np.int32)
-        none = np.empty(0, np.int32)
-        tables, copies = none.reshape(0, 0, 0), none.reshape(0, 2)
-        tokens = none if token_ids is None else token_ids
-        batch = Batch(tokens, none, none, none, tables, wanted, copies)
-        return self.execute(batch, program, np.ascontiguousarray(rows, np.float32))
-
     def draft_rows(
         self,
         programs: Sequence[int],
@@ -336,15 +245,6 @@ class NativeExecutor:
         most: Int32,
         least: float,
     ) -> tuple[Int32, Float32]:
-        """Tokens guessed one behind another from ``rows`` [S, width] and ``token_ids`` [S], up to
-        ``most`` [S] of them, and their probabilities, each given those before: [S, longest], the
-        rest -1. Each is the likeliest by an added program, which has an `Input`, no attention and
-        ``ids``: the first by the first of ``programs`` and so on, more by the last. One that keeps
-        hidden rows has the next go on from them. A draft whose probability as a whole is down to
-        ``least`` ends.
-
-        Raises `ValueError` naming what does not fit together, before anything is computed.
-        """
         return self._open.draft(programs, rows, token_ids, most, least)
 
     def start_draft(
@@ -356,40 +256,31 @@ class NativeExecutor:
         most: list[int],
         least: float,
     ) -> None:
-        """As `draft_rows`, from the ``rows`` of those numbers, by threads that have nothing to do
-        while the caller goes on; `finish_draft` has what came of it. Nothing given is kept.
-        Whatever else is computed, measured or added here cancels it first.
-        """
         self._open.start_draft(programs, rows, numbers, token_ids, most, least)
 
     def finish_draft(self) -> list[tuple[list[int], float]] | None:
-        """Of what was started, each row's tokens and how probable the first is; None where nothing
-        was, or it was cancelled.
-        """
         return self._open.finish_draft()
 
     def cancel_draft(self) -> None:
-        """What was started is not wanted. If it is under way, it is waited for all the same."""
         self._open.cancel_draft()
 
-    def export_blocks(
-        self, blocks: Int32, into: npt.NDArray[np.uint8] | None = None
-    ) -> npt.NDArray[np.uint8]:
+    def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
         shape = len(blocks), self.layout.block_bytes
         data = np.empty(shape, np.uint8) if into is None else into
         self._open.transfer(blocks, data, False)
         return data
 
-    def import_blocks(self, blocks: Int32, data: npt.NDArray[np.uint8]) -> None:
+    def import_blocks(self, blocks: Int32, data: Bytes) -> None:
         self._open.transfer(blocks, np.require(data, np.uint8, ["C", "W"]), True)
 
+    def measure_limits(self) -> Limits:
+        return Limits.measure(quick=True, pool=self.pool)
+
     def start_profile(self) -> None:
-        """From here on, every region of a step is timed (some 30 ns each)."""
         self._open.set_profiling(True)
         self._open.reset_profile()
 
     def profile(self) -> list[RegionTime]:
-        """The seconds since `start_profile` of every region, in the order they run in."""
         return [
             RegionTime(name, region.ops, seconds)
             for region, (name, seconds) in zip(self._regions, self._open.profile(0), strict=True)
@@ -397,18 +288,13 @@ class NativeExecutor:
 
     @property
     def num_meetings(self) -> int:
-        """How many times the threads met in the last step."""
         return self._open.num_jobs
 
     @property
     def last_meeting(self) -> float:
-        """When they met last, if the step was profiled: seconds of `time.perf_counter`, which on
-        Linux is the steady clock.
-        """
         return self._open.last_meeting
 
     def close(self) -> None:
-        """Gives back threads and memory. Logits handed out before keep theirs until they go."""
         self._loader = None
 
 

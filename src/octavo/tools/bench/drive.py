@@ -17,7 +17,6 @@ from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Step
 from octavo.engine.load import LoadedEngine, load_engine
 from octavo.executor.base import Batch
-from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.cache import peak_blocks
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader import pull
@@ -70,7 +69,6 @@ class Drive:
 
     def __init__(self, loaded: LoadedEngine, seed: int = 0) -> None:
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         self.loaded = loaded
         self.engine: Engine = loaded.engine
         self.executor = executor
@@ -144,7 +142,7 @@ class Drive:
     def limits(self, progress: Progress = lambda _: None) -> Limits:
         """The machine's, measured quickly on the engine's threads."""
         progress("measuring the machine's limits")
-        return Limits.measure(quick=True, pool=self.executor.pool)
+        return self.executor.measure_limits()
 
     # Being an observer
 

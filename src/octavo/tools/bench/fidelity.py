@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.executor.native.executor import held_bytes
+from octavo.executor.native.packing import held_bytes
 from octavo.loader import load
 from octavo.loader.base import Checkpoint
 from octavo.loader.pull import resolve
@@ -98,7 +98,7 @@ class _Measuring:
         progress("loading")
         drive = Drive.load(checkpoint, self.engine, self._loads())
         try:
-            held, isa = drive.loaded.checkpoint, drive.executor.isa
+            held, isa = drive.loaded.checkpoint, drive.executor.capabilities.tier
             row = self._lost(drive, model, progress) | {
                 "same_tokens": self._same_tokens(checkpoint),
                 "settings": _settings(self.engine),

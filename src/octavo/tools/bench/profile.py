@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from octavo.engine.config import EngineConfig, SettingsError
-from octavo.executor.base import Batch, StepResult
+from octavo.executor.base import Batch, RegionTime, StepResult
 from octavo.executor.cost import OpCost, Rates
-from octavo.executor.native.executor import RegionTime
 from octavo.loader.base import Checkpoint
 from octavo.machine.limits import Limits, Progress, highest
 from octavo.models.program import Op, Program
@@ -258,7 +257,7 @@ def _taken_apart(
     limit = executor.costs.step(step.batch, rates).seconds
     return Profile(
         model=drive.loaded.checkpoint.path.name,
-        isa=executor.isa,
+        isa=executor.capabilities.tier,
         threads=drive.threads,
         kind="prefill" if prefill else "decode",
         sequences=load.sequences,

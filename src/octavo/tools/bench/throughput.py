@@ -143,7 +143,7 @@ def _row(
     return Row(
         model=loaded.checkpoint.path.name,
         weight_bytes=loaded.weight_bytes,
-        isa=drive.executor.isa,
+        isa=drive.executor.capabilities.tier,
         threads=drive.threads,
         batch=load.sequences,
         prompt_len=load.prompt_len,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import groupby
 from typing import Any
 
-from octavo.executor.native.executor import RegionTime
+from octavo.executor.base import RegionTime
 from octavo.models.program import Program
 from octavo.tools.bench.profile import Profile, Recorded, region_layers
 

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple, Self
 from octavo.engine.config import EngineConfig, SettingsError
 from octavo.engine.load import LoadedEngine
 from octavo.executor.cost import KNEES, Rates
-from octavo.executor.native.executor import NativeExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import Checkpoint, WeightFormat
 from octavo.loader.pull import cache_dir
 from octavo.loader.rounding import rounded
 from octavo.machine.cpu import usable_cpus
-from octavo.machine.limits import Limits, cpu_model, kernel_build, store
+from octavo.machine.limits import cpu_model, kernel_build, store
 from octavo.machine.others import MUCH, Others
 from octavo.models.families import program
 from octavo.models.program import Program
@@ -96,7 +95,6 @@ class CalibrationKey(NamedTuple):
     @classmethod
     def loaded(cls, loaded: LoadedEngine) -> Self:
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         compute = executor.costs.program
         return cls._of_weights(compute, loaded.checkpoint, executor.layout, loaded.config)
 
@@ -212,10 +210,9 @@ class Calibration:
         """
         check_settings(loaded.config)
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         start, others = time.perf_counter(), Others()
         progress("measuring the machine's limits")
-        limits = Limits.measure(quick=True, pool=executor.pool)
+        limits = executor.measure_limits()
         roof = limits.rates(executor.threads, loaded.weight_bytes)
         observations = _observed(
             lambda: observe(loaded.engine, seconds=seconds, seed=seed, progress=progress)
@@ -228,7 +225,7 @@ class Calibration:
         return cls(
             loaded.checkpoint.config.name or loaded.checkpoint.path.name,
             CalibrationKey.loaded(loaded),
-            executor.isa,
+            executor.capabilities.tier,
             datetime.now(UTC).isoformat(timespec="seconds"),
             len(observations),
             time.perf_counter() - start,
@@ -249,7 +246,6 @@ class Calibration:
         """
         check_settings(loaded.config)
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         others = Others()
         steps = _observed(lambda: probe(loaded.engine, seconds=seconds, seed=seed))
         slow = slowness(executor.costs, steps, self.rates, self.held_up)
@@ -264,7 +260,6 @@ class Calibration:
     def prediction(self, loaded: LoadedEngine) -> Prediction:
         """An observer that compares the engine's steps with this."""
         executor = loaded.engine.executor
-        assert isinstance(executor, NativeExecutor)
         return Prediction(loaded.engine, executor.costs, self.current)
 
     # Keeping it

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.executor.cost import CostExecutor
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.tools.plan.phase import mixed_batch
 from octavo.tools.plan.simulation import Simulation, simulate
 from octavo.tools.workload.datasets import Part, Sample
@@ -195,7 +195,7 @@ def work_of(simulation: Simulation) -> Work:
     sequence's share of a step that only decodes.
     """
     executor, samples = simulation.engine.executor, simulation.samples
-    assert isinstance(executor, CostExecutor)
+    assert isinstance(executor, SimulatedExecutor)
     limits = simulation.engine.scheduler.config
     running = _running(simulation)
     context = int(np.mean([sample.prompt_len + sample.output_len / 2 for sample in samples]))

@@ -148,7 +148,7 @@ def held(subject: Subject, stored: Stored, isa: str | None = None) -> dict[str, 
     """Bytes of the engine's own packed copies, by role; None when it cannot hold such a format.
     Raises `SettingsError` for an ``OCTAVO_ISA`` that is not here.
     """
-    from octavo.executor.native.executor import held_bytes, scaled_bytes, tier_name
+    from octavo.executor.native.packing import held_bytes, scaled_bytes, tier_name
 
     try:
         tier = tier_name(isa)

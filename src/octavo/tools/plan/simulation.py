@@ -11,7 +11,8 @@ from octavo.engine.clock import VirtualClock
 from octavo.engine.config import DoesNotFit, EngineConfig, SettingsError
 from octavo.engine.engine import Engine, Observer
 from octavo.engine.pace import Pace
-from octavo.executor.cost import Arithmetic, CostExecutor, Rates
+from octavo.executor.cost import Arithmetic, CostModel, Rates
+from octavo.executor.simulated.simulated import SimulatedExecutor
 from octavo.kv_cache.layout import KvLayout
 from octavo.loader.base import WeightFormat
 from octavo.machine.memory import as_size
@@ -197,16 +198,20 @@ def simulated_engine(setup: Setup) -> Engine:
         chunked_prefill=setup.chunked_prefill,
     )
     compute = program(setup.subject.program.config, plan.max_model_len)
-    executor = CostExecutor(
+    executor = SimulatedExecutor(
         compute,
         layout,
         num_blocks=plan.num_blocks,
         rates=setup.rates(),
         max_tokens=limits.max_num_batched_tokens,
         max_logits_rows=limits.logits_rows,
-        weight_bytes=setup.stored.sizes,
-        arithmetic=arithmetic(setup.stored, setup.device, setup.quantized),
-        attention=setup.device.attention(layout.dtype, setup.quantized),
+        costs=CostModel(
+            compute,
+            layout,
+            weight_bytes=setup.stored.sizes,
+            arithmetic=arithmetic(setup.stored, setup.device, setup.quantized),
+            attention=setup.device.attention(layout.dtype, setup.quantized),
+        ),
     )
     pace: Pace | None = None
     if config.itl_target is not None:  # steps take what is predicted: there is nothing to learn

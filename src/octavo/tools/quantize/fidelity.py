@@ -4,7 +4,7 @@ A text is cut into windows that do not overlap; each begins as a prompt does, an
 At every position the whole distributions are compared (tools/quantize/distance.py).
 
 The reference is one of two. `Exact` is the model that a file's bytes stand for: weights dequantized
-to fp32 by their definition (tools/quantize/blocks.py), everything computed in fp32 by numpy, no
+to fp32 by their definition (loader/dequantize.py), everything computed in fp32 by numpy, no
 cache: what
 is measured against it is all that was lost, by numbers made small as by kernels. `Served` is the
 engine itself on other weights or settings: what is measured is the difference alone, which for the
@@ -29,13 +29,12 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from octavo.executor import reference
-from octavo.executor.base import Batch
-from octavo.executor.native.executor import NativeExecutor
+from octavo.executor.base import Batch, Executor
+from octavo.executor.reference import evaluate
 from octavo.loader.base import Checkpoint, CheckpointError, Tokenizer, Weight
+from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.program import Embed, ExpertLinear, Logits, Op
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.distance import Distances, distances
 from octavo.tools.quantize.layers import live, roles, split
 
@@ -149,7 +148,7 @@ class Served:
     """
 
     def __init__(
-        self, executor: NativeExecutor, vocab_size: int, tables: tuple[int, int, int], name: str
+        self, executor: Executor, vocab_size: int, tables: tuple[int, int, int], name: str
     ) -> None:
         self.name = name
         self.executor = executor
@@ -279,7 +278,7 @@ class Exact:
 
     def logits(self, index: int, first: int, last: int) -> Float32:
         rows = self._hidden[index][first:last] @ self._head.T
-        return reference.soft_cap(rows, self._last.softcap)
+        return evaluate.soft_cap(rows, self._last.softcap)
 
     def _before_head(self, sequences: Sequence[Int32]) -> list[Float32]:
         """[tokens, hidden] of each sequence."""
@@ -294,7 +293,7 @@ class Exact:
             kept = live([op for stage in stages[number + 1 :] for op in stage], last)
             weights, ids = self._weights(ops, groups)
             for group, values in zip(ids, states, strict=True):
-                reference.run(ops, self.program.config, weights, values, group)
+                evaluate.run(ops, self.program.config, weights, values, group)
                 for name in values.keys() - kept:
                     del values[name]
         joined = [row for values in states for row in values[self._last.x]]

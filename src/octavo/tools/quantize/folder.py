@@ -15,9 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Checkpoint, Weight
+from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.tools.quantize import hf_tokenizer
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.grid import Float32, bf16, bf16_bits
 from octavo.tools.quantize.hf_model import Place, hf_config, less_one, places
 from octavo.tools.quantize.layouts import Layout, Tensor, packed_tensors

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.loader.base import Checkpoint, Weight
-from octavo.tools.quantize.blocks import dequantize
+from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.folder import stored_as
 from octavo.tools.quantize.grid import Float32, Scheme, bf16, round_to_nearest
 from octavo.tools.quantize.hf_model import places

@@ -19,12 +19,12 @@ import numpy as np
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
 from octavo.loader.bind import STACKS
 from octavo.loader.chat_template import JinjaChatTemplate
+from octavo.loader.dequantize import dequantize
 from octavo.loader.hf_folder import CONFIG, HfFolder
 from octavo.loader.loader import FUSED, load_gguf
 from octavo.loader.metadata import INTERLEAVED
 from octavo.models.config import LongRope, ModelConfig, Rope
 from octavo.models.rope import yarn_magnitude
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.gguf_vocabulary import compare_tokenizers, vocabulary
 from octavo.tools.quantize.gguf_writer import (
     Bytes,

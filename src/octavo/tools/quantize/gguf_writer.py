@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from octavo.loader.base import Weight, WeightFormat
+from octavo.loader.dequantize import dequantize
 from octavo.loader.gguf import BLOCKS
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.grid import Float32, Kind, Quantized, Scheme
 from octavo.tools.quantize.nearest import nearest_stored
 from octavo.tools.quantize.state import LayerResult, State

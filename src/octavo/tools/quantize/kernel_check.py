@@ -1,7 +1,7 @@
 """Whether the kernels hold and multiply the numbers that a checkpoint's bytes stand for.
 
 Each matrix is packed as the engine packs it and read back, and compared with its definition in
-numpy (tools/quantize/blocks.py); then random activations are multiplied, and compared with the
+numpy (loader/dequantize.py); then random activations are multiplied, and compared with the
 product in
 float64. The kernels round activations, to 8 bits a group of 32 or to bf16, so their product may be
 off by as much as that rounding can do:
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from octavo import _native
 from octavo.loader.base import Checkpoint, CheckpointError, Weight, WeightFormat
-from octavo.tools.quantize.blocks import dequantize, group_scales
+from octavo.loader.dequantize import dequantize, group_scales
 
 Float32 = npt.NDArray[np.float32]
 Float64 = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from octavo.loader.base import Weight
-from octavo.tools.quantize.blocks import dequantize
+from octavo.loader.dequantize import dequantize
 from octavo.tools.quantize.ggml_rounding import ggml_round
 from octavo.tools.quantize.grid import Float32, Quantized, Scheme, round_to_nearest
 

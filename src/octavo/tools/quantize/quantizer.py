@@ -23,13 +23,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from octavo.executor import reference
+from octavo.executor.reference import evaluate
 from octavo.loader.base import Checkpoint, CheckpointError, Weight
 from octavo.loader.bind import ROUTER
+from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.program import Op
 from octavo.tools.quantize.awq import Stored, awq
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.quantize.calibrate import Moments
 from octavo.tools.quantize.gptq import Order, gptq, relative_loss
 from octavo.tools.quantize.grid import Float32, Scheme
@@ -38,7 +38,7 @@ from octavo.tools.quantize.nearest import nearest
 from octavo.tools.quantize.state import LayerResult, QuantizeError, State
 
 VERSION = 1  # of what the settings mean: raise it when results change
-INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (executor/native/executor.py)
+INPUTS = 32  # of a quantized matrix: a multiple, for the kernels (executor/native/packing.py)
 # Rows that an expert must have seen, for each input of a matrix: of fewer, its second moments are
 # mostly of what it has not seen.
 SEEN = 0.25
@@ -193,7 +193,7 @@ class Quantizer:
     # ── Methods ─────────────────────────────────────────────────────────────────────────────────
 
     def _rtn(
-        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         for role in self._rounded(layer.matrices):
@@ -207,7 +207,7 @@ class Quantizer:
         return [role for role in roles if role not in self.recipe.kept]
 
     def _gptq(
-        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         recipe = self.recipe
@@ -242,7 +242,7 @@ class Quantizer:
         return result
 
     def _awq(
-        self, hidden: list[reference.Values], layer: LayerOps, weights: _Weights, tell: _Teller
+        self, hidden: list[evaluate.Values], layer: LayerOps, weights: _Weights, tell: _Teller
     ) -> LayerResult:
         result = LayerResult.empty()
         inputs = self._inputs(hidden, layer, weights, result)
@@ -259,7 +259,7 @@ class Quantizer:
 
     def _inputs(
         self,
-        hidden: list[reference.Values],
+        hidden: list[evaluate.Values],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         result: LayerResult,
@@ -286,7 +286,7 @@ class Quantizer:
         self._advance(hidden, layer, weights, done, len(layer.ops))
         result.starved.extend(sorted(starved))
 
-    def _moments(self, hidden: list[reference.Values], shared: SharedInput) -> Moments:
+    def _moments(self, hidden: list[evaluate.Values], shared: SharedInput) -> Moments:
         inputs = self.program.weights[shared.roles[0]][1]
         moments = Moments(inputs)
         for values in hidden:
@@ -294,14 +294,14 @@ class Quantizer:
             if shared.expert is not None:
                 experts = self.config.experts
                 assert experts is not None
-                chosen, rows = reference.slots(x, values[shared.route], experts, inputs)
+                chosen, rows = evaluate.slots(x, values[shared.route], experts, inputs)
                 x = rows[chosen == shared.expert]
             moments.add(x)
         return moments
 
     def _advance(
         self,
-        hidden: list[reference.Values],
+        hidden: list[evaluate.Values],
         layer: LayerOps,
         weights: Mapping[str, Float32],
         start: int,
@@ -313,7 +313,7 @@ class Quantizer:
 
     # ── Hidden states ───────────────────────────────────────────────────────────────────────────
 
-    def _start(self) -> list[reference.Values]:
+    def _start(self) -> list[evaluate.Values]:
         """The samples, embedded, some sequences at a time."""
         assert self.samples is not None
         count = max(1, CHUNK // self.samples.shape[1])
@@ -321,9 +321,9 @@ class Quantizer:
         weights = {role: self._embedding(role, used) for op in self.before for role in roles(op)}
         chunks = []
         for start in range(0, len(self.samples), count):
-            values: reference.Values = {}
+            values: evaluate.Values = {}
             ids = samples.reshape(self.samples.shape)[start : start + count]
-            reference.run(self.before, self.config, weights, values, ids)
+            evaluate.run(self.before, self.config, weights, values, ids)
             chunks.append(values)
         return chunks
 
@@ -334,7 +334,7 @@ class Quantizer:
         return values if scheme is None else nearest(scheme, values).values()
 
     def _follow(
-        self, hidden: list[reference.Values], layer: LayerOps, weights: Mapping[str, Float32]
+        self, hidden: list[evaluate.Values], layer: LayerOps, weights: Mapping[str, Float32]
     ) -> None:
         """All samples through a finished layer, stopping where quantizing it stops: the same
         products in the same pieces give the same bits after an interruption."""
@@ -345,11 +345,11 @@ class Quantizer:
         self,
         ops: tuple[Op, ...],
         weights: Mapping[str, Float32],
-        values: reference.Values,
+        values: evaluate.Values,
         rest: tuple[Op, ...],
     ) -> None:
         """Executes ``ops`` and keeps what the rest of the layer, or the next one, reads."""
-        reference.run(ops, self.config, weights, values)
+        evaluate.run(ops, self.config, weights, values)
         wanted = live(rest, frozenset({"x"}))
         for name in values.keys() - wanted:
             del values[name]

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from octavo.engine.config import SettingsError
 from octavo.extras import install_command
 from octavo.loader.base import Checkpoint
+from octavo.loader.dequantize import dequantize
 from octavo.models.families import program
 from octavo.models.program import Embed
 from octavo.spec_decode.heads import MOST_HEADS, MOST_LAYERS, MOST_WIDTH
-from octavo.tools.quantize.blocks import dequantize
 from octavo.tools.train.measure import Int, measure
 from octavo.tools.train.texts import Texts
 

@@ -50,7 +50,7 @@ class Reference:
             enable_prefix_caching=False,
         )
         with running(checkpoint, alone, row=self._keep) as engine:
-            self.isa: str = engine.loaded.engine.executor.isa  # type: ignore[attr-defined]
+            self.isa = engine.loaded.engine.executor.capabilities.tier
             self.answers: Answers = engine.answers(trials, 1)
 
     def _keep(self, key: Key, at: int, row: Float32) -> None:

@@ -69,8 +69,8 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def execute(self, batch: Batch) -> StepResult:
-        result = self._inner.execute(batch)
+    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
+        result = self._inner.execute(batch, program, rows)
         if self._change is not None:
             result = self._change(batch, result)
         if result.logits is None:

@@ -1,13 +1,15 @@
-"""A Program in numpy: fp32, whole sequences, no cache. The other executors' plain meaning.
+"""A Program in numpy, in fp32: the plain meaning of what the other executors compute.
 
-It computes what the ops say in the order they are listed, so it is also where a layer can be looked
-into: `run` takes any stretch of ops, on the values that it finds. Weights come as fp32 arrays by
-role. Values are [sequences, tokens, width]; every sequence starts at position 0.
+It computes the ops in the order they are listed, so it is also where a layer can be looked into:
+`run` takes any stretch of ops, on the values that it finds. Weights come as fp32 arrays by role.
+Values are [sequences, tokens, width]. Every sequence starts at position 0 and is whole, unless a
+`KeyValues` says otherwise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,38 @@ Ids = npt.NDArray[np.integer]
 Values = dict[str, Float32]
 
 QUERIES = 256  # whose scores are held at a time: a long sequence needs no square of its length
+
+
+class KeyValues(Protocol):
+    """Where the tokens stand, and what they attend to."""
+
+    def positions(self, tokens: int) -> Ids:
+        """Return the positions of the values' tokens."""
+        ...
+
+    def store(self, layer: int, keys: Float32, values: Float32) -> None:
+        """Keep the keys and values [sequences, tokens, KV width] of a layer."""
+        ...
+
+    def attend(self, queries: Float32, head_dim: int, op: model.PagedAttention) -> Float32:
+        """Return what the queries find among all keys of their own sequence."""
+        ...
+
+
+class WholeSequences:
+    """Implements `KeyValues` for sequences that start at 0 and end with the values."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, tuple[Float32, Float32]] = {}
+
+    def positions(self, tokens: int) -> Ids:
+        return np.arange(tokens)
+
+    def store(self, layer: int, keys: Float32, values: Float32) -> None:
+        self._stored[layer] = keys, values
+
+    def attend(self, queries: Float32, head_dim: int, op: model.PagedAttention) -> Float32:
+        return attend(queries, *self._stored[op.layer], head_dim, op)
 
 
 def logits(
@@ -38,13 +72,14 @@ def run(
     weights: Mapping[str, Float32],
     values: Values,
     token_ids: Ids | None = None,
+    kv: KeyValues | None = None,
 ) -> None:
-    """Executes ``ops`` in order, on and into ``values``; of `Logits`, into ``values["logits"]``.
+    """Execute ``ops`` in order, on and into ``values``; `Logits` writes ``values["logits"]``.
 
     ``token_ids`` [sequences, tokens] are for an `Embed`; the rows for an `Input` are among the
     ``values``, under its name.
     """
-    keys: dict[int, tuple[Float32, Float32]] = {}  # and values, of each layer
+    kv = kv or WholeSequences()
     for op in ops:
         match op:
             case model.Embed():
@@ -61,10 +96,11 @@ def run(
                 values[op.out] = out if op.bias is None else out + weights[op.bias]
             case model.RopeAndStoreKv():
                 for name in (op.q, op.k):
-                    values[name] = rotate(values[name], config.head_dim, op.rope)
-                keys[op.layer] = values[op.k], values[op.v]
+                    at = kv.positions(values[name].shape[1])
+                    values[name] = rotate(values[name], config.head_dim, op.rope, at)
+                kv.store(op.layer, values[op.k], values[op.v])
             case model.PagedAttention():
-                values[op.out] = attend(values[op.q], *keys[op.layer], config.head_dim, op)
+                values[op.out] = kv.attend(values[op.q], config.head_dim, op)
             case model.Activate():
                 values[op.out] = activate(values[op.x], op.activation)
             case model.GatedActivation():
@@ -97,13 +133,13 @@ def rms_norm(x: Float32, weight: Float32, op: model.RmsNorm) -> Float32:
     return out.reshape(x.shape)
 
 
-def rotate(x: Float32, head_dim: int, rope: Rope) -> Float32:
-    """Every head's rotary positions; angles are computed in float64."""
+def rotate(x: Float32, head_dim: int, rope: Rope, positions: Ids) -> Float32:
+    """Return every head of ``x`` rotated to its token's position; angles are in float64."""
     heads = x.reshape(*x.shape[:2], -1, head_dim).copy()
     frequencies = rope.scale * rope.theta ** (-2.0 * np.arange(rope.dim // 2) / rope.dim)
     if rope.factors:
         frequencies = frequencies / np.array(rope.factors)
-    angles = np.arange(x.shape[1])[:, None, None] * frequencies
+    angles = positions[:, None, None] * frequencies
     cosine = (rope.magnitude * np.cos(angles)).astype(np.float32, copy=False)
     sine = (rope.magnitude * np.sin(angles)).astype(np.float32, copy=False)
     half = rope.dim // 2
@@ -116,24 +152,37 @@ def rotate(x: Float32, head_dim: int, rope: Rope) -> Float32:
     return heads.reshape(x.shape)
 
 
-def attend(q: Float32, k: Float32, v: Float32, head_dim: int, op: model.PagedAttention) -> Float32:
-    """Causal attention of query heads on their group's KV head, some queries at a time."""
+def attend(
+    q: Float32,
+    k: Float32,
+    v: Float32,
+    head_dim: int,
+    op: model.PagedAttention,
+    start: int = 0,
+    first_key: int = 0,
+) -> Float32:
+    """Return the causal attention of query heads on their group's KV head, some queries at a time.
+
+    The first query is at position ``start``, the first key at ``first_key``.
+    """
     sequences, tokens, _ = q.shape
     out = np.empty_like(q)
-    kv_heads = k.shape[-1] // head_dim
+    kv_heads, stored_tokens = k.shape[-1] // head_dim, k.shape[1]
     # [sequences, KV heads, (query heads of one,) tokens, head_dim]
     queries = q.reshape(sequences, tokens, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    keys = k.reshape(sequences, tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)
-    stored = v.reshape(sequences, tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 1, 4)
+    keys = k.reshape(sequences, stored_tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 4, 1)
+    stored = v.reshape(sequences, stored_tokens, kv_heads, 1, head_dim).transpose(0, 2, 3, 1, 4)
     result = out.reshape(sequences, tokens, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    for start in range(0, tokens, QUERIES):
-        end = min(start + QUERIES, tokens)
-        first = 0 if op.window is None else max(0, start - op.window + 1)
-        scaled = (queries[..., start:end, :] * op.scale).astype(np.float32, copy=False)
-        scores: Float32 = scaled @ keys[..., first:end]
+    for done in range(0, tokens, QUERIES):
+        count = min(QUERIES, tokens - done)
+        begin, end = start + done, start + done + count
+        first = first_key if op.window is None else max(first_key, begin - op.window + 1)
+        seen_keys = slice(first - first_key, end - first_key)
+        scaled = (queries[..., done : done + count, :] * op.scale).astype(np.float32, copy=False)
+        scores: Float32 = scaled @ keys[..., seen_keys]
         if op.softcap:
             scores = soft_cap(scores, op.softcap)
-        distance = np.arange(start, end)[:, None] - np.arange(first, end)[None, :]
+        distance = np.arange(begin, end)[:, None] - np.arange(first, end)[None, :]
         seen = distance >= 0
         if op.window is not None:
             seen &= distance < op.window
@@ -141,7 +190,7 @@ def attend(q: Float32, k: Float32, v: Float32, head_dim: int, op: model.PagedAtt
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         total = scores.sum(axis=-1, keepdims=True)
-        result[..., start:end, :] = scores @ stored[..., first:end, :] / total
+        result[..., done : done + count, :] = scores @ stored[..., seen_keys, :] / total
     return out
 
 

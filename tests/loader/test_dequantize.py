@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.loader.base import Weight, WeightFormat
-from octavo.tools.quantize.blocks import dequantize, group_scales
+from octavo.loader.dequantize import dequantize, group_scales
 
-BLOCKS = np.load(Path(__file__).parents[2] / "kernels" / "gguf_blocks.npz")
+BLOCKS = np.load(Path(__file__).parents[1] / "kernels" / "gguf_blocks.npz")
 FORMATS = [format for format in WeightFormat if not format.grouped]
 
 

@@ -1,0 +1,1 @@
+"""The sections of a recording of what users see (benchmarks/behaviour.py)."""

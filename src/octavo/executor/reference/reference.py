@@ -1,0 +1,243 @@
+"""An executor in numpy, in fp32: slow, and plain enough to be read as the definition of a step.
+
+It serves what the native executor serves, from the same paged cache. Its logits differ from the
+native ones by rounding only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import sha256
+from math import prod
+from typing import Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from octavo.executor.base import (
+    Batch,
+    Bytes,
+    Capabilities,
+    Executor,
+    ExecutorSizes,
+    Float32,
+    Int32,
+    StepResult,
+    check_weights,
+    slice_rows,
+)
+from octavo.executor.cost import CostModel
+from octavo.executor.reference import evaluate
+from octavo.kv_cache.layout import KvDtype, KvLayout
+from octavo.loader.base import Checkpoint, Weight
+from octavo.loader.dequantize import dequantize
+from octavo.models.program import Input, Logits, PagedAttention, Program
+from octavo.sampling.native import NativeSampler
+
+
+def fp32_bytes(weights: Iterable[Weight]) -> int:
+    """Return the bytes of the executor's own copies of the weights."""
+    return sum(4 * prod(weight.shape) for weight in weights)
+
+
+class ReferenceExecutor(Executor):
+    """Implements `Executor`; arguments as those of `NativeExecutor`."""
+
+    capabilities = Capabilities(
+        "reference",
+        (KvDtype.BF16, KvDtype.FP16),
+        numerics=1,
+        tier=f"numpy {np.__version__}",
+        hidden_rows=True,
+        added_programs=True,
+    )
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        *,
+        keep_hidden: bool = False,
+        digest: bool = False,
+        **sizes: Unpack[ExecutorSizes],
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = sizes["num_blocks"]
+        self.max_tokens = sizes["max_tokens"]
+        self.max_logits_rows = sizes["max_logits_rows"]
+        self.threads = 1
+        self._slice = slice_rows(self.max_logits_rows, program.config.vocab_size)
+        shape = (
+            layout.layers_per_group,
+            2,
+            layout.block_size,
+            layout.num_kv_heads,
+            layout.head_dim,
+        )
+        self._arena = np.zeros((self.num_blocks, *shape), np.uint16)
+        self._weights: dict[str, Float32] = {}
+        self._programs: list[tuple[Program, bool, CostModel]] = []
+        weights = {role: checkpoint.weights.get(role) for role in program.weights}
+        given = {role: weight for role, weight in weights.items() if weight is not None}
+        self._load(program, given, str(checkpoint.path), keep_hidden)
+        self.digest = self._digest() if digest else b""
+
+    def _load(
+        self, program: Program, weights: Mapping[str, Weight], source: str, keep_hidden: bool
+    ) -> None:
+        check_weights(program, {**self._weights, **weights}, source)
+        self._weights |= {role: dequantize(weight) for role, weight in weights.items()}
+        sizes = {role: self._weights[role].nbytes for role in program.weights}
+        costs = CostModel(program, self.layout, weight_bytes=sizes)
+        self._programs.append((program, keep_hidden, costs))
+
+    def _digest(self) -> bytes:
+        digest = sha256(repr(self.capabilities).encode())
+        for role, values in self._weights.items():
+            digest.update(f"{role} {values.shape} ".encode())
+            digest.update(values.tobytes())
+        return digest.digest()
+
+    @property
+    def costs(self) -> CostModel:  # type: ignore[override]
+        return self.costs_of(0)
+
+    def costs_of(self, program: int) -> CostModel:
+        return self._programs[program][2]
+
+    @property
+    def weight_bytes(self) -> int:  # type: ignore[override]
+        return sum(values.nbytes for values in self._weights.values())
+
+    def add_program(
+        self,
+        program: Program,
+        weights: Mapping[str, Weight] | None = None,
+        *,
+        keep_hidden: bool = False,
+        ids: Sequence[int] = (),
+    ) -> int:
+        self._load(program, weights or {}, "an added program", keep_hidden)
+        return len(self._programs) - 1
+
+    def drop_program(self) -> None:
+        if len(self._programs) == 1:
+            raise ValueError("no program was added")
+        self._programs.pop()
+
+    def companion(
+        self,
+        checkpoint: Checkpoint,
+        program: Program,
+        layout: KvLayout,
+        **sizes: Unpack[ExecutorSizes],
+    ) -> ReferenceExecutor:
+        return ReferenceExecutor(checkpoint, program, layout, **sizes)
+
+    def new_sampler(self, vocab_size: int) -> NativeSampler:
+        return NativeSampler(vocab_size)
+
+    def execute(self, batch: Batch, program: int = 0, rows: Float32 | None = None) -> StepResult:
+        start = time.perf_counter()
+        compute, keep_hidden, _ = self._programs[program]
+        *ops, head = compute.ops
+        self._arena[batch.copies[:, 1]] = self._arena[batch.copies[:, 0]]
+        values: evaluate.Values = {}
+        if rows is not None:
+            values = {op.out: rows[None] for op in ops if isinstance(op, Input)}
+        kv = PagedSequences(self._arena, self.layout, batch)
+        config, tokens = compute.config, batch.token_ids[None]
+        evaluate.run(ops, config, self._weights, values, tokens, kv)
+        assert isinstance(head, Logits)
+        x = head.x
+        hidden: Float32 = values[x][0, batch.logits_rows]
+
+        def logits_from(row: int) -> Float32:
+            some = {x: hidden[row : row + self._slice]}
+            evaluate.run([head], config, self._weights, some)
+            return some["logits"]
+
+        logits = logits_from(0)
+        took = time.perf_counter() - start
+        return StepResult(logits, took, logits_from, hidden if keep_hidden else None)
+
+    def export_blocks(self, blocks: Int32, into: Bytes | None = None) -> Bytes:
+        data = self._arena[blocks].view(np.uint8).reshape(len(blocks), -1)
+        if into is None:
+            return data
+        into[:] = data
+        return into
+
+    def import_blocks(self, blocks: Int32, data: Bytes) -> None:
+        rows = np.ascontiguousarray(data).view(np.uint16)
+        self._arena[blocks] = rows.reshape(len(blocks), *self._arena.shape[1:])
+
+    def close(self) -> None:
+        self._weights.clear()
+
+
+class PagedSequences:
+    """Implements `evaluate.KeyValues` for a step's sequences, by their block tables."""
+
+    def __init__(self, arena: npt.NDArray[np.uint16], layout: KvLayout, batch: Batch) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._batch = batch
+
+    def positions(self, tokens: int) -> Int32:
+        return self._batch.positions
+
+    def store(self, layer: int, keys: Float32, values: Float32) -> None:
+        for slot, begin, end in self._spans():
+            at, blocks, offsets = self._places(layer, slot, self._batch.positions[begin:end])
+            for which, rows in enumerate((keys, values)):
+                shape = (end - begin, self._layout.num_kv_heads, self._layout.head_dim)
+                packed = _packed(rows[0, begin:end].reshape(shape), self._layout.dtype)
+                self._arena[blocks, at, which, offsets] = packed
+
+    def attend(self, queries: Float32, head_dim: int, op: PagedAttention) -> Float32:
+        out = np.empty_like(queries)
+        for slot, begin, end in self._spans():
+            start = int(self._batch.positions[begin])
+            first = 0 if op.window is None else max(0, start - op.window + 1)
+            positions = np.arange(first, start + end - begin)
+            at, blocks, offsets = self._places(op.layer, slot, positions)
+            keys, values = (
+                _unpacked(self._arena[blocks, at, which, offsets], self._layout.dtype).reshape(
+                    1, len(positions), -1
+                )
+                for which in (0, 1)
+            )
+            mine = queries[:, begin:end]
+            out[:, begin:end] = evaluate.attend(mine, keys, values, head_dim, op, start, first)
+        return out
+
+    def _spans(self) -> Iterable[tuple[int, int, int]]:
+        """Yield each sequence's slot and the range of its tokens in the batch."""
+        offsets = self._batch.seq_offsets.tolist()
+        return zip(self._batch.seq_slots.tolist(), offsets[:-1], offsets[1:], strict=True)
+
+    def _places(
+        self, layer: int, slot: int, positions: npt.NDArray[np.integer]
+    ) -> tuple[int, Int32, npt.NDArray[np.integer]]:
+        """Return where positions are in the arena: layer in the block, blocks, tokens in them."""
+        group, at = self._layout.place(layer)
+        size = self._layout.block_size
+        blocks = self._batch.block_tables[group, slot, positions // size]
+        return at, blocks, positions % size
+
+
+def _packed(values: Float32, dtype: KvDtype) -> npt.NDArray[np.uint16]:
+    """Round to the cache's numbers, half to even."""
+    if dtype is KvDtype.FP16:
+        return values.astype(np.float16).view(np.uint16)
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + (0x7FFF + (bits >> 16 & 1))) >> 16).astype(np.uint16)
+
+
+def _unpacked(packed: npt.NDArray[np.uint16], dtype: KvDtype) -> Float32:
+    if dtype is KvDtype.FP16:
+        return packed.view(np.float16).astype(np.float32)
+    return (packed.astype(np.uint32) << 16).view(np.float32)

@@ -111,6 +111,7 @@ def test_reading_is_charged_over_what_is_read_for() -> None:
 def test_reading_that_saved_nothing_is_charged_in_full() -> None:
     account = Account(128)
     account.add(1.0, 1.0)
+    account.owe(0.0, 10)  # as a clock may say
     account.owe(100.0, 10)
     account.add(1.0, 1.0, 50)
     rested = 0

@@ -1,4 +1,4 @@
-"""Times of steps and of drafting are learned, and the length of drafts that gives most is chosen."""
+"""Times of steps and drafting are learned, and the length of drafts that gives most is chosen."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_step_times_are_learned_under_noise_and_bursts() -> None:
     times = seasoned(rng, sizes)
     times.observe(5, 10.0, prompts=False)  # somebody else had the machine
     for size in sizes:
-        assert times.predict(size) == pytest.approx(machine(size), rel=0.15)
+        assert times.predict(size) == pytest.approx(machine(size), rel=0.2)
 
 
 def test_a_slower_machine_is_slower_at_all_sizes() -> None:

@@ -1,4 +1,4 @@
-"""What a drafter that computes is asked for: trials that grow rare, and what pays in step after step."""
+"""What a drafter that computes is asked for: rare trials, and what pays in step after step."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ _FADING = 1 - 1 / tuning.ACCOUNT_STEPS
 
 
 class Account:
-    """What steps with drafts, or with drafting that came to nothing, took, against what their tokens
-    would have taken without, in seconds.
+    """Seconds that steps took, against what their tokens would have taken without speculation.
 
     Both sides fade, but a loss fades no faster than it is paid off by steps without one. The
     account begins as after ``credit_steps`` steps, so that something can be tried.
@@ -37,12 +36,14 @@ class Account:
         fading = (kept - 1) * self._gained
         gained = self._gained + min(fading, steps * tuning.MAX_LOSS * seconds)
         gained += steps * (worth - seconds) - payment
-        self._gained = min(gained, tuning.MAX_CREDIT * self._seconds)
+        self._gained = min(gained, 0.0)  # what was gained earlier is no licence
 
     def owe(self, seconds: float, tokens: float) -> None:
         """Charge ``seconds`` of reading a text over the ``tokens`` that are expected of it: drafts
         pay for it over a whole answer.
         """
+        if seconds <= 0:
+            return
         self.saved -= seconds
         charge = self._debt * self._share + seconds / max(1.0, tokens)
         self._debt += seconds

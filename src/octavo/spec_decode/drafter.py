@@ -121,7 +121,7 @@ class ModelDrafter:
         """Give up the drafts that were begun."""
 
     def unread(self, seq: Seq) -> int:
-        """Return about how many tokens of the sequence must be read before it can be drafted for."""
+        """Return about how many tokens of the sequence must be read before it is drafted for."""
         return 0
 
     def end(self, seq: Seq) -> None:

@@ -1,9 +1,9 @@
 """Medusa heads as files: `config.json` and `model.safetensors` in a folder.
 
 Names are those that vLLM reads (`MedusaConfig`; its model's ``blocks.I.layers.J`` and
-``token_map``); ``medusa_num_heads`` and ``medusa_num_layers`` are Cai et al.'s. Heads have no logits
-matrices of their own: they share the rows of the target's that ``token_map`` lists. ``target``
-identifies the model that they are for (`fingerprint`).
+``token_map``); ``medusa_num_heads`` and ``medusa_num_layers`` are Cai et al.'s. Heads have no
+logits matrices of their own: they share the rows of the target's that ``token_map`` lists.
+``target`` identifies the model that they are for (`fingerprint`).
 
 ``recurrent``, which is Octavo's own field, means that one head goes on from itself
 (`Heads`), at most ``medusa_num_heads`` times; ``intermediate_size`` is its width.
@@ -79,8 +79,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def heads_folder(name: str) -> Path:
-    """Return the folder of heads that a setting names: an existing one, or that of the heads of this
-    name that come with Octavo.
+    """Return the folder that a setting names: an existing one, or that of the heads of this name
+    that come with Octavo.
     """
     folder = Path(name).expanduser()
     return folder if folder.exists() or name not in own_heads() else OWN / name
@@ -161,7 +161,7 @@ def read_heads(folder: Path, checkpoint: Checkpoint) -> Heads:
 def _read_tensors(
     file: SafetensorsFile, shapes: dict[str, tuple[int, ...]], vocab_size: int
 ) -> tuple[dict[str, Weight], Int32]:
-    """Return the weights and the token map. The file must have exactly the tensors of ``shapes``."""
+    """Return the weights and the token map of a file that has exactly the tensors of ``shapes``."""
     for name, shape in shapes.items():
         info = file.tensors.get(name)
         if info is None:

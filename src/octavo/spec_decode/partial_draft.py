@@ -60,7 +60,7 @@ class PartialDraft:
 
 
 def draw(sampler: Sampler, logits: Float32 | None, drafts: Sequence[PartialDraft]) -> list[int]:
-    """Draw a token for each draft from the row of logits at its index; -1 where none can be drawn."""
+    """Draw a token for each draft from the row of logits at its index; -1 if none can be drawn."""
     states = [draft.state for draft in drafts]
     drawing = [row for row, draft in enumerate(drafts) if draft.drawn_from is not None]
     distributions: Sequence[Float32] = ()

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from math import exp
 
 from octavo.executor.base import StepResult
-from octavo.sampling.scripted import mix
 from octavo.scheduler.batching import Distributions, Scheduled
 from octavo.scheduler.sequence import Sequence as Seq
 from octavo.spec_decode import tuning
@@ -36,7 +35,6 @@ class _Step:
     seconds: float
     worth: float  # seconds that its tokens would have taken without speculation
     token_worth: float  # of each token that speculation brought
-    compared: bool  # it had drafts and read no prompts
 
 
 class Speculator:
@@ -96,9 +94,6 @@ class Speculator:
         self._rest = 0  # steps to come in which no drafter is asked
         self._resting = False  # this step is one of them
         self._rested = 0  # such steps that are not in the account yet
-        self._controls = 0  # steps without drafts that followed some with
-        self._drafted_steps = 0  # steps with drafts since the last of these …
-        self._drafted_seconds = self._drafted_worth = 0.0  # … and their time and worth
 
     @property
     def num_known(self) -> int:
@@ -145,21 +140,11 @@ class Speculator:
             self._rest = tuning.REST_STEPS
         return not self._rest
 
-    def _control_due(self, num_tokens: int, more: int = 0) -> bool:
-        """Return whether a step is to have no drafts, so that those with drafts are compared to it.
-
-        That is so while hardly any such step was seen, and at random times after some steps with
-        drafts (``more`` of which are not counted yet); later, where drafts gain so much that the
-        step would cost more than `CONTROL_SHARE` of the time.
+    def _control_due(self, num_tokens: int) -> bool:
+        """Return whether a step is to have no drafts, so that those with drafts are compared to it:
+        whenever few such steps were seen lately.
         """
-        if self.times.seen(num_tokens) < tuning.STEPS_COMPARED:
-            return True
-        steps = self._drafted_steps + more
-        if steps < tuning.CONTROL_STEPS + mix(self._controls) % tuning.CONTROL_STEPS:
-            return False
-        gain = self._drafted_worth / max(self._drafted_seconds, 1e-9) - 1
-        seconds = self._drafted_seconds * steps / max(1, self._drafted_steps)
-        return gain * self.times.predict(num_tokens) <= tuning.CONTROL_SHARE * seconds
+        return self.times.seen(num_tokens) < tuning.STEPS_COMPARED
 
     def _most(self, decoding: list[Seq]) -> list[int]:
         """Return the longest useful draft of each sequence."""
@@ -344,6 +329,7 @@ class Speculator:
 
     def _enter(self, scheduled: Scheduled, runs: Sequence[list[int]], seconds: float) -> None:
         """Learn how long the step took, and prepare its entry in the account."""
+        self._settle()  # of the step before, if no drafts were asked for since
         times, size, count = self.times, scheduled.batch.num_tokens, len(scheduled.decodes)
         prompts, drafts = bool(scheduled.chunks), scheduled.drafts
         plain = seconds - self.spent
@@ -367,22 +353,13 @@ class Speculator:
             else:
                 seconds -= max(0.0, plain - exp(tuning.MAX_ERROR) * times.predict(size))
                 worth = drawn * each
-        if drafts is not None:
-            self._drafted_steps += 1
-        elif not prompts and self._drafted_steps:
-            self._controls += 1
-            self._drafted_steps, self._drafted_seconds, self._drafted_worth = 0, 0.0, 0.0
-        compared = drafts is not None and not prompts
-        self._last = _Step(seconds, worth, each, compared)
+        self._last = _Step(seconds, worth, each)
 
     def _settle(self) -> None:
         """Enter the last step in the account: it is known by now which sequences it ended."""
         step, self._last = self._last, None
         if step is not None:
             self._account.add(step.seconds, step.worth)
-            if step.compared:
-                self._drafted_seconds += step.seconds
-                self._drafted_worth += step.worth
 
     def _promising(self, scheduled: Scheduled) -> bool:
         """Return whether the step had drafts and the next one will probably have some: no rest
@@ -391,7 +368,7 @@ class Speculator:
         if scheduled.drafts is None or self._rest > 0:
             return False
         return self._pinned is not None or not (
-            self._account.overdrawn or self._control_due(len(scheduled.samples), 1)
+            self._account.overdrawn or self._control_due(len(scheduled.samples))
         )
 
     # Ends and failures

@@ -28,7 +28,7 @@ class SpeculationTimes:
     """Predicts the seconds of a step by its number of tokens, and of drafting.
 
     A step takes speed · √(knee² + n²) · correction(n): a roofline with a soft knee, where the
-    weights are read in the time of ``knee`` tokens' arithmetic. The speed follows the machine within
+    weights are read in the time of ``knee`` tokens' arithmetic. The speed follows the machine in
     some steps; it changes by more than a token costs, so a correction is learned from a step only
     as far as the steps just before it were of other sizes. (A run of steps of one size that get
     slower says nothing about the size.) Between the sizes seen lately corrections are interpolated.
@@ -72,7 +72,9 @@ class SpeculationTimes:
         error = min(max(error, -tuning.MAX_ERROR), tuning.MAX_ERROR)
         back = 0.0
         known_by_others = (1 - tuning.SPEED_GAIN) ** (self._run if at == self._before else 0)
-        gain = known_by_others * max(tuning.CORRECTION_GAIN, 1 / (self._compared[at] + 2))
+        # At the first step what prompts have shown of the speed stands, and the size is unlike it.
+        prior = 2 if self._steps else 1
+        gain = known_by_others * max(tuning.CORRECTION_GAIN, 1 / (self._compared[at] + prior))
         self._corrections[at] += gain * error
         self._compared[at] += known_by_others
         if at != self._before and self._steps:
@@ -158,7 +160,7 @@ class SpeculationTimes:
         self, num_sequences: int, passes: int, seconds: float, *, begun: bool
     ) -> None:
         """Learn from drafts for ``num_sequences``, the longest of ``passes`` tokens. ``begun``: they
-        had been begun before they were asked for, and ``seconds`` is what was waited for them.
+        had been begun before they were asked for, and only waited for.
         """
         known = self._drafting.setdefault((num_sequences.bit_length(), begun), [0.0, 0.0])
         each = seconds / passes

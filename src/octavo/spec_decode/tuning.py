@@ -26,7 +26,7 @@ NEGLIGIBLE_GAIN = 0.05  # probability of becoming output below which no row cost
 
 KNEE = 8.0  # tokens whose arithmetic takes as long as reading the weights, before it is learned
 SPEED_GAIN = 0.2  # how far a step moves the machine's speed, which changes within a second
-CORRECTION_GAIN = 0.05  # how far it moves a size's correction, at least
+CORRECTION_GAIN = 0.1  # how far it moves a size's correction, at least
 MAX_ERROR = 0.5  # logarithm; a step that is farther off is something else's doing
 STEPS_REMEMBERED = 150  # over which observations of a size fade
 FAINT = 0.5  # observations below which a size is as good as never seen
@@ -40,14 +40,11 @@ DRAFTING_GAIN = 0.05  # how far drafting moves what is known of its time, at lea
 
 ACCOUNT_STEPS = 256  # over which it fades
 MAX_LOSS = 0.005  # share of the time; then speculation rests until so much has passed
-MAX_CREDIT = 0.01  # share of the time that earlier gains count for
 CREDIT_STEPS = 128  # that it begins with, so that something can be tried
 
 # Steps without drafts
 
-CONTROL_STEPS = 16  # with drafts, and as many more at random, before one without to compare with
-CONTROL_SHARE = 0.005  # of the time that such steps may cost where drafts gain much
-STEPS_COMPARED = 2.0  # steps without drafts of late, for others to be compared with
+STEPS_COMPARED = 4.0  # to be seen lately, for those with drafts to be compared to
 REST_STEPS = 16  # most in a row in which no drafter is asked
 IDLE_SHARE = 0.01  # of the time, for drafters that bring nothing
 TRIAL_TOKENS = 3  # drafted now and then by a model that does not seem to pay
